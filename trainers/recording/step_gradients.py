@@ -20,7 +20,14 @@ from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of, why_unproven
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm, whole
+from trajstore.trainers.recording.sharding import (
+    agreed,
+    has_fsdp,
+    is_sharded,
+    own_rows,
+    total_norm,
+    whole,
+)
 from trajstore.trainers.recording.torch_internals import counts_versions, scale_in_step, version
 
 _CHANGED = (
@@ -173,7 +180,9 @@ class StepGradients:
             if (gradient := parameter.grad) is not None
         }
 
-    def end_backward(self, before: Marks, *, is_scaled: bool) -> Set[torch.Tensor]:
+    def end_backward(
+        self, before: Marks, *, is_scaled: bool, is_of_model: bool
+    ) -> Set[torch.Tensor]:
         """Take the gradients of a backward pass, before the loop can change them.
 
         Parameters
@@ -182,6 +191,8 @@ class StepGradients:
             Marks before the pass.
         is_scaled : bool
             A gradient scaler has multiplied the loss; the gradients are taken when it divides them.
+        is_of_model : bool
+            The pass went through a forward pass of the model.
 
         Returns
         -------
@@ -191,7 +202,9 @@ class StepGradients:
         now = self.marks()
         reached = {p for p in now if p not in before or not before[p].is_still(p.grad)}
         if self._trained().isdisjoint(reached):
-            return frozenset()
+            # Without synchronization, FSDP2 adds the gradient to that of a later pass.
+            is_held_back = is_of_model and has_fsdp(self._model)
+            return self._trained() if is_held_back else frozenset()
         self._reached = reached
         if is_scaled:
             self._taken = now

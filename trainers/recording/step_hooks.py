@@ -514,7 +514,9 @@ class Recorder:
     def _end_backward(self, frame: BackwardPass, before: Any) -> None:
         """Take the raw gradients before they can be clipped."""
         is_scaled = frame.scale is not None
-        frame.reached = self._gradients.end_backward(before, is_scaled=is_scaled)
+        frame.reached = self._gradients.end_backward(
+            before, is_scaled=is_scaled, is_of_model=bool(frame.passes)
+        )
         if not frame.reached:
             return  # it trains something else
         self._has_scaler |= is_scaled
@@ -632,7 +634,8 @@ class Recorder:
         self._in_step, self._is_skipped = True, False
         self._backwards_before = len(self._backwards)
         self._has_gradients = any(p.grad is not None for p in self._optimizer.parameters(optimizer))
-        self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._has_closure = closure is not None  # accelerate passes None
         if not self._calls[optimizer].is_plain:
             self._versions = self._present_versions(optimizer)
             self._before = self._sums(optimizer)

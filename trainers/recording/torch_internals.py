@@ -47,8 +47,11 @@ def in_vmap() -> bool:
 def version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; it detects clipping without a read.
 
-    Autograd checks its saved tensors by this number, which has no public name.
+    Autograd checks its saved tensors by this number, which has no public name. FSDP2 accumulates
+    into the part of a sharded gradient that this process holds, which alone counts that.
     """
+    if type(tensor) is not torch.Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor._version
 
 

@@ -455,3 +455,30 @@ def test_a_scheduler_of_an_optimizer_without_hooks(tiny: Any, record: Any, tmp_p
             pass
         scheduler.step()
     assert read(tmp_path).sizes["step"] == 4
+
+
+class Scratch(torch.optim.Optimizer):
+    """Uses the gradient as scratch memory after it has read it, as schedulefree does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            p.grad.div_(p.grad.square().sqrt() + p.abs())
+
+
+def test_a_closure_of_none_is_no_closure(
+    tiny: Any, record: Any, tmp_path: Path, notes: list[str]
+) -> None:
+    """Accelerate passes it to each step; the gradient is looked at before the step, as without."""
+    optimizer, kept = Scratch(tiny.parameters(), {"lr": 0.1}), []
+    with record(optimizer):
+        for batch in batches(3):
+            optimizer.zero_grad()
+            tiny(**batch)["loss"].backward()
+            kept.append(tiny.embedding.weight.grad.clone())
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.1)
+            optimizer.step(None)
+    ds = open_run(tmp_path / "run.zarr")
+    np.testing.assert_array_equal(ds.grad[1:], torch.stack(kept))
+    assert not any("between the backward pass" in note for note in notes)
