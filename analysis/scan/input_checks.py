@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.values.optimizer_rule import ADAM, OptimizerRule
+from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
 
 RUN = "run"
 """Name of the dimension of several runs."""
@@ -127,8 +127,17 @@ def _recording_of(names: Sequence[str]) -> str:
     return ",".join([tier if len(by_name) < len(names) else "matrix", *by_name])
 
 
-def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
+def adam_rule(
+    ds: xr.Dataset, given: Mapping[str, Any] | None
+) -> tuple[OptimizerRule, npt.NDArray[np.void]]:
     """Rule of the optimizer of these rows: as given, or as recorded in the run.
+
+    Returns
+    -------
+    rule : OptimizerRule
+    numbers : ndarray of `NUMBERS`, (step,)
+        Numbers of the step of each row, for `OptimizerRule.at`; those of the rule for a first row
+        without a step.
 
     Raises
     ------
@@ -150,7 +159,20 @@ def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
             f"got the optimizer {optimizer.get('class')!r}, expected one of Adam, AdamW, "
             "RoundedAdam, RoundedAdamW"
         )
-    return OptimizerRule.of(optimizer)
+    rule = OptimizerRule.of(optimizer)
+    recorded = {}
+    if not given and {"step", "hyperparameter"} == {
+        *ds.get("hyperparameters", xr.DataArray()).dims
+    }:
+        values = ds["hyperparameters"].transpose("hyperparameter", "step").values
+        recorded = dict(zip(ds["hyperparameter"].values.tolist(), values, strict=True))
+    numbers = np.empty(ds.sizes["step"], NUMBERS)
+    for name in NUMBERS.names or ():
+        of_rule = getattr(rule, name)
+        numbers[name] = recorded.get(name, of_rule)
+        if np.isnan(numbers[name][:1]).any():
+            numbers[name][0] = of_rule
+    return rule, numbers
 
 
 def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any] | None:

@@ -149,7 +149,7 @@ def _scheduled(
     lr: float, schedule: ScheduleConfig, taken: npt.NDArray[np.int64], recorded: Rates
 ) -> Rates:
     """Return the rates of a schedule after given numbers of steps; NaN where none is recorded."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr)
     built = build_schedule(optimizer, schedule, schedule.steps or 1)
     factor = built.lr_lambdas[0]
     rates = np.array([lr * factor(int(steps)) for steps in taken])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,9 @@ CAVEAT = (
 )
 """Note that every counterfactual carries."""
 
-OPTIMIZER_VARIABLES = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
+OPTIMIZER_VARIABLES = (
+    "W", *MOMENTS, "lr", "hyperparameters", "clip_coef", "W_step_norm", "W_ulp_l1", "cells",
+)  # fmt: skip
 """Variables that settings of the optimizer change; all others are those of the recorded run."""
 
 
@@ -71,6 +73,8 @@ class PlannedCounterfactual:
     first : int
         Row with the initial state.
     lr : ndarray of float64, (step,)
+    numbers : list of dict of str to float, (step,)
+        Other hyperparameters of the step before each row.
     clip_coef : list of ndarray, ()
         Bits of each factor.
     variables : dict of str to NativeType
@@ -101,8 +105,11 @@ class PlannedCounterfactual:
         held = rows.natives["W"].name
         self.settings = settings = changed_settings(source.attributes, held, assignments, seed=seed)
         weights = getattr(torch, settings.weights_dtype)
-        self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device)
-        self.optimizer = recorded_optimizer({"optimizer": settings.optimizer}, weights, device)
+        largest = rows.largest_hyperparameters
+        self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device, largest)
+        largest = {name: one for name, one in largest.items() if name in settings.kept}
+        changed = {"optimizer": settings.optimizer}
+        self.optimizer = recorded_optimizer(changed, weights, device, largest)
         rebuilt = any(name not in rows for name in self.recorded.state_names)
         self.needs_rebuilding = rebuilt
         if rebuilt and rows.steps[first] and not rows.from_start:
@@ -121,9 +128,19 @@ class PlannedCounterfactual:
             )
         if first and rebuilt:
             _check_known(rows, rows.rates, rows.clip_coefs, range(1, first + 1))
+            _check_numbers(rows, self.recorded, rows.hyperparameters, range(1, first + 1))
         self.lr = changed_learning_rates(rows, source.attributes, settings)
         self.clip_coef = changed_clip_coefs(rows, settings)
+        own, recorded = self.optimizer.numbers, rows.hyperparameters(0)
+        # In the order of the run, with which the new one is compared.
+        own = {name: own[name] for name in (*recorded, *own) if name in own}
+        kept = settings.kept & own.keys()
+        self.numbers = [
+            own | {n: one for n, one in rows.hyperparameters(row).items() if n in kept}
+            for row in range(len(rows))
+        ]
         _check_known(rows, self.lr, self.clip_coef, range(first + 1, len(rows)))
+        _check_numbers(rows, self.optimizer, self.numbers.__getitem__, range(first + 1, len(rows)))
         self.placement, self.chosen = _placement(source, tokens, device)
         self.recorded.check_whole(self.placement)
         self.variables = _variables(rows, settings, self.optimizer)
@@ -250,6 +267,20 @@ def _check_known(
             raise CannotReplay(
                 f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
                 "unknown; set the clipping, such as training.max_grad_norm=1"
+            )
+
+
+def _check_numbers(
+    rows: RecordedRows,
+    optimizer: RecordedOptimizer,
+    numbers: Callable[[int], dict[str, float]],
+    chosen: range,
+) -> None:
+    for number in chosen:
+        if not rows.skipped[number] and (unknown := optimizer.unknown(numbers(number))):
+            raise CannotReplay(
+                f"{', '.join(unknown)} of hyperparameters is NaN at step {rows.steps[number]}; set "
+                "it, such as --set optimizer.weight_decay=0, or start later (--at)"
             )
 
 

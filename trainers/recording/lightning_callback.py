@@ -112,11 +112,12 @@ class LightningCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return
-        self.recorder.close()
-        if trainer.is_global_zero:
-            for path, rows in self.recorder.recorded_rows():
+        recorder.close()
+        if trainer.is_global_zero and not recorder.has_failed:
+            for path, rows in recorder.recorded_rows():
                 print(f"Recorded {rows:,} rows to {path}")
 
     def on_exception(

@@ -14,6 +14,16 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
+from trajstore.values.hyperparameters import numbers_of
+
+Settings = dict[str, float]
+"""Numbers and flags of a parameter group, by their names in a run."""
+
+NO_NUMBERS = ("lr", "rounding_seed")
+"""Numbers of a parameter group that are no hyperparameters of a row."""
+
+COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
+"""Optimizers that first add the rows of a sparse gradient."""
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -237,16 +247,69 @@ def find_group(
     return None
 
 
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """Return the numbers and flags of a parameter group."""
+    found = numbers_of(group.items())
+    for key, value in group.items():
+        if isinstance(value, bool):
+            found[key] = value
+        elif isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+            found[key] = value.item()
+    return found
+
+
+def declared_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings:
+    """Return those of `settings_of` that the optimizer's class declares."""
+    declared = getattr(optimizer, "defaults", group)  # wrappers of optimizers may have none
+    return settings_of({key: group[key] for key in declared if key in group})
+
+
+def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
+    """Return the names of the numbers, apart from the rate, that a parameter is stepped with."""
+    if parameter.optimizer is None:
+        return ()
+    settings = declared_settings(parameter.optimizer, parameter.group)
+    return tuple(k for k, one in settings.items() if k not in NO_NUMBERS and type(one) is not bool)
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of a parameter; a sparse one as a dense tensor."""
-    gradient = parameter.grad
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+    return None if parameter.grad is None else as_dense(parameter.grad)
+
+
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or the dense tensor of a sparse one.
+
+    Rows that a sparse tensor holds several times are added in the order of `coalesce`, as in
+    `torch.optim.SparseAdam` and `Adagrad`; `to_dense` alone may use another order.
+    """
+    return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
+
+
+def unordered_sum(optimizer: Optimizer, gradient: torch.Tensor) -> str | None:
+    """Return a sentence if a step does not follow from the sum of a gradient's rows.
+
+    `torch.optim.SGD` adds each row of a sparse gradient to the parameter by itself.
+    """
+    if not gradient.is_sparse or isinstance(optimizer, COALESCING):
+        return None
+    keeps_rows = any(group.get("momentum") for group in optimizer.param_groups)
+    is_unique = gradient.is_coalesced() or (
+        # A device would have to be waited for.
+        gradient.device.type == "cpu" and gradient.coalesce()._nnz() == gradient._nnz()
+    )
+    if is_unique and not keeps_rows:
+        return None
+    return (
+        f"{type(optimizer).__name__} adds the rows of a sparse gradient one by one; grad holds "
+        "their sum, so a step does not follow from it bit for bit"
+    )
 
 
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:
     """Return a copy of numbers in float64 on their device; on the CPU for MPS, which has none."""
     if not isinstance(number, torch.Tensor):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
     number = number.detach()
     return (number.cpu() if number.device.type == "mps" else number).to(torch.float64, copy=True)
 

@@ -40,7 +40,7 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
         "zarr": zarr.__version__,
         "trajstore": __version__,
         "platform": platform.platform(),
-        "processor": platform.machine(),
+        "processor": processor(),
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
@@ -51,6 +51,11 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
     if commit:
         facts["git_commit"] = commit
     return facts
+
+
+def processor() -> str:
+    """Return the architecture, and the instructions that torch uses, on which rounding depends."""
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

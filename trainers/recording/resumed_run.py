@@ -49,6 +49,8 @@ class ExistingRun:
     last_weights : tensor, (token, hidden)
         W in that row, in its native type, on the CPU, with the tokens of this process; `cells` if
         the run has no W.
+    hyperparameters : tuple of str
+        Names of the hyperparameters in its rows.
     attributes : mapping
         Attributes of the root that change.
     last_state : mapping of str to tensor
@@ -63,6 +65,7 @@ class ExistingRun:
     last_step: int
     missing_steps: range
     last_weights: torch.Tensor
+    hyperparameters: tuple[str, ...]
     attributes: Mapping[str, Any]
     last_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compared: ComparedRun | None = None
@@ -115,6 +118,9 @@ class ExistingRun:
             last_step=int(steps[-1]),
             missing_steps=missing,
             last_weights=_row(W, (last, own)),
+            hyperparameters=tuple(map(str, arrays["hyperparameter"][...]))
+            if "hyperparameter" in arrays
+            else (),
             attributes=_changed_attributes(planned, attributes),
             last_state={}
             if planned.recording.state is None

@@ -38,7 +38,7 @@ def slower_threads() -> str | None:
     several = torch.get_num_threads()
     if several == 1:
         return None
-    matrix = torch.ones(_SIZE, _SIZE)
+    matrix = torch.ones(_SIZE, _SIZE, device="cpu")
     own = _seconds(matrix)
     with torch_threads(1):
         one = _seconds(matrix)

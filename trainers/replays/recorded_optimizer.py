@@ -6,21 +6,25 @@ If its state has a separate type, it is a class of `rounded_optimizer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.parameters import NO_NUMBERS
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
+from trajstore.values.hyperparameters import numbers_of, with_numbers
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
 
 REPLAYABLE = (
     "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Muon",
+    "SparseAdam",
 )  # fmt: skip
 """Classes of `torch.optim`. All but Muon update each element independently."""
 
@@ -40,10 +44,16 @@ class RecordedOptimizer:
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    largest : mapping of str to float
+        The largest number of any step, by the names in the rows.
+    sparse : bool
+        True if the gradient is a sparse tensor, for which some optimizers have another rule.
 
     Attributes
     ----------
     hyperparameters : dict
+    steps_some_rows : bool
+        True if a step changes only the rows of the sparse gradient.
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
     starts : dict of str to float
@@ -56,15 +66,25 @@ class RecordedOptimizer:
         hyperparameters: dict[str, Any],
         dtype: torch.dtype,
         device: torch.device,
+        largest: Mapping[str, float],
+        *,
+        sparse: bool = False,
     ) -> None:
         self.hyperparameters = hyperparameters
+        self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
+        self._is_sparse = sparse or self.steps_some_rows
         self._class: Callable[..., Optimizer] = optimizer_class
-        self._taken = _taken(optimizer_class, hyperparameters)
+        self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
+        if not self._taken["lr"]:  # each step sets it, but SparseAdam refuses 0, as of a warm-up
+            self._taken["lr"] = 1.0
         self._dtype = dtype
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
         made = {name: float(value) for name, value in self._state().items()}
-        self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"])
+        self.step(
+            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"], {}
+        )
+        self._count_type = type(self._optimizer.state[self._parameter].get(_STEP))
         self.example = self._state()
         self.starts = {
             name: made.get(name, 0.0) for name in self.state_names if self.example[name].ndim
@@ -74,6 +94,17 @@ class RecordedOptimizer:
     def state_names(self) -> tuple[str, ...]:
         """Names of the state without the number of steps, such as ``exp_avg``."""
         return tuple(name for name in self.example if name != _STEP)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its numbers, apart from the rate, by the names in the rows of a run."""
+        names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
+        found = numbers_of((name, self.hyperparameters[name]) for name in names)
+        return {name: number for name, number in found.items() if name not in NO_NUMBERS}
+
+    def unknown(self, numbers: Mapping[str, float]) -> list[str]:
+        """Return which of its numbers are NaN in a row."""
+        return [name for name in self.numbers if math.isnan(numbers.get(name, 0.0))]
 
     @property
     def counts_steps(self) -> bool:
@@ -113,10 +144,17 @@ class RecordedOptimizer:
             if name in state
         }
         if self.counts_steps:
-            held[_STEP] = torch.full_like(self.example[_STEP], steps_taken)
+            count: Any = torch.full_like(self.example[_STEP], steps_taken)
+            held[_STEP] = count if self._count_type is torch.Tensor else count.item()
         self._optimizer.state[self._parameter] = held
 
-    def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
+    def step(
+        self,
+        gradient: torch.Tensor,
+        clip_coef: torch.Tensor,
+        lr: float,
+        numbers: Mapping[str, float],
+    ) -> None:
         """Take one step.
 
         Parameters
@@ -126,12 +164,20 @@ class RecordedOptimizer:
         clip_coef : tensor, ()
             Factor of clipping.
         lr : float
+        numbers : mapping of str to float
+            Other hyperparameters that the step used.
         """
         # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
         # number would be rounded to the type of the gradient first.
         gradient = gradient.to(self._dtype).mul_(clip_coef.to(gradient.device))
+        if self.steps_some_rows:  # all of them; it takes no other gradient
+            rows = torch.arange(len(gradient), device=gradient.device)
+            gradient = torch.sparse_coo_tensor(rows[None], gradient, gradient.shape)
+        elif self._is_sparse:
+            gradient = gradient.to_sparse(1)
         self._parameter.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = lr
+        group = self._optimizer.param_groups[0]
+        group |= with_numbers(group, numbers) | {"lr": lr}
         self._optimizer.step()
 
     def value(self, name: str) -> torch.Tensor:
@@ -143,13 +189,24 @@ class RecordedOptimizer:
             return state[name]
         return torch.zeros_like(self._parameter, dtype=self.example[name].dtype)
 
+    def kept(self, names: Collection[str]) -> State:
+        """Return the states of some names that the parameter has so far."""
+        return {name: value for name, value in self._state().items() if name in names}
+
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {
+            name: torch.as_tensor(value)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) or name == _STEP
+        }
 
 
 def recorded_optimizer(
-    attributes: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    largest: Mapping[str, float],
 ) -> RecordedOptimizer:
     """Return the optimizer of the attribute ``optimizer`` of a run.
 
@@ -162,6 +219,8 @@ def recorded_optimizer(
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    largest : mapping of str to float
+        `RecordedRows.largest_hyperparameters`.
 
     Raises
     ------
@@ -182,7 +241,10 @@ def recorded_optimizer(
         # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
-        return RecordedOptimizer(optimizer_class, hyperparameters, dtype, device)
+        sparse = recorded.get("sparse_gradient") is True
+        return RecordedOptimizer(
+            optimizer_class, hyperparameters, dtype, device, largest, sparse=sparse
+        )
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise CannotReplay(
             f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
@@ -205,7 +267,9 @@ def _optimizer_class(path: str) -> type[Optimizer]:
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.0, **added)
+    optimizer = optimizer_class(
+        [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=1.0, **added
+    )
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters
     return {name for name, value in group.items() if not isinstance(value, flags)}

@@ -19,13 +19,14 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at
+from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at, unproven_rows
 from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
 from trajstore.trainers.replays.recorded_optimizer import State, recorded_optimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, check_inputs
 from trajstore.trainers.replays.replay_device import ReplayDevice, replay_device
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
 from trajstore.trainers.replays.row_checks import RowChecks
+from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import MOMENTS
 
 Array = npt.NDArray[Any]
@@ -162,7 +163,9 @@ class StepReplay:
                 "gradient of the parameter's type"
             )
         weights = getattr(torch, natives["W"].name)
-        self._optimizer = optimizer = recorded_optimizer(attributes, weights, device.device)
+        self._optimizer = optimizer = recorded_optimizer(
+            attributes, weights, device.device, rows.largest_hyperparameters
+        )
         self._placement = recorded_placement(source, device.device)
         optimizer.check_whole(self._placement)
         self.starts = optimizer.starts
@@ -182,10 +185,17 @@ class StepReplay:
             )
         self.recorded = ("W", *state)
         self.rebuilt = tuple(name for name in optimizer.state_names if name not in state)
+        if optimizer.steps_some_rows and self.rebuilt:
+            raise CannotReplay(
+                f"{', '.join(self.rebuilt)} is not recorded, and cannot be rebuilt: a step changes "
+                "only some rows, which the gradient does not tell; record matrix"
+            )
         self.replayed: list[int] = []
         self._rows = rows
         self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
+        self._every = attribute(attributes, "recording", "every")
+        self._unproven = unproven_rows(attributes, rows.steps)
         self._checks = checks
         self._exact = device.exact
         self._carried: State | None = None
@@ -254,11 +264,19 @@ class StepReplay:
             # Recorders that do not know the factor store the gradient that the optimizer got.
             factor = torch.ones_like(factor)
         gradient = place.parameter(row.bits["grad"], natives["grad"])
-        self._optimizer.step(gradient, factor, rows.value("lr", row.number))
-        self._carried = {name: self._optimizer.value(name) for name in self.rebuilt}
-        return {
+        numbers = rows.hyperparameters(row.number)
+        self._optimizer.step(gradient, factor, rows.value("lr", row.number), numbers)
+        self._carried = self._optimizer.kept(self.rebuilt)
+        computed = {
             name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded
         }
+        if self._optimizer.steps_some_rows:
+            # A row without a gradient was not in the batch, if it has not changed.
+            as_before = [(row.bits[name] == previous.bits[name]).all(1) for name in self.recorded]
+            idle = np.all(as_before, axis=0) & ~np.any(widen(row.bits["grad"], natives["grad"]), 1)
+            for name, bits in computed.items():
+                bits[idle] = previous.bits[name][idle]
+        return computed
 
     def _find(self, row: RecordedRow, computed: dict[str, Array], *, skipped: bool) -> None:
         """Add a finding if the row differs from the result of the step."""
@@ -280,13 +298,19 @@ class StepReplay:
                 "another optimizer took it, before the run was forked; replay the source of the "
                 "fork"
             )
+        if row.step - previous.step != 1 and self._every in (1, None):
+            raise CannotReplay(missing_steps(previous.step, row.step))
         if row.step - previous.step != 1:
             raise CannotReplay("the row of the step before is missing (recorded with every > 1)")
+        if row.number in self._unproven:
+            raise CannotReplay(self._unproven[row.number])
         if rows.skipped[row.number]:
             return
         rate = rows.value("lr", row.number)
         if np.isnan(rate):
             raise CannotReplay("the learning rate is NaN, so it is unknown")
+        if unknown := self._optimizer.unknown(rows.hyperparameters(row.number)):
+            raise CannotReplay(f"{', '.join(unknown)} of hyperparameters is NaN, so it is unknown")
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
             self._checks.findings.append(
                 Finding(kind="invalid", variable="lr", step=row.step, tokens=0)
@@ -301,10 +325,17 @@ class StepReplay:
         if self.rebuilt and self._carried is None:
             raise CannotReplay(
                 f"the optimizer's {', '.join(self.rebuilt)} is not recorded, and can be "
-                "rebuilt only from step 0 on, without a gap"
+                "rebuilt only from step 0 on, without a step that was not replayed"
             )
         state = self.recorded[1:]
         if previous.number == 0 and state and not any(previous.bits[name].any() for name in state):
             raise CannotReplay(
                 "the optimizer's state before this step is not recorded (the run starts here)"
             )
+
+
+def missing_steps(before: int, after: int) -> str:
+    """Return a sentence about the steps between two rows."""
+    if after - before == 2:
+        return f"step {before + 1} is missing"
+    return f"steps {before + 1} to {after - 1} are missing"

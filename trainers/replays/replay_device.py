@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trajstore.trainers.recording.provenance import processor
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayDevice:
@@ -19,7 +21,8 @@ class ReplayDevice:
     device : torch.device
         Device to replay on.
     exact : bool
-        True if both devices are of the same kind, so that every bit has to agree.
+        True if both devices are of the same kind, so that every bit has to agree. Processors are
+        if torch uses the same instructions on both.
     recorded_on, replayed_on : str
     threads : int, optional
         Threads of torch; None if irrelevant or unknown.
@@ -47,7 +50,7 @@ def replay_device(attributes: Mapping[str, Any]) -> ReplayDevice:
     facts = provenance if isinstance(provenance, Mapping) else {}
     recorded = str(facts.get("device", "an unknown device"))
     kind = recorded.partition(":")[0]
-    processor = facts.get("processor", platform.machine())
+    trained_on = facts.get("processor", processor())
     if kind == "cuda" and torch.cuda.is_available():
         here = torch.cuda.get_device_name()
         exact = here == facts.get("device_name")
@@ -55,9 +58,10 @@ def replay_device(attributes: Mapping[str, Any]) -> ReplayDevice:
     elif kind == "mps" and torch.backends.mps.is_available():
         here, exact, device = "mps", True, torch.device("mps")
     else:
-        here, device = f"cpu ({platform.machine()})", torch.device("cpu")
-        exact = kind == "cpu" and processor == platform.machine()
-    detail = facts.get("device_name") or (processor if kind == "cpu" else None)
+        here, device = f"cpu ({processor()})", torch.device("cpu")
+        # Trainings of trajstore 0.3 recorded the architecture only.
+        exact = kind == "cpu" and trained_on in (processor(), platform.machine())
+    detail = facts.get("device_name") or (trained_on if kind == "cpu" else None)
     recorded_on = f"{recorded} ({detail})" if detail else recorded
     replayed_on = f"cuda ({here})" if device.type == "cuda" else here
     notes = []

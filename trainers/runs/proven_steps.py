@@ -30,7 +30,7 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.compared_run import RowDifference
-from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance
+from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance, unproven_rows
 from trajstore.trainers.replays.replay_device import replay_device
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
@@ -41,7 +41,7 @@ from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
 _SEGMENT = 256
-"""Maximum number of rows that are trained without a new start from a recorded row."""
+"""Maximum number of rows that are trained without a new start, so that progress does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +232,7 @@ class _Proofs:
         self._attributes = attributes
         self._steps = steps
         self._run, self._text, self._sources = run, text, sources
+        self._unproven = unproven_rows(attributes, np.asarray(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
     def prove(self, rows: list[int]) -> Iterator[int]:
@@ -240,9 +241,16 @@ class _Proofs:
         while finished < len(rows):
             count = 1  # without a comparison
             with self.unproven.collect(self._steps[rows[finished]]):
-                count = self._prove_first(_consecutive(rows[finished:]))
+                if rows[finished] in self._unproven:
+                    raise CannotReplay(self._unproven[rows[finished]])
+                count = self._prove_first(self._segment(rows[finished:]))
             finished += count
             yield finished
+
+    def _segment(self, rows: list[int]) -> list[int]:
+        """Return the first rows, to be trained without a new start from a recorded row."""
+        proven = itertools.takewhile(lambda row: row not in self._unproven, rows)
+        return _consecutive(list(itertools.islice(proven, _SEGMENT)))
 
     def _prove_first(self, rows: list[int]) -> int:
         """Prove consecutive rows up to the first different one; return their number.
@@ -318,7 +326,7 @@ class _Proofs:
 
 
 def _consecutive(rows: list[int]) -> list[int]:
-    """Return the first numbers up to a gap, at most as many as progress should wait for."""
+    """Return the first numbers up to a gap."""
     first = rows[0]
     following = itertools.takewhile(lambda pair: pair[1] == first + pair[0], enumerate(rows))
-    return [row for _, row in itertools.islice(following, _SEGMENT)]
+    return [row for _, row in following]

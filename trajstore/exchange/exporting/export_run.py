@@ -15,7 +15,7 @@ from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.fingerprint import CHANGING
-from trajstore.store.metadata.zarr_json import OF_THE_STORE, notes_of
+from trajstore.store.metadata.zarr_json import OF_THE_STORE, notes_of, notes_until
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
 
@@ -65,7 +65,7 @@ def write_run(
     run, populations = selection.run, selection.run.populations
     coordinates: dict[str, Any] = {
         name: values for name, values in selection.coordinates.items() if name not in populations
-    }
+    } | {name: [str(one) for one in values] for name, values in run.names.items()}
     dropped = {*OF_THE_STORE, *CHANGING}
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
     with RunWriter.create(
@@ -82,13 +82,12 @@ def write_run(
         on_note=on_note,
         attributes={name: run.attributes[name] for name in run.attributes if name not in dropped},
         populations={name: selection.coordinates[name] for name in populations},
-        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
         **coordinates,
     ) as new:
         _copy(selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
         filled = [] if damaged is None else damaged.notes(selection)
-        last = selection.steps.max(initial=-1)
-        kept = [one for one in notes_of(run.attributes) if one["first_step"] <= last]
+        last = int(selection.steps.max(initial=-1))
+        kept = notes_until(notes_of(run.attributes), last)
         new.notes = [*kept, *filled]
         new.close(status)
 

@@ -39,7 +39,7 @@ def information(path: RunPath) -> dict[str, Any]:
         - ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run
         - ``written_to``: True if a process writes to the run (`is_written_to`)
         - ``notes``: what the recording could not see, each with ``note``, ``first_step``,
-          ``last_step`` and the ``count`` of steps
+          ``last_step`` and the ``count`` of steps, and the ranges of ``unproven`` steps, if any
         - ``advice``: limits of the numeric types of the optimizer state and of W, for all
           recorded learning rates
           (`trajstore.optimizer_advice.Advice`)
@@ -82,8 +82,12 @@ def information(path: RunPath) -> dict[str, Any]:
     attributes = dict(group.attrs)
     types = {name: arrays[name]["native_dtype"] for name in arrays}
     advice = advise_run(attributes, types)
-    if "lr" in arrays and any(one.variable == "W" for one in advice):  # it depends on the rates
-        advice = advise_run(attributes, types, whole(path, group, "lr"))
+    if "lr" in arrays and advice:  # it depends on the rates and the hyperparameters
+        numbers = {}
+        if {"hyperparameters", "hyperparameter"} <= arrays.keys():
+            names, values = (whole(path, group, f"hyperparameter{end}") for end in ("", "s"))
+            numbers = dict(zip(names.tolist(), values.T, strict=True))
+        advice = advise_run(attributes, types, whole(path, group, "lr"), numbers)
     return {
         **attributes,
         "steps": first_last and dict(zip(("first", "last"), first_last, strict=True)),

@@ -239,7 +239,11 @@ class BlockCommits:
             wait([before])
         self.check()
         try:
-            self._committer.commit(change, None if place is None else self._written(*place))
+            try:
+                self._committer.commit(change, None if place is None else self._written(*place))
+            except FileNotFoundError:
+                self._committer.check_place()  # its error is clearer if the run is gone
+                raise
             if self._timer is not None:
                 self._timer.committed(by_time=by_time)
         except BaseException as error:
@@ -249,6 +253,7 @@ class BlockCommits:
 
     def _written(self, number: int, rows: int) -> Written:
         try:
+            self._committer.check_place()
             return self._shards.write(number, rows)
         except BaseException as error:
             self._committer.fail(error)

@@ -222,7 +222,8 @@ def test_a_model_without_state_records_parameters_only(tmp_path: Path) -> None:
     assert "random_state" not in str(ds.attrs["notes"])
     assert "buffers" not in ds.attrs
     one = ds.traj.parameter("mix.bias")
-    assert set(one.data_vars) == {"W", "grad", "loss", "lr", "grad_norm", "clip_coef"}
+    named = {"W", "grad", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef"}
+    assert set(one.data_vars) == named
 
 
 @pytest.mark.parametrize("fused", [False, True])

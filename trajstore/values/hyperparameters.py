@@ -1,0 +1,56 @@
+"""The numbers of an optimizer's parameter group, each under a name of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def numbers_of(settings: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """Numbers among settings; those of a list get numbered names.
+
+    Parameters
+    ----------
+    settings : iterable of (str, object)
+        Names and values. Texts, flags and other values are left out.
+
+    Examples
+    --------
+    >>> numbers_of({"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}.items())
+    {'beta1': 0.9, 'beta2': 0.999, 'eps': 1e-08}
+    """
+    found: dict[str, float] = {}
+    for key, value in settings:
+        if type(value) is float or type(value) is int:
+            found[key] = value
+        elif isinstance(value, tuple | list) and all(type(one) in (int, float) for one in value):
+            found.update(zip(_numbered(key, len(value)), value, strict=True))
+    return found
+
+
+def with_numbers(settings: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+    """Settings with other numbers, as far as `numbers` has their names.
+
+    >>> with_numbers({"betas": [0.9, 0.999], "eps": 1e-8}, {"beta1": 0.8, "momentum": 0.5})
+    {'betas': (0.8, 0.999), 'eps': 1e-08}
+    """
+    found = dict(settings)
+    for key, value in settings.items():
+        if isinstance(value, tuple | list):
+            names = _numbered(key, len(value))
+            if any(name in numbers for name in names):
+                pairs = zip(names, value, strict=True)
+                found[key] = tuple(_like(old, numbers.get(name, old)) for name, old in pairs)
+        elif key in numbers:
+            found[key] = _like(value, numbers[key])
+    return found
+
+
+def _like(old: Any, new: float) -> Any:
+    """A number, which stays an int: some classes count with it."""
+    return int(new) if type(old) is int and float(new).is_integer() else new
+
+
+def _numbered(key: str, count: int) -> list[str]:
+    stem = key if key == "eps" else key.removesuffix("s")
+    return [f"{stem}{number}" for number in range(1, count + 1)]
