@@ -22,11 +22,11 @@ from trajstore.values.rounding import cast
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _FLOAT32_WEIGHTS = (
-    "float32 weights under autocast (--set model.dtype=float32; in your own loop "
+    "float32 weights under autocast (model.dtype=float32; in your own loop "
     "model.float() with torch.autocast)"
 )
 _STATE_REMEDY = (
-    "Keep the optimizer's state in float32 (--set optimizer.state_dtype=float32; in your own loop "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
     f'RoundedAdamW(…, state_dtype="float32")), or train {_FLOAT32_WEIGHTS}'
 )
 _WEIGHT_REMEDY = f"Train {_FLOAT32_WEIGHTS}"

@@ -83,7 +83,7 @@ def variables(ds: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in ds]
     if missing:
         tiers = _recording_of(missing)
-        remedy = f"; record it with --variables {tiers}" if tiers else ""
+        remedy = f"; record it with variables='{tiers}'" if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which only give quantities of motion "
@@ -115,7 +115,7 @@ def available(
 
 
 def _recording_of(names: Sequence[str]) -> str:
-    """Value of ``--variables`` for these variables; empty if one of them cannot be recorded."""
+    """Value of ``variables`` for these variables; empty if one of them cannot be recorded."""
     if not set(names) <= set(RECORDED):
         return ""
     in_tiers = {name for held in TIERS.values() for name in held} - set(OF_EXAMPLES)

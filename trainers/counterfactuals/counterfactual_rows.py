@@ -106,7 +106,7 @@ class CounterfactualRows:
         if state and row.number == 0 and not any(value.any() for value in state.values()):
             raise CannotReplay(
                 f"the optimizer's state at step {row.step} was not recorded, because recording "
-                "began there; start a step later (--at)"
+                "began there; start a step later (at=…)"
             )
         planned.optimizer.begin(self._parameter("W", row), state, taken)
 
@@ -128,7 +128,7 @@ class CounterfactualRows:
         numbers: dict[str, float],
     ) -> None:
         """Take the step of a row, unless it was skipped."""
-        if not self._rows.skipped[row.number]:
+        if not self._rows.idle[row.number]:
             factor = tensor_of(clip_coef, self._rows.natives["clip_coef"])
             optimizer.step(self._parameter("grad", row), factor, rate, numbers)
 

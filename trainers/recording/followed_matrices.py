@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import (
     Settings,
@@ -26,13 +27,19 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.torch_internals import version
+from trajstore.trainers.recording.torch_internals import name_outside_compile, version
 
-_UNKNOWN = torch.tensor(math.nan, dtype=torch.float64)
+_UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
 )
+_WRAPPED = "{wrapper} changed {name} itself, beside the step of the optimizer that it wraps"
+_WRITTEN = (
+    "{name} was written outside optimizer.step() after the step before; whether its values changed "
+    "was not read from the device"
+)
+_STATE = "the optimizer's state of {name} before a step is not that of the row before"
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
     "code has changed it since"
@@ -79,6 +86,7 @@ class FollowedMatrices:
         self._rates_before: list[Any] = []
         self._own: set[str] = set()  # settings that a step itself changes
         self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
+        self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self._stepped: dict[int, Settings] = {}  # the same for all settings
         self._seen: dict[int, tuple[dict[str, Any], Settings]] = {}  # each group, its settings
@@ -99,19 +107,31 @@ class FollowedMatrices:
         self._seen.clear()
         self._rows = ()
 
-    def find_again(self) -> None:
+    def find_again(self) -> bool:
         """Find the matrices and their groups before a step; check the weights.
+
+        Returns
+        -------
+        bool
+            True if a matrix is another tensor now.
 
         Raises
         ------
         CannotFollow
-            If a matrix has another shape or type.
+            If a matrix has another shape or type, or is no parameter any more.
         """
-        for rows in self._rows:
-            self._find_again(rows)
-        if self._has_no_rows and self._versions != self._present_versions():
-            self._take_again()
+        replaced = [self._find_again(rows) for rows in self._rows]
         self.check_weights()
+        return any(replaced)
+
+    def take_initial_again(self) -> None:
+        """Take the state before the first step again if the loop has loaded another one."""
+        if self._has_no_rows and self._versions != self._present_versions():
+            if self._recording.state is not None:
+                self._recording.state.take_initial()
+            for rows in self._rows:
+                rows.take_initial()
+            self._versions = self._present_versions()
 
     def begin_turn(self, optimizer: Optimizer) -> None:
         """Look at the groups before the step of an optimizer: all for the state of the model."""
@@ -130,7 +150,8 @@ class FollowedMatrices:
             changed -= {*self._own, *(rows.hyperparameters if rows else ())}
             if changed and (changed := changed & declared_settings(optimizer, group).keys()):
                 note = _CHANGED if rows else _CHANGED_ELSEWHERE
-                self._on_note(note.format(keys=", ".join(sorted(changed))))
+                sentence = note.format(keys=", ".join(sorted(changed)))
+                self._on_note(sentence, unproven=rows is not None)
 
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Return the settings of a group but its rate; the same object while none is replaced."""
@@ -143,13 +164,14 @@ class FollowedMatrices:
                 self._seen[id(group)] = held, settings
         return settings
 
-    def _find_again(self, rows: ParameterRows) -> None:
+    def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
         parameter = rows.parameter
+        found = parameter.tensor
         try:
-            found = operator.attrgetter(parameter.name)(self._model)
-        except AttributeError:  # the name of a compiled submodule has another prefix
-            found = parameter.tensor
+            found = self._model.get_parameter(parameter.name)
+        except AttributeError:  # another name, as in a compiled submodule or a parametrization
+            self._find_by_tensor(rows)
         if found is not parameter.tensor:
             before, now = parameter.tensor, found
             if now.shape != before.shape or now.dtype != before.dtype:
@@ -157,7 +179,7 @@ class FollowedMatrices:
                     f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
                     f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
                 )
-            self._on_note(f"{parameter.name} is another tensor from this step on")
+            self._on_note(f"{parameter.name} is another tensor from this step on", unproven=True)
         group = find_group(self._optimizer, found)
         if group is None:
             self._on_note(
@@ -167,6 +189,19 @@ class FollowedMatrices:
         group = group or {}
         owner = self._optimizer.owner(group)
         rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
+        return found is not parameter.tensor
+
+    def _find_by_tensor(self, rows: ParameterRows) -> None:
+        """Find the new name of a parameter, from which the model computes that of the old name."""
+        name, tensor = rows.parameter.name, rows.parameter.tensor
+        names = (name_outside_compile(n) for n, p in self._model.named_parameters() if p is tensor)
+        now = next(names, None)
+        if now is None:
+            raise CannotFollow(f"the model has no parameter {name} any more; record a new run")
+        if now != name:
+            self._on_note(
+                f"the model computes {name} from {now} from this step on; the run holds {now}"
+            )
 
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the settings of a step; they `may_change` in a closure, before they are used."""
@@ -227,7 +262,7 @@ class FollowedMatrices:
         if vector is None or settings is not last:
             missing = [name for name in rows.hyperparameters if name not in settings]
             values = [settings.get(name, math.nan) for name in rows.hyperparameters]
-            vector = torch.tensor(values, dtype=torch.float64)
+            vector = torch.tensor(values, dtype=torch.float64, device="cpu")
             self._vectors[rows] = settings, vector, missing
         if missing and settings:
             self._on_note(
@@ -240,10 +275,32 @@ class FollowedMatrices:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""
         for rows in self._rows:
             parameter = rows.parameter.tensor
-            if quick and version(parameter) == self._versions.get(parameter):
+            counted = version(parameter) != self._versions.get(parameter)
+            if quick and not counted:
                 continue
             if not rows.is_W_unchanged():
-                self._on_note(_OUTSIDE.format(name=rows.parameter.name))
+                self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=not quick)
+            elif counted and not quick and parameter.device.type != "cpu":
+                self._on_note(_WRITTEN.format(name=rows.parameter.name), unproven=True)
+            if not quick and not rows.is_state_unchanged():
+                self._on_note(_STATE.format(name=rows.parameter.name), unproven=True)
+
+    def end_inner_step(self) -> None:
+        """Copy the weights that the step of a wrapped optimizer has left."""
+        for rows in self._rows:
+            self._inside[rows.parameter.tensor] = rows.own_W().clone()
+
+    def check_inner_step(self, wrapper: str | None, *, begins: bool) -> None:
+        """Note weights that a wrapper changes before or after the step of the inner optimizer."""
+        for rows in self._rows:
+            inside = self._inside.pop(rows.parameter.tensor, None)
+            if begins:
+                same = rows.is_W_unchanged()
+            else:  # without a copy, the loop has called the inner step itself
+                same = inside is None or same_bits(inside, rows.own_W())
+            if not same:
+                sentence = _WRAPPED.format(wrapper=wrapper, name=rows.parameter.name)
+                self._on_note(sentence, unproven=True)
 
     def check_last(self) -> None:
         """Note if W is not that of the last row."""
@@ -260,13 +317,6 @@ class FollowedMatrices:
         recorded = [rows.parameter.tensor for rows in self._rows]
         watched = self._model.parameters() if self._has_no_rows else recorded
         return {parameter: version(parameter) for parameter in watched}
-
-    def _take_again(self) -> None:
-        """Take the state before the first step again: the loop has loaded another one."""
-        if self._recording.state is not None:
-            self._recording.state.take_initial()
-        for rows in self._rows:
-            rows.take_initial()
 
 
 def _changed(before: Settings | None, now: Settings | None) -> set[str]:

@@ -8,16 +8,16 @@ created. From there on a `Transfer` copies each value directly to its place.
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
-from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
+from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths, variables_of
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
@@ -29,13 +29,20 @@ from trajstore.trainers.recording.device_to_host import (
 )
 from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, type_name
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
-from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
+from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element, state_attribute
 from trajstore.trainers.recording.model_state import OF_ADAM
+from trajstore.trainers.recording.parameters import (
+    as_dense,
+    as_float64,
+    last_layers,
+    makes_logits,
+)
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.sharding import own_rows, own_variables
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
+from trajstore.trainers.recording.torch_internals import version
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -104,6 +111,7 @@ class ParameterRows:
         self._room: dict[str, int] = {} if examples is None else {"example": examples}
         self._row: Row = {}  # row of the current step
         self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
+        self._other_state: set[str] = set()  # names of what no row holds
         self._transfer: Transfer = HostTransfer()
         self._whole_step: int | None = None  # step of the complete row that is only in the transfer
         self._existing = existing
@@ -114,32 +122,79 @@ class ParameterRows:
         names = planned.hyperparameters if existing is None else existing.hyperparameters
         self.hyperparameters = names if "hyperparameters" in self.watched else ()
 
+    @property
+    def has_begun(self) -> bool:
+        """True if the run exists, and no other process would wait for the rows of this one."""
+        share = self._planned.share
+        return self.writer is not None and (share is None or share.count == 1)
+
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
         summaries = self._planned.recording.summaries
         self._initial_W = self._select(self.own_W()).to("cpu", copy=True)
         self._initial: Row = {} if summaries is None else summaries.initial()
+        # Of the state at the end of the last step; None if the row before the first step has it.
+        self._state_marks: dict[str, tuple[int, int]] | None = None
         if with_moments:
             self._initial |= self._initial_moments()
+            kept = [] if self._count() or self.last_step else self._kept_elements()
+            if not all(map(self._records_state, kept)):
+                self._state_marks = {}  # row 0 is that of an optimizer without a state
 
     def _initial_moments(self) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
         kept = self._kept_elements()
+        count = {name: value.cpu() for name, value in self._count().items()}
         missing = [
             name
             for name in MOMENTS
             if self._planned.recording.optimizer.state.get(self.parameter.tensor)
             and name in self.variables
         ]
-        return {name: torch.full_like(self._initial_W, float("nan")) for name in missing} | {
-            name: self.recorded_tokens(value).to("cpu", copy=True) for name, value in kept.items()
-        }
+        return (
+            {name: torch.full_like(self._initial_W, float("nan")) for name in missing}
+            | {
+                name: self.recorded_tokens(value).to("cpu", copy=True)
+                for name, value in kept.items()
+            }
+            | count
+        )
+
+    def _records_state(self, name: str) -> bool:
+        return name in self.variables or self._planned.recording.options.whole_state
 
     def _kept_elements(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the parameter's shape that the optimizer keeps, by their names."""
         own = self.parameter.tensor
         kept = self._planned.recording.optimizer.state.get(own, {})
-        return {name: value for name, value in kept.items() if is_element(name, own, value)}
+        return {
+            name: as_dense(value) for name, value in kept.items() if is_element(name, own, value)
+        }
+
+    def _count(self) -> Row:
+        """Return the number of steps that the optimizer has counted with the parameter, if it does.
+
+        It counts no step without a gradient, and begins again if the loop replaces its state.
+        """
+        state = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
+        count: Any = state.get("step")
+        if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and not count.ndim):
+            return {"step_count": as_float64(count)}
+        return {}
+
+    def is_state_unchanged(self) -> bool:
+        """Return False if what the optimizer keeps has changed since the end of the last step."""
+        before, now = self._state_marks, self._marks_of_state()
+        return before is None or before == now
+
+    def _marks_of_state(self) -> dict[str, tuple[int, int]]:
+        """Return tensor and version of what the optimizer keeps of the parameter."""
+        kept = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
+        return {
+            name: (id(value), version(value))
+            for name, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def resume(self) -> None:
         """Open the run to resume after its last row; a new run is created later.
@@ -155,7 +210,10 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
-        self.writer.notes = self._notes.resumed(self.writer.notes)
+        last_step = existing.last_step
+        self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
+        if missing := existing.missing_steps:
+            self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
         with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
@@ -220,9 +278,10 @@ class ParameterRows:
             self._notes.add(problem)
 
     def set_state(self) -> None:
-        """Set what the optimizer keeps of the parameter, in its shape."""
-        for name, value in self._kept_elements().items():
+        """Set what the optimizer keeps of the parameter: tensors of its shape, and its count."""
+        for name, value in (self._kept_elements() | self._count()).items():
             self.set(name, value)
+        self._state_marks = self._marks_of_state()
 
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
@@ -261,9 +320,10 @@ class ParameterRows:
 
         A device would have to be waited for. Without `waits`, True is returned for it.
         """
-        if self._written_W is None or (self.parameter.tensor.device.type != "cpu" and not waits):
+        before = self._initial_W if self._written_W is None else self._written_W
+        if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
-        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), self._written_W.cpu())
+        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), before.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
@@ -292,6 +352,13 @@ class ParameterRows:
         if due:
             self._store_row(step)
 
+    def commit(self) -> None:
+        """Commit all rows, and wait until they are stored."""
+        if self.writer is not None:
+            with self._disk_errors():
+                self._transfer.flush()
+                self.writer.commit()
+
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""
         self._written_W = self._last_W = None
@@ -310,7 +377,9 @@ class ParameterRows:
         """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
         missing = [name for name in self.variables if name not in self._row]
         for name in missing:
-            self._put(name, self._without(name, _start(name)), None)
+            unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
+            value = float("nan") if unknown else _start(name)
+            self._put(name, self._without(name, value), None)
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
             self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
 
@@ -318,7 +387,8 @@ class ParameterRows:
         """Return what the array of a variable holds where a step has no value."""
         assert self.writer is not None
         array = self.writer.layout.arrays[name]
-        return torch.full(array.row, value, dtype=getattr(torch, array.native.name))
+        dtype = getattr(torch, array.native.name)
+        return torch.full(array.row, value, dtype=dtype, device="cpu")
 
     def own_W(self) -> torch.Tensor:
         """Return the parameter, or this process's tokens of it."""
@@ -329,7 +399,7 @@ class ParameterRows:
 
     def _adopts(self, name: str) -> bool:
         """Add a variable of a name of the optimizer, until the run is created."""
-        if name in VARIABLES or not self._planned.recording.options.whole_state:
+        if name in VARIABLES or name in self._other_state or not self._records_state(name):
             return False
         if self.writer is not None:
             self._notes.mention(
@@ -398,19 +468,31 @@ class ParameterRows:
         """Create the run with the variables of the current step, and write all rows so far."""
         last_step, last = self._early_rows[-1]
         options = self._planned.recording.options
-        kept = find_kept(self._planned.recording.optimizer) if options.whole_state else []
+        state = self._planned.recording.state
+        optimizer, kept = self._planned.recording.optimizer, []
+        if options.whole_state:
+            known, matrix = ((), self.parameter.tensor) if state is None else (state.kept, None)
+            kept = find_kept(optimizer, known, matrix=matrix)
+        other = [entry["name"] for entry in kept if entry["of"] == "other"]
+        self._other_state.update(other)
         for name, empty in self._expected(kept).items():
+            if name not in last and VARIABLES[name].row0 != "zero":
+                self._notes.add(f"a step has no {name}, recorded as NaN; {_remedy([name])}")
             last.setdefault(name, empty)
         left_out = [name for name in self.variables if name not in last]
-        self.variables = tuple(name for name in self.variables if name in last)
+        of_run = variables_of(state_attribute(optimizer, kept))
+        self.variables = tuple(name for name in self.variables if name in last and name in of_run)
         required = options.required
         if lost := [name for name in left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
-        state = self._planned.recording.state
-        needless = {"random_state"} if state is not None and state.draws_nothing else set()
-        if any(name not in VARIABLES for name in self.variables):
-            needless.update((*MOMENTS, *OF_ADAM))
-        if other := [entry["name"] for entry in kept if entry["of"] == "other"]:
+        needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
+        if state is not None and state.draws_nothing:
+            needless.add("random_state")
+        model, head = self._planned.recording.model, self.parameter.head
+        is_unembedded = head is None and last_layers(model, [len(self.parameter.tensor)])
+        if not makes_logits(model, head) and not is_unembedded:
+            needless.add("logits")
+        if other:
             self._notes.mention(
                 f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "
                 "one tensor of the parameter's shape or one number, or under a name of the run"
@@ -429,7 +511,7 @@ class ParameterRows:
         in_transit = memory_in_transit(
             self.parameter.tensor.device, (last[name] for name in self.variables)
         )
-        self.writer = writer = self._planned.create(types, room, in_transit)
+        self.writer = writer = self._planned.create(types, room, in_transit, kept)
         writer.notes = self._notes.entries
         rows = [(self.last_step, self._initial_row(last))]
         rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]
@@ -453,12 +535,14 @@ class ParameterRows:
         state = {} if owner is None else owner.state
         found = {
             "grad": torch.full_like(W, float("nan")),
-            "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type
-            "grad_token_norm": torch.full(W.shape[:1], float("nan")),
+            "loss": W.new_full((), float("nan"), dtype=torch.float64),  # holds a loss of any type
+            "grad_token_norm": W.new_full(W.shape[:1], float("nan"), dtype=torch.float32),
         }
         names = [*MOMENTS]
         if not state.get(self.parameter.tensor):  # it had no gradient yet
             names += [entry["name"] for entry in entries if entry["of"] == "element"]
+        if any("step" in kept for kept in state.values()):
+            found["step_count"] = torch.tensor(0.0, dtype=torch.float64)
         for name in names:
             for tensor, kept in state.items():
                 same_type = tensor.dtype == self.parameter.tensor.dtype
@@ -509,11 +593,8 @@ class ParameterRows:
         try:
             yield
         except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__
-            writer = self.writer
-            full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause, writer = file_error(error), self.writer
+            full = cause is not None and cause.errno in FULL
             if writer is None or not full or not isinstance(writer.path, Path):
                 raise
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
@@ -538,7 +619,7 @@ def _remedy(unseen: list[str]) -> str:
 _REMEDIES = (
     (
         {"loss"},
-        "no backward() of one number gave the gradient; pass the loss in every step with "
+        "the gradient is not known to be that of one number; pass the loss in every step with "
         "observe(loss=…)",
     ),
     ({"logits"}, "pass the logits in every step with observe(logits=…)"),

@@ -25,7 +25,7 @@ from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.kept_state import find_kept, state_attribute
+from trajstore.trainers.recording.kept_state import Entry, state_attribute
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -144,7 +144,11 @@ class PlannedRun:
         }
 
     def create(
-        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int
+        self,
+        types: Mapping[str, str],
+        room: Mapping[str, Any],
+        in_transit: int,
+        kept: Sequence[Entry] = (),
     ) -> RunWriter:
         """Create the run without rows.
 
@@ -156,6 +160,8 @@ class PlannedRun:
             From `trajstore.schema.row_lengths`.
         in_transit : int
             Bytes of `memory` that rows on their way from the device take.
+        kept : sequence of Entry
+            What the optimizer keeps, if all of that is recorded.
 
         Raises
         ------
@@ -179,7 +185,7 @@ class PlannedRun:
             hyperparameter=self.hyperparameters,
             populations=self.populations,
             config=options.config,
-            attributes=self._attributes(),
+            attributes=self._attributes(kept),
             memory=self.memory - in_transit,
             block_rows=options.block_rows,
             overwrite=options.overwrite,
@@ -197,18 +203,20 @@ class PlannedRun:
         given = self.recording.summaries or self.recording.state
         return None if given is None else given.names
 
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self, kept: Sequence[Entry]) -> dict[str, Any]:
         """Root attributes of a new run."""
         recording = self.recording
         owner = self.parameter.optimizer
         assert owner is not None  # it was found when the recording was planned
         optimizer = optimizer_attributes(owner, self.parameter.group, self.schedule)
+        gradient = self.parameter.tensor.grad
+        if gradient is not None and gradient.is_sparse:
+            optimizer["sparse_gradient"] = True
         attributes: dict[str, Any] = {}
         if recording.state is not None:
             optimizer["groups"] = group_attributes(recording.optimizer)
             attributes = recording.state.attributes()
         if recording.options.whole_state:
-            kept = find_kept(recording.optimizer, recording.state.kept if recording.state else ())
             attributes |= state_attribute(recording.optimizer, kept)
         return {
             "optimizer": optimizer,

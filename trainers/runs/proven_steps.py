@@ -26,12 +26,13 @@ from trajstore.errors import (
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.compared_run import RowDifference
 from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance
-from trajstore.trainers.replays.replay_device import replay_device
+from trajstore.trainers.replays.replay_device import replay_device, replay_devices
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
@@ -41,7 +42,7 @@ from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
 _SEGMENT = 256
-"""Maximum number of rows that are trained without a new start from a recorded row."""
+"""Maximum number of rows that are trained without a new start, so that progress does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,8 @@ def prove(
     recorded = np.asarray(group[STEP.name][...])
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
-    device = replay_device(attributes)
+    devices = replay_devices(attributes, recorded, products=True)
+    device = replay_device(attributes, products=True)
     sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(recorded_config(run), **sources)
     check_text(run, text)
@@ -184,7 +186,7 @@ def prove(
     found = proofs.differences
     return Proof(
         path=str(path),
-        exact=device.exact,
+        exact=all(devices[row].exact for row in rows),
         recorded_on=device.recorded_on,
         repeated_on=device.replayed_on,
         steps=len(rows),
@@ -194,7 +196,7 @@ def prove(
         total=len(found),
         differing=len({one.step for one in found}),
         unproven=proofs.unproven.all(),
-        notes=device.notes,
+        notes=tuple(dict.fromkeys(note for row in rows for note in devices[row].notes)),
     )
 
 
@@ -209,8 +211,8 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     run = location(path)
     if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
-            f"the rows of {path} do not hold the whole state of the training; --gradients needs "
-            "--variables everything, without float16 autocast"
+            f"the rows of {path} do not hold the whole state of the training; gradients need "
+            "variables='everything', without float16 autocast"
         )
 
 
@@ -232,6 +234,7 @@ class _Proofs:
         self._attributes = attributes
         self._steps = steps
         self._run, self._text, self._sources = run, text, sources
+        self._unproven = unproven_rows(attributes, np.asarray(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
     def prove(self, rows: list[int]) -> Iterator[int]:
@@ -240,9 +243,16 @@ class _Proofs:
         while finished < len(rows):
             count = 1  # without a comparison
             with self.unproven.collect(self._steps[rows[finished]]):
-                count = self._prove_first(_consecutive(rows[finished:]))
+                if rows[finished] in self._unproven:
+                    raise CannotReplay(self._unproven[rows[finished]])
+                count = self._prove_first(self._segment(rows[finished:]))
             finished += count
             yield finished
+
+    def _segment(self, rows: list[int]) -> list[int]:
+        """Return the first rows, to be trained without a new start from a recorded row."""
+        proven = itertools.takewhile(lambda row: row not in self._unproven, rows)
+        return _consecutive(list(itertools.islice(proven, _SEGMENT)))
 
     def _prove_first(self, rows: list[int]) -> int:
         """Prove consecutive rows up to the first different one; return their number.
@@ -318,7 +328,7 @@ class _Proofs:
 
 
 def _consecutive(rows: list[int]) -> list[int]:
-    """Return the first numbers up to a gap, at most as many as progress should wait for."""
+    """Return the first numbers up to a gap."""
     first = rows[0]
     following = itertools.takewhile(lambda pair: pair[1] == first + pair[0], enumerate(rows))
-    return [row for _, row in itertools.islice(following, _SEGMENT)]
+    return [row for _, row in following]

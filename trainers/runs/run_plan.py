@@ -153,7 +153,7 @@ class RunPlan:
             *remarks,
             "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
             f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
-            f"(--variables cells) about {format_bytes(round(cells))}",
+            f"(variables='cells') about {format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, Any]:
@@ -215,10 +215,10 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= {"batch": "float64", "hidden_states": weights}
     types |= dict.fromkeys(("params", "params_grad"), weights)
     types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
-    types |= dict.fromkeys(("params_lr", "params_count", "scale"), "float64")
+    types |= dict.fromkeys(("params_lr", "params_count", "scale", "step_count"), "float64")
     absent = {"random_state", "buffers"}  # the models have no dropout, and their buffers are fixed
     if config.optimizer.name == "sgd":
-        absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
+        absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count", "step_count"}
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
     requested = set(config.recording.variables)
@@ -308,7 +308,7 @@ def plan(
         "hyperparameters": config.optimizer.model_dump(),
     }
     attributes = {"optimizer": optimizer, "recording": {"every": every}}
-    real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1)], lr=0.0)
+    real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1, device="cpu")], lr=0.0)
     hyperparameters = len(numbers_of(real.defaults.items()).keys() - {"lr"})
     rule = compact_rule(attributes, types, remarks.append)
     computes = recording.encoding == "compact"

@@ -172,7 +172,9 @@ def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str
 def _number(value: float, kind: str) -> Any:
     """Return a number in the type in which the optimizer keeps it."""
     python = {"bool": bool, "int": int, "float": float}.get(kind)
-    return torch.tensor(value, dtype=getattr(torch, kind)) if python is None else python(value)
+    if python is not None:
+        return python(value)
+    return torch.tensor(value, dtype=getattr(torch, kind), device="cpu")
 
 
 def _settings(

@@ -142,7 +142,7 @@ def print_replay(facts: dict[str, Any]) -> None:
         f"Replayed {facts['replayed']:,} of {facts['steps']:,} steps"
         + (f" with {facts['optimizer']}" if facts["replayed"] else "")
         + (f", {facts['skipped']:,} skipped by the gradient scaler" if facts["skipped"] else "")
-        + f": {facts['differing']:,} values differ."
+        + f": {facts['differing']:,} values differ{_not_proven(facts['unreplayed'])}."
     )
     if facts["variables"]:
         rows = []
@@ -159,15 +159,22 @@ def print_replay(facts: dict[str, Any]) -> None:
     if facts["total_findings"] > len(facts["findings"]):
         out.print(f"{facts['total_findings'] - len(facts['findings']):,} more problems.")
     for part in facts["unreplayed"]:
-        out.print(f"Not checked: {part['sentence']}.")
+        out.print(f"Not proven: {part['sentence']}.")
     print_notes(facts["notes"])
+
+
+def _not_proven(parts: list[dict[str, Any]]) -> str:
+    """Return how many steps are not proven, for the verdict; the reasons follow it."""
+    steps = sum(part["steps"] for part in parts)
+    return f"; {counted(steps, 'step')} not proven" if steps else ""
 
 
 def print_proof(facts: dict[str, Any]) -> None:
     """Print the facts of a proof of steps from the data to the weights."""
     out.print(
         f"Trained {facts['proven'] + facts['differing']:,} of {counted(facts['steps'], 'step')} "
-        f"again: {facts['proven']:,} agree in every bit, {facts['differing']:,} differ."
+        f"again: {facts['proven']:,} agree in every bit, {facts['differing']:,} differ"
+        f"{_not_proven(facts['unproven'])}."
     )
     out.print(f"Compared: {', '.join(facts['variables'])}.")
     if facts["differences"]:
@@ -181,7 +188,7 @@ def print_proof(facts: dict[str, Any]) -> None:
     if facts["total"] > len(facts["differences"]):
         out.print(f"{facts['total'] - len(facts['differences']):,} more differences.")
     for part in facts["unproven"]:
-        out.print(f"Not checked: {part['sentence']}.")
+        out.print(f"Not proven: {part['sentence']}.")
     print_notes(facts["notes"])
 
 

@@ -24,7 +24,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, coordinate
-from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.metadata.zarr_json import RunMetadata, notes_until
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.atomic import refuse_links
@@ -184,8 +184,7 @@ def _link(
     }
     identity = {"runs": [list(entry) for entry in runs]}
     metadata = RunMetadata(arrays, source.attributes | changed | identity)
-    last = stored.last_step()
-    metadata.notes = [one for one in source.notes if one["first_step"] <= last]
+    metadata.notes = notes_until(source.notes, stored.last_step())
     assert isinstance(stored.path, Path)
     keys = [
         f"{name}/{file.name}"

@@ -15,7 +15,7 @@ from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.fingerprint import CHANGING
-from trajstore.store.metadata.zarr_json import OF_THE_STORE, notes_of
+from trajstore.store.metadata.zarr_json import OF_THE_STORE, notes_of, notes_until
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
 
@@ -86,8 +86,8 @@ def write_run(
     ) as new:
         _copy(selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
         filled = [] if damaged is None else damaged.notes(selection)
-        last = selection.steps.max(initial=-1)
-        kept = [one for one in notes_of(run.attributes) if one["first_step"] <= last]
+        last = int(selection.steps.max(initial=-1))
+        kept = notes_until(notes_of(run.attributes), last)
         new.notes = [*kept, *filled]
         new.close(status)
 

@@ -13,8 +13,11 @@ fingerprint in the root shows that the copy is the older one.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, belongs, coordinate, variables_of
@@ -25,6 +28,18 @@ from trajstore.strict_json import fits, utc_now
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
+
+UNPROVEN = "unproven"
+"""Member of a note: ranges of steps that do not follow from the recorded values alone."""
+
+
+def _is_range(value: Any) -> bool:
+    return fits(value, [int]) and len(value) == 2 and value[0] <= value[1]
+
+
+_NOTE = {
+    "note": str, "first_step": int, "last_step": int, "count": int, f"{UNPROVEN}?": [_is_range],
+}  # fmt: skip
 
 
 class RunMetadata:
@@ -117,12 +132,63 @@ def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises
     ------
     FormatError
-        If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``.
+        If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``, or
+        ``unproven`` is not a list of pairs of steps.
     """
     found = attributes.get(NOTES, [])
-    if not fits(found, [{"note": str, "first_step": int, "last_step": int, "count": int}]):
+    if not fits(found, [_NOTE]):
         raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
     return [dict(one) for one in found]
+
+
+def notes_until(notes: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Return the notes that begin at a step or before it, with their unproven steps up to it."""
+    kept = []
+    for note in notes:
+        if note["first_step"] > step:
+            continue
+        entry = dict(note)
+        if ranges := entry.pop(UNPROVEN, None):
+            entry[UNPROVEN] = [[a, min(b, step)] for a, b in ranges if a <= step]
+        kept.append(entry)
+    return kept
+
+
+def unproven_rows(attributes: Mapping[str, Any], steps: npt.NDArray[Any]) -> dict[int, str]:
+    """Return the rows that do not follow from the row before, each with the note that says why.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    steps : ndarray of int, (step,)
+        Steps of its rows.
+    """
+    reasons: dict[int, str] = {}
+    for note in notes_of(attributes):
+        for first, last in note.get(UNPROVEN, []):
+            start, end = np.searchsorted(steps, (first, last))
+            # The step between two rows belongs to the later one.
+            for row in range(max(start, 1), min(end + 1, len(steps))):
+                reasons.setdefault(row, note["note"])
+    return reasons
+
+
+def joined_ranges(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return inclusive ranges of steps in order, with adjacent ones joined.
+
+    Examples
+    --------
+    >>> joined_ranges([[5, 5], [1, 2], [3, 3]])
+    [[1, 3], [5, 5]]
+    """
+    joined: list[list[int]] = []
+    for first, last in sorted(map(tuple, ranges)):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1][1] = max(joined[-1][1], last)
+        else:
+            joined.append([first, last])
+    return joined
 
 
 def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str]) -> bool:

@@ -28,7 +28,7 @@ def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     if table is None:
         raise VariableNotRecorded(
             "the run holds one matrix only, not all parameters; record it with "
-            "--variables everything"
+            "variables='everything'"
         )
     return table
 

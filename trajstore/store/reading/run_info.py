@@ -39,7 +39,7 @@ def information(path: RunPath) -> dict[str, Any]:
         - ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run
         - ``written_to``: True if a process writes to the run (`is_written_to`)
         - ``notes``: what the recording could not see, each with ``note``, ``first_step``,
-          ``last_step`` and the ``count`` of steps
+          ``last_step`` and the ``count`` of steps, and the ranges of ``unproven`` steps, if any
         - ``advice``: limits of the numeric types of the optimizer state and of W, for all
           recorded learning rates
           (`trajstore.optimizer_advice.Advice`)

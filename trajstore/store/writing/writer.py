@@ -439,6 +439,19 @@ class RunWriter:
             row[name][...] = bits
         self.commit_row(step)
 
+    def commit(self) -> None:
+        """Commit all rows, also those of an unfinished block, and wait until they are stored.
+
+        If several processes write the run, all call this method after the same row.
+
+        Raises
+        ------
+        OSError
+            If a block could not be written. Rows committed before are kept.
+        """
+        self._check_open()
+        self._blocks.commit()
+
     def close(self, status: Literal["complete", "interrupted"] = "complete") -> None:
         """Commit all rows, including those of the unfinished block, and set the status.
 

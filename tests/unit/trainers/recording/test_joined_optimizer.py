@@ -145,7 +145,7 @@ def test_one_optimizer_ends_a_step(model: Any, tmp_path: Path, notes: list[str])
     assert ds.params_count.sel(parameter=HEAD).values.tolist() == [0, 1, 1, 3, 4]
     found = replay(path)
     assert found.clean
-    assert found.replayed == 2, "the steps after the third are not known without its count"
+    assert found.replayed == 3, "all but two of several optimizer steps each"
     assert about(notes, "between the steps of the optimizers", "grad_norm is NaN")
 
 

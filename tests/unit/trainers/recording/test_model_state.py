@@ -198,7 +198,7 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
         ds.traj.parameter("mix.bia")
     with pytest.raises(InvalidArgument, match="select parts of the result"):
         ds.isel(element=slice(3)).traj.parameter("mix.bias")
-    with pytest.raises(VariableNotRecorded, match="--variables everything"):
+    with pytest.raises(VariableNotRecorded, match="variables='everything'"):
         ds.drop_attrs().traj.parameter("mix.bias")
 
 
