@@ -156,12 +156,13 @@ class FollowedMatrices:
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Return the settings of a group but its rate; the same object while none is replaced."""
         held = dict(group)
-        held.pop("lr", None)
+        for key in ("lr", "params", "param_names"):
+            held.pop(key, None)
         seen, settings = self._seen.get(id(group), ({}, {}))
         if len(seen) != len(held) or not all(map(operator.is_, seen.values(), held.values())):
             settings = settings_of(held)
-            if not any(isinstance(one, torch.Tensor) for one in held.values()):  # changes in place
-                self._seen[id(group)] = held, settings
+            if not any(isinstance(one, torch.Tensor | list) for one in held.values()):
+                self._seen[id(group)] = held, settings  # nothing in it changes in place
         return settings
 
     def _find_again(self, rows: ParameterRows) -> bool:
