@@ -541,6 +541,8 @@ class StepGradients:
 
         `has_kept` says that empty calls of the step may have kept gradients before.
         """
+        if not counts_versions():
+            return
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
             mark, gradient = self._settled.get(parameter), gradient_of(parameter)

@@ -497,7 +497,9 @@ class Recorder:
                 calls.call_last()
             if self._backwards:
                 self._matrices.check_weights(quick=True)
-            elif not self._has_begun:
+            elif self._matrices.are_replaced():
+                self._gradients.find_parameters()
+            if not self._has_begun:
                 self._matrices.take_initial_again()
             self._has_begun = True
         if self._is_several:
