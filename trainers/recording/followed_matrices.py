@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from trajstore.trainers.recording.torch_internals import (
     version,
 )
 
+_UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
@@ -86,12 +88,15 @@ class FollowedMatrices:
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
         self._before: list[Settings | None] = []  # of groups before the step of an optimizer
+        self._rates_before: list[Any] = []
         self._own: set[str] = set()  # settings that a step itself changes
         self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
         self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self._stepped: dict[int, Settings] = {}  # the same for all settings
-        self._vectors: dict[ParameterRows, tuple[Settings, torch.Tensor]] = {}  # of the last row
+        self._seen: dict[int, tuple[dict[str, Any], Settings]] = {}  # each group, its settings
+        # Settings, numbers and lacking names of the last row.
+        self._vectors: dict[ParameterRows, tuple[Settings, torch.Tensor, list[str]]] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -104,6 +109,7 @@ class FollowedMatrices:
         """Release all tensors."""
         self._versions.clear()
         self._vectors.clear()
+        self._seen.clear()
         self._rows = ()
 
     def find_again(self) -> bool:
@@ -135,20 +141,34 @@ class FollowedMatrices:
     def begin_turn(self, optimizer: Optimizer) -> None:
         """Look at the groups before the step of an optimizer: all for the state of the model."""
         whole = self._recording.state is not None
-        held = {id(rows.parameter.group): {*rows.hyperparameters, "lr"} for rows in self._rows}
+        own = {id(rows.parameter.group): rows for rows in self._rows}
         self._before = [
-            settings_of(group) if whole or id(group) in held else None
+            self._settings(group) if whole or id(group) in own else None
             for group in optimizer.param_groups
         ]
+        self._rates_before = [group.get("lr") for group in optimizer.param_groups]
         first = self._first.setdefault(optimizer, self._before)
         for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
-            known = held.get(id(group), {"lr"}) | self._own
-            if changed := _changed(old, new) - known:
-                changed &= declared_settings(optimizer, group).keys()
-            if changed:
-                note = _CHANGED if id(group) in held else _CHANGED_ELSEWHERE
+            if not (changed := _changed(old, new)):
+                continue
+            rows = own.get(id(group))
+            changed -= {*self._own, *(rows.hyperparameters if rows else ())}
+            if changed and (changed := changed & declared_settings(optimizer, group).keys()):
+                note = _CHANGED if rows else _CHANGED_ELSEWHERE
                 sentence = note.format(keys=", ".join(sorted(changed)))
-                self._on_note(sentence, unproven=id(group) in held)
+                self._on_note(sentence, unproven=rows is not None)
+
+    def _settings(self, group: dict[str, Any]) -> Settings:
+        """Return the settings of a group but its rate; the same object while none is replaced."""
+        held = dict(group)
+        for key in ("lr", "params", "param_names"):
+            held.pop(key, None)
+        seen, settings = self._seen.get(id(group), ({}, {}))
+        if len(seen) != len(held) or not all(map(operator.is_, seen.values(), held.values())):
+            settings = settings_of(held)
+            if not any(isinstance(one, torch.Tensor | list) for one in held.values()):
+                self._seen[id(group)] = held, settings  # nothing in it changes in place
+        return settings
 
     def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -204,27 +224,30 @@ class FollowedMatrices:
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the settings of a step; they `may_change` in a closure, before they are used."""
         again = optimizer in self._optimizer.turns  # two steps have no single rate
-        unknown = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
-        for before, group in zip(self._before, optimizer.param_groups, strict=False):
+        of_groups = zip(self._before, self._rates_before, optimizer.param_groups, strict=False)
+        for before, rate, group in of_groups:
             if before is None:
                 continue
-            now = settings_of(group)
+            now = self._settings(group)
             changed = _changed(before, now)
-            odd = set() if may_change else changed
-            self._rates[id(group)] = unknown if again or "lr" in odd else rate_of(group)
-            self._stepped[id(group)] = now | dict.fromkeys(now if again else odd, math.nan)
-            if "lr" in odd:
+            odd = {*now} if again else set() if may_change else changed
+            self._stepped[id(group)] = now | dict.fromkeys(odd, math.nan) if odd else now
+            known = may_change or not isinstance(rate, int | float) or rate == group.get("lr")
+            self._rates[id(group)] = rate_of(group) if known and not again else _UNKNOWN
+            if not known:
                 self._on_note(_RATE)
-            own = changed - {"lr"}
-            self._own |= own
-            if self._recording.state is None:
-                held = (
-                    rows.hyperparameters for rows in self._rows if rows.parameter.group is group
-                )
-                own &= {*itertools.chain(*held)}
-            if own:
-                note = _IN_STEP if self._recording.state is None else _OF_GROUPS
-                self._on_note(note.format(keys=", ".join(sorted(own))))
+            if changed:
+                self._note_changes(group, changed)
+
+    def _note_changes(self, group: dict[str, Any], changed: set[str]) -> None:
+        """Note settings that changed in a step."""
+        self._own |= changed
+        if self._recording.state is None:
+            held = (rows.hyperparameters for rows in self._rows if rows.parameter.group is group)
+            changed &= {*itertools.chain(*held)}
+        if changed:
+            note = _IN_STEP if self._recording.state is None else _OF_GROUPS
+            self._on_note(note.format(keys=", ".join(sorted(changed))))
 
     def set_rates(self) -> None:
         """Set the settings of the step; for a group that was not stepped, the present ones."""
@@ -239,7 +262,7 @@ class FollowedMatrices:
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
                     "number; lr is NaN"
                 )
-                rate = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
+                rate = _UNKNOWN
             rows.set("lr", rate)
             if self._recording.state is not None:
                 rows.set("params_lr", self._recording.state.rates(rates))
@@ -252,18 +275,18 @@ class FollowedMatrices:
         group, owner = rows.parameter.group, rows.parameter.optimizer
         settings = self._stepped.get(id(group))
         if settings is None:
-            settings = {} if owner is None else settings_of(group)
-        last, vector = self._vectors.get(rows, (None, None))
-        missing = [name for name in rows.hyperparameters if name not in settings]
+            settings = {} if owner is None else self._settings(group)
+        last, vector, missing = self._vectors.get(rows, ({}, None, []))
+        if vector is None or settings is not last:
+            missing = [name for name in rows.hyperparameters if name not in settings]
+            values = [settings.get(name, math.nan) for name in rows.hyperparameters]
+            vector = torch.tensor(values, dtype=torch.float64, device="cpu")
+            self._vectors[rows] = settings, vector, missing
         if missing and settings:
             self._on_note(
                 f"the optimizer's group of {rows.parameter.name} has no {', '.join(missing)}; "
                 "hyperparameters has NaN for them"
             )
-        if vector is None or settings != last:
-            values = [settings.get(name, math.nan) for name in rows.hyperparameters]
-            vector = torch.tensor(values, dtype=torch.float64, device="cpu")
-            self._vectors[rows] = settings, vector
         return vector
 
     def check_weights(self, *, quick: bool = False) -> None:
@@ -316,6 +339,6 @@ class FollowedMatrices:
 
 def _changed(before: Settings | None, now: Settings | None) -> set[str]:
     """Return the names of settings that differ."""
-    if before is None or now is None or before == now:
+    if before is now or before is None or now is None:
         return set()
-    return {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    return {name for name, value in now.items() if value != before.get(name, value)}

@@ -254,11 +254,9 @@ def find_group(
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
     """Return the numbers and flags of a parameter group."""
-    found = numbers_of(group.items())
+    found = numbers_of(group.items(), flags=True)
     for key, value in group.items():
-        if isinstance(value, bool):
-            found[key] = value
-        elif isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+        if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
             found[key] = value.item()
     return found
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 
-def numbers_of(settings: Iterable[tuple[str, Any]]) -> dict[str, float]:
+def numbers_of(settings: Iterable[tuple[str, Any]], *, flags: bool = False) -> dict[str, float]:
     """Numbers among settings; those of a list get numbered names.
 
     Parameters
     ----------
     settings : iterable of (str, object)
-        Names and values. Texts, flags and other values are left out.
+        Names and values. Texts and other values are left out.
+    flags : bool
+        Keep flags, too.
 
     Examples
     --------
@@ -21,10 +25,12 @@ def numbers_of(settings: Iterable[tuple[str, Any]]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for key, value in settings:
-        if type(value) is float or type(value) is int:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            if all(isinstance(one, Real) for one in value):
+                found.update(zip(_numbered(key, len(value)), value, strict=True))
+        elif kind is float or (flags if kind is bool else isinstance(value, Real)):
             found[key] = value
-        elif isinstance(value, tuple | list) and all(type(one) in (int, float) for one in value):
-            found.update(zip(_numbered(key, len(value)), value, strict=True))
     return found
 
 
@@ -51,6 +57,7 @@ def _like(old: Any, new: float) -> Any:
     return int(new) if type(old) is int and float(new).is_integer() else new
 
 
-def _numbered(key: str, count: int) -> list[str]:
+@lru_cache
+def _numbered(key: str, count: int) -> tuple[str, ...]:
     stem = key if key == "eps" else key.removesuffix("s")
-    return [f"{stem}{number}" for number in range(1, count + 1)]
+    return tuple(f"{stem}{number}" for number in range(1, count + 1))

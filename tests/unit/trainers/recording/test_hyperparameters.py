@@ -113,6 +113,16 @@ def test_the_update_of_adam_is_the_step(tmp_path: Path) -> None:
     assert abs(adam_update(ds, optimizer=fixed).adam_update - taken).max() > 1e-3
 
 
+def test_a_list_that_changes_in_place_is_read_again(tmp_path: Path) -> None:
+    def change(optimizer: Any) -> Callable[[int], None]:
+        betas = optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+        return lambda step: betas.__setitem__(0, 0.9 - step / 100)
+
+    ds, _ = train(tmp_path / "run.zarr", adamw, change)
+    beta1 = ds.hyperparameters.sel(hyperparameter="beta1")[1:].values
+    assert beta1.tolist() == [0.9 - step / 100 for step in range(STEPS)]
+
+
 def test_chunks_do_not_matter(tmp_path: Path) -> None:
     ds, _ = train(tmp_path / "run.zarr", *CHANGES["coupled decay"])
     parts = ds.chunk({"step": 3, "token": 10})
