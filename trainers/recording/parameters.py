@@ -14,9 +14,6 @@ from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
-COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
-"""Optimizers that first add the rows of a sparse gradient."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedParameter:
@@ -177,32 +174,6 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     `torch.optim.SparseAdam` and `Adagrad`; `to_dense` alone may use another order.
     """
     return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
-
-
-def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
-    """Return a sentence if a step does not follow bit for bit from the recorded gradient."""
-    gradient = parameter.grad
-    if gradient is None or isinstance(optimizer, COALESCING):
-        return None
-    if not gradient.is_sparse:
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if not is_fused or (parameter.is_contiguous() and gradient.is_contiguous()):
-            return None
-        return (
-            "a fused optimizer steps a matrix that is not contiguous in memory, where it rounds "
-            "otherwise; a step does not follow bit for bit"
-        )
-    keeps_rows = any(group.get("momentum") for group in optimizer.param_groups)
-    is_unique = gradient.is_coalesced() or (
-        # A device would have to be waited for.
-        gradient.device.type == "cpu" and gradient.coalesce()._nnz() == gradient._nnz()
-    )
-    if is_unique and not keeps_rows:
-        return None
-    return (
-        f"{type(optimizer).__name__} adds the rows of a sparse gradient one by one; grad holds "
-        "their sum, so a step does not follow from it bit for bit"
-    )
 
 
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of, why_unproven
+from trajstore.trainers.recording.parameters import gradient_of
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
 from trajstore.trainers.recording.torch_internals import counts_versions, version
+from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
