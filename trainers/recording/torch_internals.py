@@ -77,6 +77,21 @@ def outside_compile(hook: Hook) -> Hook:
     return disabled
 
 
+def is_compiled_call() -> bool:
+    """Return True if a compiled function has called this one, such as a compiled `step`.
+
+    Python runs a hook of it as always, so only the caller tells. The compiler's wrapper, in contrast
+    to that of `torch.compiler.disable`, refers to a callback.
+    """
+    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        is_wrapper = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        if is_wrapper and "callback" in frame.f_code.co_freevars:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def found_overflow(optimizer: Optimizer) -> bool:
     """Return True if the last step had no effect because the scaler found an overflow.
 

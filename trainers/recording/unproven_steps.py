@@ -6,6 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.trainers.recording.sharding import is_sharded
+from trajstore.trainers.recording.torch_internals import is_compiled_call
 
 _COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
 """Optimizers that first add the rows of a sparse gradient."""
@@ -16,6 +17,8 @@ def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
     gradient = parameter.grad
     if gradient is None:
         return None
+    if is_compiled_call():
+        return "optimizer.step() is compiled, so it rounds otherwise than torch's own"
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     if is_sharded(parameter):
         # The kernels of a device round every element alike, those of a processor not the last ones.
