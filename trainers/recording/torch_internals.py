@@ -80,8 +80,8 @@ def outside_compile(hook: Hook) -> Hook:
 def is_compiled_call() -> bool:
     """Return True if a compiled function has called this one, such as a compiled `step`.
 
-    Python runs a hook of it as always, so only the caller tells. The compiler's wrapper, in contrast
-    to that of `torch.compiler.disable`, refers to a callback.
+    Its hooks run as always, so only the callers tell. The wrapper of the compiler refers to a
+    callback, that of `torch.compiler.disable` does not.
     """
     frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
     while frame is not None:
