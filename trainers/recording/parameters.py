@@ -26,9 +26,6 @@ Settings = dict[str, float]
 NO_NUMBERS = ("lr", "rounding_seed")
 """Numbers of a parameter group that are no hyperparameters of a row."""
 
-COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
-"""Optimizers that first add the rows of a sparse gradient."""
-
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 _OF_POSITIONS = re.compile(r"(^|[._])(pos|wpe\b)", re.IGNORECASE)
@@ -287,32 +284,6 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     `torch.optim.SparseAdam` and `Adagrad`; `to_dense` alone may use another order.
     """
     return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
-
-
-def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
-    """Return a sentence if a step does not follow bit for bit from the recorded gradient."""
-    gradient = parameter.grad
-    if gradient is None or isinstance(optimizer, COALESCING):
-        return None
-    if not gradient.is_sparse:
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if not is_fused or (parameter.is_contiguous() and gradient.is_contiguous()):
-            return None
-        return (
-            "a fused optimizer steps a matrix that is not contiguous in memory, where it rounds "
-            "otherwise; a step does not follow bit for bit"
-        )
-    keeps_rows = any(group.get("momentum") for group in optimizer.param_groups)
-    is_unique = gradient.is_coalesced() or (
-        # A device would have to be waited for.
-        gradient.device.type == "cpu" and gradient.coalesce()._nnz() == gradient._nnz()
-    )
-    if is_unique and not keeps_rows:
-        return None
-    return (
-        f"{type(optimizer).__name__} adds the rows of a sparse gradient one by one; grad holds "
-        "their sum, so a step does not follow from it bit for bit"
-    )
 
 
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:

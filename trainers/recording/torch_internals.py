@@ -123,6 +123,21 @@ def scale_in_step(optimizer: Optimizer) -> float | None:
     return None if scale is None else float(scale)
 
 
+def is_compiled_call() -> bool:
+    """Return True if a compiled function has called this one, such as a compiled `step`.
+
+    Its hooks run as always, so only the callers tell. The wrapper of the compiler refers to a
+    callback, that of `torch.compiler.disable` does not.
+    """
+    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        is_wrapper = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        if is_wrapper and "callback" in frame.f_code.co_freevars:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def found_overflow(optimizer: Optimizer) -> bool:
     """Return True if the last step had no effect because the scaler found an overflow.
 
