@@ -119,6 +119,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
     ("delta", _MATRIX, _IN, "nan", "1", "change of the recorded parameter in the step"),
     ("skipped", _STEP, _IN, "nan", "1",
      "1 if the gradient scaler skipped the optimizer's step, else 0"),
+    ("step_count", _STEP, _AFTER, "zero", "1",
+     "steps that the optimizer has counted with the recorded parameter"),
     ("hidden_mean", _HIDDEN, _BEFORE, "nan", "1",
      "mean over batch and position of the hidden state that is unembedded"),
     ("hidden_trace", _STEP, _BEFORE, "nan", "1",
@@ -251,7 +253,9 @@ EVERYTHING = (
 ALONG_TOKEN = tuple(name for name, entry in COORDINATES.items() if entry.dims == ("token",))
 """Coordinates of the tokens."""
 
-_SMALL = ("logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef", "skipped")
+_SMALL = (
+    "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef", "skipped", "step_count",
+)  # fmt: skip
 
 TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", *_SMALL),

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 import click
 
 from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUNS, given_populations
-from trajstore.cli.tables import out, print_json, print_notes, print_table, without_tokens
+from trajstore.cli.tables import (
+    counted,
+    out,
+    print_json,
+    print_notes,
+    print_table,
+    recorded_notes,
+    without_tokens,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -23,6 +31,7 @@ def summary(
 ) -> None:
     """Print gradients, displacement, centroid, logits and loss at the first and last step.
 
+    Also prints the notes of the recording: what the run does not hold, or not as the loop suggests.
     For several runs or the folder of a sweep, prints one table with a line per run, or a list with
     --json.
 
@@ -35,6 +44,7 @@ def summary(
     """
     from trajstore import analysis
     from trajstore.analysis.results.summary_table import summary_table
+    from trajstore.store.metadata.zarr_json import notes_of
     from trajstore.store.reading.open_run import open_run
     from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.reading.run_settings import run_labels
@@ -60,9 +70,18 @@ def summary(
         out.print(f"W is rounded to {lattice}.")
     if len(paths) == 1:
         print_summary(found[0])
+        print_notes(recorded_notes(notes_of(opened[0].attrs)))
         return
     labels = run_labels([ds.attrs for ds in opened], paths)
     print_table(*summary_table(dict(zip(labels, found, strict=True))), fold=True)
+    runs_of: dict[str, list[str]] = {}
+    for label, ds in zip(labels, opened, strict=True):
+        for note in notes_of(ds.attrs):
+            runs_of.setdefault(note["note"], []).append(label)
+    print_notes(
+        f"{note} ({named[0] if len(named) == 1 else counted(len(named), 'run')})"
+        for note, named in runs_of.items()
+    )
 
 
 def print_summary(summary: xr.Dataset) -> None:

@@ -24,8 +24,10 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
+from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.values.optimizer_rule import MOMENTS, NUMBERS, OptimizerRule
 
+_COUNT = "step_count"
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """Maximum bytes of the float64 result of a task."""
@@ -88,7 +90,7 @@ class Recurrence:
         _require_every_step(scan.steps, quantity)
         taken = _taken(scan)
         clip = np.asarray(ds["clip_coef"].values)
-        _require_known_factors(clip, taken, scan.steps, quantity)
+        _require_known_factors(scan, clip, taken, quantity)
         _require_known_numbers(numbers, taken, scan.steps, quantity)
         read = scan.blocks("grad")
         by_step, by_token, by_hidden = read.chunks
@@ -191,7 +193,8 @@ class Recurrence:
     def first(self, moment: str) -> da.Array:
         """Moment at the first row, (1, token, hidden)."""
         _, by_token, by_hidden = self.gradient.chunks
-        if self.scan.steps[0] == 0:
+        count = self.scan.ds[_COUNT].values[0] if _COUNT in self.scan.ds else 0
+        if self.scan.steps[0] == 0 == count:
             shape = (1, *self.gradient.shape[1:])
             return da.zeros(shape, chunks=((1,), by_token, by_hidden))
         if moment not in self.scan.ds:
@@ -225,6 +228,8 @@ def _taken(scan: Scan) -> npt.NDArray[np.bool_]:
     taken = np.ones(scan.rows, bool)
     if "skipped" in scan.ds:
         taken = scan.ds["skipped"].values != 1
+    if _COUNT in scan.ds:  # it does not count a step without a gradient either
+        taken[1:] &= np.diff(scan.ds[_COUNT].values) != 0
     taken[:1] = False
     return taken
 
@@ -237,6 +242,8 @@ def steps_taken(scan: Scan, quantity: str) -> npt.NDArray[np.int64]:
     InvalidArgument
         If steps between or before the rows may have been skipped.
     """
+    if _COUNT in scan.ds and not np.isnan(counts := scan.ds[_COUNT].values).any():
+        return counts.astype(np.int64)
     if "skipped" not in scan.ds:
         return scan.steps
     _require_every_step(scan.steps, quantity)
@@ -260,9 +267,11 @@ def _require_every_step(steps: npt.NDArray[np.int64], quantity: str) -> None:
 
 
 def _require_known_factors(
-    clip: Array, taken: npt.NDArray[np.bool_], steps: npt.NDArray[np.int64], quantity: str
+    scan: Scan, clip: Array, taken: npt.NDArray[np.bool_], quantity: str
 ) -> None:
-    unknown = np.nonzero(taken & np.isnan(clip))[0]
+    # Without a factor, the gradient is the one that the optimizer got, unless a note says more.
+    steps, unproven = scan.steps, unproven_rows(scan.ds.attrs, scan.steps)
+    unknown = np.array([row for row in unproven if taken[row] and np.isnan(clip[row])], int)
     if unknown.size:
         raise InvalidArgument(
             f"{quantity} requires the clipping factor, but clip_coef is NaN at step "

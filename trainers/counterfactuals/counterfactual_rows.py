@@ -128,7 +128,7 @@ class CounterfactualRows:
         numbers: dict[str, float],
     ) -> None:
         """Take the step of a row, unless it was skipped."""
-        if not self._rows.skipped[row.number]:
+        if not self._rows.idle[row.number]:
             factor = tensor_of(clip_coef, self._rows.natives["clip_coef"])
             optimizer.step(self._parameter("grad", row), factor, rate, numbers)
 

@@ -14,6 +14,7 @@ from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.exact_values import ANY, exact
 from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.counterfactuals.changed_rates import (
     changed_clip_coefs,
@@ -108,8 +109,15 @@ class PlannedCounterfactual:
         largest = rows.largest_hyperparameters
         self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device, largest)
         largest = {name: one for name, one in largest.items() if name in settings.kept}
-        changed = {"optimizer": settings.optimizer}
-        self.optimizer = recorded_optimizer(changed, weights, device, largest)
+        recorded, changed = source.attributes["optimizer"], settings.optimizer
+        if changed["class"] == recorded["class"]:
+            changed = {**recorded, **changed}  # also the forms of gradient and hyperparameters
+        self.optimizer = recorded_optimizer({"optimizer": changed}, weights, device, largest)
+        if self.optimizer.steps_some_rows:
+            raise CannotReplay(
+                "SparseAdam changes only the rows of a batch, and the gradients do not tell which "
+                "rows with a gradient of 0 were among them"
+            )
         rebuilt = any(name not in rows for name in self.recorded.state_names)
         self.needs_rebuilding = rebuilt
         if rebuilt and rows.steps[first] and not rows.from_start:
@@ -127,8 +135,9 @@ class PlannedCounterfactual:
                 f"start at the fork (at={forked_at}), or use the source of the fork"
             )
         if first and rebuilt:
-            _check_known(rows, rows.rates, rows.clip_coefs, range(1, first + 1))
-            _check_numbers(rows, self.recorded, rows.hyperparameters, range(1, first + 1))
+            known = range(1, first + 1)
+            _check_known(source.attributes, rows, rows.rates, rows.clip_coefs, known)
+            _check_numbers(rows, self.recorded, rows.hyperparameters, known)
         self.lr = changed_learning_rates(rows, source.attributes, settings)
         self.clip_coef = changed_clip_coefs(rows, settings)
         own, recorded = self.optimizer.numbers, rows.hyperparameters(0)
@@ -139,8 +148,9 @@ class PlannedCounterfactual:
             own | {n: one for n, one in rows.hyperparameters(row).items() if n in kept}
             for row in range(len(rows))
         ]
-        _check_known(rows, self.lr, self.clip_coef, range(first + 1, len(rows)))
-        _check_numbers(rows, self.optimizer, self.numbers.__getitem__, range(first + 1, len(rows)))
+        later = range(first + 1, len(rows))
+        _check_known(source.attributes, rows, self.lr, self.clip_coef, later)
+        _check_numbers(rows, self.optimizer, self.numbers.__getitem__, later)
         self.placement, self.chosen = _placement(source, tokens, device)
         self.recorded.check_whole(self.placement)
         self.variables = _variables(rows, settings, self.optimizer)
@@ -253,17 +263,21 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
 
 
 def _check_known(
-    rows: RecordedRows, lr: npt.NDArray[np.float64], clip_coef: list[Array], numbers: range
+    attributes: Mapping[str, Any],
+    rows: RecordedRows,
+    lr: npt.NDArray[np.float64],
+    clip_coef: list[Array],
+    numbers: range,
 ) -> None:
-    native = rows.natives["clip_coef"]
+    native, unproven = rows.natives["clip_coef"], unproven_rows(attributes, rows.steps)
     for number in numbers:
-        if rows.skipped[number]:
+        if rows.idle[number]:
             continue
         if np.isnan(lr[number]):
             raise CannotReplay(
                 f"the learning rate of step {rows.steps[number]} is NaN; set schedule.name"
             )
-        if tensor_of(clip_coef[number], native).isnan():
+        if number in unproven and tensor_of(clip_coef[number], native).isnan():
             raise CannotReplay(
                 f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
                 "unknown; set the clipping, such as training.max_grad_norm=1"

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import (
+    RecordedParameter,
     Settings,
     declared_settings,
     find_group,
@@ -26,7 +27,11 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.torch_internals import name_outside_compile, version
+from trajstore.trainers.recording.torch_internals import (
+    name_outside_compile,
+    own_parameter,
+    version,
+)
 
 _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
@@ -37,6 +42,7 @@ _WRITTEN = (
     "{name} was written outside optimizer.step() after the step before; whether its values changed "
     "was not read from the device"
 )
+_STATE = "the optimizer's state of {name} before a step is not that of the row before"
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
     "code has changed it since"
@@ -141,16 +147,16 @@ class FollowedMatrices:
                 changed &= declared_settings(optimizer, group).keys()
             if changed:
                 note = _CHANGED if id(group) in held else _CHANGED_ELSEWHERE
-                self._on_note(note.format(keys=", ".join(sorted(changed))))
+                sentence = note.format(keys=", ".join(sorted(changed)))
+                self._on_note(sentence, unproven=id(group) in held)
 
     def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
         parameter = rows.parameter
-        found = parameter.tensor
-        try:
-            found = self._model.get_parameter(parameter.name)
-        except AttributeError:  # another name, as in a compiled submodule or a parametrization
+        found = self._present(parameter)
+        if found is None:  # another name, as in a compiled submodule or a parametrization
             self._find_by_tensor(rows)
+            found = parameter.tensor
         if found is not parameter.tensor:
             before, now = parameter.tensor, found
             if now.shape != before.shape or now.dtype != before.dtype:
@@ -169,6 +175,19 @@ class FollowedMatrices:
         owner = self._optimizer.owner(group)
         rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
         return found is not parameter.tensor
+
+    def _present(self, parameter: RecordedParameter) -> torch.nn.Parameter | None:
+        """Return the parameter that has the name now; None if the model has no such parameter."""
+        owner, _, name = parameter.name.rpartition(".")
+        try:
+            return own_parameter(self._model.get_submodule(owner), name)
+        except AttributeError:
+            return None
+
+    def are_replaced(self) -> bool:
+        """Return True if a matrix is another tensor than in the step before."""
+        now = [(self._present(rows.parameter), rows.parameter.tensor) for rows in self._rows]
+        return any(one is not None and one is not before for one, before in now)
 
     def _find_by_tensor(self, rows: ParameterRows) -> None:
         """Find the new name of a parameter, from which the model computes that of the old name."""
@@ -258,17 +277,22 @@ class FollowedMatrices:
                 self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=not quick)
             elif counted and not quick and parameter.device.type != "cpu":
                 self._on_note(_WRITTEN.format(name=rows.parameter.name), unproven=True)
+            if not quick and not rows.is_state_unchanged():
+                self._on_note(_STATE.format(name=rows.parameter.name), unproven=True)
 
     def end_inner_step(self) -> None:
         """Copy the weights that the step of a wrapped optimizer has left."""
         for rows in self._rows:
             self._inside[rows.parameter.tensor] = rows.own_W().clone()
 
-    def check_inner_step(self, wrapper: str | None) -> None:
+    def check_inner_step(self, wrapper: str | None, *, begins: bool) -> None:
         """Note weights that a wrapper changes before or after the step of the inner optimizer."""
         for rows in self._rows:
             inside = self._inside.pop(rows.parameter.tensor, None)
-            same = rows.is_W_unchanged() if inside is None else same_bits(inside, rows.own_W())
+            if begins:
+                same = rows.is_W_unchanged()
+            else:  # without a copy, the loop has called the inner step itself
+                same = inside is None or same_bits(inside, rows.own_W())
             if not same:
                 sentence = _WRAPPED.format(wrapper=wrapper, name=rows.parameter.name)
                 self._on_note(sentence, unproven=True)

@@ -11,6 +11,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,12 +31,18 @@ from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, t
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element, state_attribute
 from trajstore.trainers.recording.model_state import OF_ADAM
-from trajstore.trainers.recording.parameters import as_dense, last_layers, makes_logits
+from trajstore.trainers.recording.parameters import (
+    as_dense,
+    as_float64,
+    last_layers,
+    makes_logits,
+)
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.sharding import own_rows, own_variables
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
+from trajstore.trainers.recording.torch_internals import version
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -126,21 +133,35 @@ class ParameterRows:
         summaries = self._planned.recording.summaries
         self._initial_W = self._select(self.own_W()).to("cpu", copy=True)
         self._initial: Row = {} if summaries is None else summaries.initial()
+        # Of the state at the end of the last step; None if the row before the first step has it.
+        self._state_marks: dict[str, tuple[int, int]] | None = None
         if with_moments:
             self._initial |= self._initial_moments()
+            kept = [] if self._count() or self.last_step else self._kept_elements()
+            if not all(map(self._records_state, kept)):
+                self._state_marks = {}  # row 0 is that of an optimizer without a state
 
     def _initial_moments(self) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
         kept = self._kept_elements()
+        count = {name: value.cpu() for name, value in self._count().items()}
         missing = [
             name
             for name in MOMENTS
             if self._planned.recording.optimizer.state.get(self.parameter.tensor)
             and name in self.variables
         ]
-        return {name: torch.full_like(self._initial_W, float("nan")) for name in missing} | {
-            name: self.recorded_tokens(value).to("cpu", copy=True) for name, value in kept.items()
-        }
+        return (
+            {name: torch.full_like(self._initial_W, float("nan")) for name in missing}
+            | {
+                name: self.recorded_tokens(value).to("cpu", copy=True)
+                for name, value in kept.items()
+            }
+            | count
+        )
+
+    def _records_state(self, name: str) -> bool:
+        return name in self.variables or self._planned.recording.options.whole_state
 
     def _kept_elements(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the parameter's shape that the optimizer keeps, by their names."""
@@ -148,6 +169,31 @@ class ParameterRows:
         kept = self._planned.recording.optimizer.state.get(own, {})
         return {
             name: as_dense(value) for name, value in kept.items() if is_element(name, own, value)
+        }
+
+    def _count(self) -> Row:
+        """Return the number of steps that the optimizer has counted with the parameter, if it does.
+
+        It counts no step without a gradient, and begins again if the loop replaces its state.
+        """
+        state = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
+        count: Any = state.get("step")
+        if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and not count.ndim):
+            return {"step_count": as_float64(count)}
+        return {}
+
+    def is_state_unchanged(self) -> bool:
+        """Return False if what the optimizer keeps has changed since the end of the last step."""
+        before, now = self._state_marks, self._marks_of_state()
+        return before is None or before == now
+
+    def _marks_of_state(self) -> dict[str, tuple[int, int]]:
+        """Return tensor and version of what the optimizer keeps of the parameter."""
+        kept = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
+        return {
+            name: (id(value), version(value))
+            for name, value in kept.items()
+            if isinstance(value, torch.Tensor)
         }
 
     def resume(self) -> None:
@@ -232,9 +278,10 @@ class ParameterRows:
             self._notes.add(problem)
 
     def set_state(self) -> None:
-        """Set what the optimizer keeps of the parameter, in its shape."""
-        for name, value in self._kept_elements().items():
+        """Set what the optimizer keeps of the parameter: tensors of its shape, and its count."""
+        for name, value in (self._kept_elements() | self._count()).items():
             self.set(name, value)
+        self._state_marks = self._marks_of_state()
 
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
@@ -276,7 +323,9 @@ class ParameterRows:
         before = self._initial_W if self._written_W is None else self._written_W
         if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
-        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), before.cpu())
+        now = self.recorded_tokens(self.parameter.tensor).cpu()
+        # Another type ends the recording with an error of its own.
+        return now.dtype != before.dtype or same_bits(now, before.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
@@ -352,8 +401,7 @@ class ParameterRows:
 
     def _adopts(self, name: str) -> bool:
         """Add a variable of a name of the optimizer, until the run is created."""
-        whole_state = self._planned.recording.options.whole_state
-        if name in VARIABLES or name in self._other_state or not whole_state:
+        if name in VARIABLES or name in self._other_state or not self._records_state(name):
             return False
         if self.writer is not None:
             self._notes.mention(
@@ -495,6 +543,8 @@ class ParameterRows:
         names = [*MOMENTS]
         if not state.get(self.parameter.tensor):  # it had no gradient yet
             names += [entry["name"] for entry in entries if entry["of"] == "element"]
+        if any("step" in kept for kept in state.values()):
+            found["step_count"] = torch.tensor(0.0, dtype=torch.float64)
         for name in names:
             for tensor, kept in state.items():
                 same_type = tensor.dtype == self.parameter.tensor.dtype

@@ -6,6 +6,7 @@ import math
 import platform
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -15,10 +16,14 @@ import zarr
 from torch.optim import Optimizer
 
 from trajstore.strict_json import utc_now
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.version import __version__
 
-_NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
+_NUMERIC = (
+    "torch", "transformers", "accelerate", "processor", "processor_name", "cpu_capability",
+    "device", "device_name", "threads",
+)  # fmt: skip
 """Facts on which the bits of a training run depend."""
 
 
@@ -40,7 +45,9 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
         "zarr": zarr.__version__,
         "trajstore": __version__,
         "platform": platform.platform(),
-        "processor": processor(),
+        "processor": platform.machine(),
+        "processor_name": processor_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
@@ -53,9 +60,14 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
     return facts
 
 
-def processor() -> str:
-    """Return the architecture, and the instructions that torch uses, on which rounding depends."""
-    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+def processor_name() -> str:
+    """Return the name of the processor; empty if the system does not tell it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -112,10 +124,17 @@ def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
     hyperparameters = {
         key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
     }
+    firsts = {
+        key: value[0] if isinstance(value, tuple) and value else value
+        for key, value in group.items()
+    }
+    tensors = {
+        key: type_name(one.dtype) for key, one in firsts.items() if isinstance(one, torch.Tensor)
+    }
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "hyperparameters": hyperparameters,
-    }
+    } | ({"tensors": tensors} if tensors else {})
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of, unordered_sum
+from trajstore.trainers.recording.parameters import gradient_of, why_unproven
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -421,10 +421,9 @@ class StepGradients:
         is_same = before is not None and before.is_still(parameter.grad)
         if is_same and not (inside and taken is not None and self._has_changed(rows, gradient)):
             return
-        if rows.parameter.optimizer is not None and parameter.grad is not None:
-            sentence = unordered_sum(rows.parameter.optimizer, parameter.grad)
-            if sentence is not None:
-                self._on_note(sentence, unproven=True)
+        owner = rows.parameter.optimizer
+        if owner is not None and (sentence := why_unproven(owner, parameter)) is not None:
+            self._on_note(sentence, unproven=True)
         if taken is None:
             self._set(rows, own_rows(gradient))
             again = self._before.get(parameter)
@@ -542,6 +541,8 @@ class StepGradients:
 
         `has_kept` says that empty calls of the step may have kept gradients before.
         """
+        if not counts_versions():
+            return
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
             mark, gradient = self._settled.get(parameter), gradient_of(parameter)
@@ -591,8 +592,8 @@ class StepGradients:
         """
         return value.to(torch.promote_types(value.dtype, self._norm_type))
 
-    def _note(self, sentence: str, rows: ParameterRows) -> None:
-        self._on_note(sentence.format(name=rows.parameter.name))
+    def _note(self, sentence: str, rows: ParameterRows, *, unproven: bool = False) -> None:
+        self._on_note(sentence.format(name=rows.parameter.name), unproven=unproven)
 
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:

@@ -496,7 +496,9 @@ class Recorder:
                 calls.call_last()
             if self._backwards:
                 self._matrices.check_weights(quick=True)
-            elif not self._has_begun:
+            elif self._matrices.are_replaced():
+                self._gradients.find_parameters()
+            if not self._has_begun:
                 self._matrices.take_initial_again()
             self._has_begun = True
         if self._is_several:
@@ -659,7 +661,7 @@ class Recorder:
             if ended:
                 self._matrices.end_inner_step()
                 return
-            self._matrices.check_inner_step(self._calls[optimizer].wrapper)
+            self._matrices.check_inner_step(self._calls[optimizer].wrapper, begins=True)
         if not (self._has_closure or ended):
             self._gradients.settle(optimizer, inside=True)
 
@@ -691,14 +693,14 @@ class Recorder:
         skipped = self._is_skipped or found_overflow(optimizer)
         if self._is_several:
             self._gradients.set_unknown_factor(optimizer)
-            self._notes.mention(_SEVERAL)
+            self._notes.mention(_SEVERAL, unproven=True)
         elif self._has_closure:
             self._settle(optimizer)
         elif not skipped and (calls.is_plain or not calls.has_reached):
             has_kept = self._has_kept and self._has_dropped and not calls.is_plain
             self._gradients.compare_again(optimizer, has_kept=has_kept)
         if calls.wrapper is not None:
-            self._matrices.check_inner_step(calls.wrapper)
+            self._matrices.check_inner_step(calls.wrapper, begins=False)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)

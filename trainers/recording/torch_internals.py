@@ -78,6 +78,14 @@ def name_outside_compile(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def own_parameter(module: torch.nn.Module, name: str = "weight") -> torch.nn.Parameter | None:
+    """Return a parameter that a module itself holds under a name; None if it holds none.
+
+    A parametrization computes an attribute when it is read, and may change the model with it.
+    """
+    return module._parameters.get(name)
+
+
 def outside_compile(hook: Hook) -> Hook:
     """Exclude a hook from compilation; in a model's graph it could not copy anything.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.store.metadata.zarr_json import UNPROVEN, notes_of
 from trajstore.trainers.replays.replay_result import CannotReplay, Finding, Kind, Unreplayed
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
@@ -37,26 +36,6 @@ class UnreplayedSteps:
     def all(self) -> tuple[Unreplayed, ...]:
         """Return one entry per reason, in the order of occurrence."""
         return tuple(self._reasons.values())
-
-
-def unproven_rows(attributes: Mapping[str, Any], steps: Array) -> dict[int, str]:
-    """Return the rows that do not follow from the row before, each with the note that says why.
-
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of the run.
-    steps : ndarray of int, (step,)
-        Steps of its rows.
-    """
-    reasons: dict[int, str] = {}
-    for note in notes_of(attributes):
-        for first, last in note.get(UNPROVEN, []):
-            start, end = np.searchsorted(steps, (first, last))
-            # The step between two rows belongs to the later one.
-            for row in range(max(start, 1), min(end + 1, len(steps))):
-                reasons.setdefault(row, note["note"])
-    return reasons
 
 
 def finding_at(wrong: dict[str, Array], tokens: Array, *, kind: Kind, step: int) -> Finding:

@@ -46,6 +46,8 @@ class RecordedOptimizer:
     device : torch.device
     largest : mapping of str to float
         The largest number of any step, by the names in the rows.
+    tensors : mapping of str to str, optional
+        Types of the hyperparameters that are tensors, with which torch computes.
     sparse : bool
         True if the gradient is a sparse tensor, for which some optimizers have another rule.
 
@@ -68,15 +70,18 @@ class RecordedOptimizer:
         device: torch.device,
         largest: Mapping[str, float],
         *,
+        tensors: Mapping[str, str] | None = None,
         sparse: bool = False,
     ) -> None:
         self.hyperparameters = hyperparameters
+        self._tensors = {} if tensors is None else tensors
         self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
         self._is_sparse = sparse or self.steps_some_rows
         self._class: Callable[..., Optimizer] = optimizer_class
         self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
         if not self._taken["lr"]:  # each step sets it, but SparseAdam refuses 0, as of a warm-up
             self._taken["lr"] = 1.0
+        self._taken = {name: self._of_type(name, value) for name, value in self._taken.items()}
         self._dtype = dtype
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
@@ -162,22 +167,27 @@ class RecordedOptimizer:
         gradient : tensor, (vocabulary, hidden)
             Before clipping; converted to the type of the parameter.
         clip_coef : tensor, ()
-            Factor of clipping.
+            Factor of clipping; NaN if the gradient is the one that the optimizer got.
         lr : float
         numbers : mapping of str to float
             Other hyperparameters that the step used.
         """
         # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
         # number would be rounded to the type of the gradient first.
-        gradient = gradient.to(self._dtype).mul_(clip_coef.to(gradient.device))
+        gradient = gradient.to(self._dtype)
+        if not clip_coef.isnan():
+            gradient.mul_(clip_coef.to(gradient.device))
         if self.steps_some_rows:  # all of them; it takes no other gradient
             rows = torch.arange(len(gradient), device=gradient.device)
-            gradient = torch.sparse_coo_tensor(rows[None], gradient, gradient.shape)
+            gradient = torch.sparse_coo_tensor(
+                rows[None], gradient, gradient.shape, check_invariants=True
+            )
         elif self._is_sparse:
             gradient = gradient.to_sparse(1)
         self._parameter.grad = gradient
         group = self._optimizer.param_groups[0]
         group |= with_numbers(group, numbers) | {"lr": lr}
+        group |= {name: self._of_type(name, group[name]) for name in self._tensors}
         self._optimizer.step()
 
     def value(self, name: str) -> torch.Tensor:
@@ -192,6 +202,14 @@ class RecordedOptimizer:
     def kept(self, names: Collection[str]) -> State:
         """Return the states of some names that the parameter has so far."""
         return {name: value for name, value in self._state().items() if name in names}
+
+    def _of_type(self, name: str, value: Any) -> Any:
+        """Return a hyperparameter as a tensor, if it was one."""
+        if name not in self._tensors:
+            return value
+        if isinstance(value, tuple):
+            return tuple(self._of_type(name, one) for one in value)
+        return torch.tensor(value, dtype=getattr(torch, self._tensors[name]))
 
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]
@@ -241,11 +259,18 @@ def recorded_optimizer(
         # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
-        sparse = recorded.get("sparse_gradient") is True
         return RecordedOptimizer(
-            optimizer_class, hyperparameters, dtype, device, largest, sparse=sparse
+            optimizer_class,
+            hyperparameters,
+            dtype,
+            device,
+            largest,
+            tensors=recorded.get("tensors"),
+            sparse=recorded.get("sparse_gradient") is True,
         )
-    except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+    except (
+        TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError,
+    ) as error:  # fmt: skip
         raise CannotReplay(
             f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
         ) from error

@@ -19,6 +19,8 @@ Array = npt.NDArray[Any]
 
 _WINDOW = 512 << 20
 
+_COUNT = "step_count"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedRow:
@@ -54,6 +56,9 @@ class RecordedRows:
     natives : dict of str to NativeType
     skipped : ndarray of bool, (step,)
         True for rows of a step that a gradient scaler skipped.
+    idle : ndarray of bool, (step,)
+        True for rows of a step that the optimizer has not counted: it was skipped, or the
+        parameter had no gradient.
     """
 
     def __init__(self, source: TiledRun) -> None:
@@ -74,6 +79,10 @@ class RecordedRows:
         self.skipped = np.zeros(len(self), bool)
         if "skipped" in self:
             self.skipped[1:] = [self.value("skipped", row) == 1 for row in range(1, len(self))]
+        self.idle = self.skipped.copy()
+        if _COUNT in self:
+            counts = [self.value(_COUNT, row) for row in range(len(self))]
+            self.idle[1:] |= (np.diff(counts) == 0) & (np.diff(self.steps) == 1)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -84,7 +93,7 @@ class RecordedRows:
     @property
     def from_start(self) -> bool:
         """True if row 0 is the state before training."""
-        return len(self) > 0 and self.steps[0] == 0
+        return len(self) > 0 and self.steps[0] == 0 and not self.steps_taken(0)
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
@@ -109,11 +118,13 @@ class RecordedRows:
 
     def steps_taken(self, number: int) -> int:
         """Return the optimizer's steps before a row; skipped ones do not count."""
+        if _COUNT in self and not np.isnan(count := self.value(_COUNT, number)):
+            return int(count)
         return int(self.steps[number]) - int(np.count_nonzero(self.skipped[: number + 1]))
 
     def counts_skipped(self, number: int) -> bool:
         """Return True if the number of skipped steps before a row is known."""
-        if "skipped" not in self:
+        if "skipped" not in self or _COUNT in self:
             return True
         known = all(not np.isnan(self.value("skipped", row)) for row in range(1, number))
         return known and self.from_start and np.array_equal(self.steps[:number], np.arange(number))

@@ -7,7 +7,7 @@ recorded gradient, clipped as in the training. Its result is compared with the r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,20 @@ import numpy.typing as npt
 import torch
 
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at, unproven_rows
+from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at
 from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
 from trajstore.trainers.replays.recorded_optimizer import State, recorded_optimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, check_inputs
-from trajstore.trainers.replays.replay_device import ReplayDevice, replay_device
+from trajstore.trainers.replays.replay_device import (
+    ReplayDevice,
+    replay_device,
+    replay_devices,
+)
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
 from trajstore.trainers.replays.row_checks import RowChecks
 from trajstore.values.native_types import widen
@@ -69,24 +74,28 @@ def replay(
     """
     source = open_tiled(path)
     rows = RecordedRows(source)
-    device = replay_device(source.attributes)
+    products = str(attribute(source.attributes, "optimizer", "class")).endswith(".Muon")
+    device = replay_device(source.attributes, products=products)
+    devices = replay_devices(source.attributes, rows.steps, products=products)
     unreplayed = UnreplayedSteps()
     checks = RowChecks(rows)
     findings = checks.findings
-    names = set(checks.summaries) if device.exact else set()
+    exact = all(one.exact for one in (device, *devices))
+    names = set(checks.summaries) if exact else set()
     if "W" in rows and "cells" in rows:
         names |= {"W", "cells"}
     steps: StepReplay | None = None
     with torch_threads(device.threads):
         with unreplayed.collect(*rows.steps[1:].tolist()):
-            steps = StepReplay(source, rows, device, checks)
+            steps = StepReplay(source, rows, device.device, devices, checks)
             names |= {"grad", *steps.recorded}
         checks.check_skipped()
         previous: RecordedRow | None = None
         for row in rows.read(names):
             if previous is None:
                 starts = dict.fromkeys(MOMENTS, 0.0) if steps is None else steps.starts
-                previous = checks.checked_first_row(row, starts)
+                counts = steps is None or steps.counts_steps
+                previous = checks.checked_first_row(row, starts if counts else {})
             else:
                 if steps is not None:
                     with unreplayed.collect(row.step):
@@ -100,7 +109,7 @@ def replay(
     return Replay(
         path=os.fspath(path),
         optimizer=attribute(source.attributes, "optimizer", "class"),
-        exact=device.exact,
+        exact=exact,
         recorded_on=device.recorded_on,
         replayed_on=device.replayed_on,
         steps=max(len(rows) - 1, 0),
@@ -111,7 +120,10 @@ def replay(
         findings=tuple(sorted(findings, key=lambda one: one.step)[:LISTED]),
         total=len(findings),
         unreplayed=unreplayed.all(),
-        notes=device.notes + (() if steps is None else steps.notes),
+        notes=(
+            *dict.fromkeys(note for one in (device, *devices) for note in one.notes),
+            *(() if steps is None else steps.notes),
+        ),
     )
 
 
@@ -126,8 +138,10 @@ class StepReplay:
     ----------
     source : TiledRun
     rows : RecordedRows
-    device : ReplayDevice
-        If it is not exact, different values are counted but are no findings.
+    device : torch.device
+        Device of the computation.
+    devices : sequence of ReplayDevice, (step,)
+        Of each row. If it is not exact, different values are counted but are no findings.
     checks : RowChecks
         Counts the compared values, and collects the errors.
 
@@ -141,6 +155,8 @@ class StepReplay:
         Steps that were repeated.
     starts : dict of str to float
         State of an element before the first step.
+    counts_steps : bool
+        True if the update depends on the number of steps.
 
     Raises
     ------
@@ -152,7 +168,8 @@ class StepReplay:
         self,
         source: TiledRun,
         rows: RecordedRows,
-        device: ReplayDevice,
+        device: torch.device,
+        devices: Sequence[ReplayDevice],
         checks: RowChecks,
     ) -> None:
         check_inputs(rows)
@@ -164,11 +181,11 @@ class StepReplay:
             )
         weights = getattr(torch, natives["W"].name)
         self._optimizer = optimizer = recorded_optimizer(
-            attributes, weights, device.device, rows.largest_hyperparameters
+            attributes, weights, device, rows.largest_hyperparameters
         )
-        self._placement = recorded_placement(source, device.device)
+        self._placement = recorded_placement(source, device)
         optimizer.check_whole(self._placement)
-        self.starts = optimizer.starts
+        self.starts, self.counts_steps = optimizer.starts, optimizer.counts_steps
         state = [name for name in optimizer.state_names if name in natives]
         for name in state:
             made = type_name(optimizer.example[name].dtype)
@@ -197,7 +214,7 @@ class StepReplay:
         self._every = attribute(attributes, "recording", "every")
         self._unproven = unproven_rows(attributes, rows.steps)
         self._checks = checks
-        self._exact = device.exact
+        self._devices = devices
         self._carried: State | None = None
         self._dropped: Array | None = None  # (token, hidden)
         self._most_dropped = 0
@@ -226,28 +243,31 @@ class StepReplay:
             # The result of the step is not known, so neither is any rebuilt state.
             self._carried = self._dropped = None
             raise
-        skipped = bool(self._rows.skipped[row.number])
-        if skipped:
+        skipped = bool(self._rows.idle[row.number])
+        lacks_gradient = not skipped and self._lacks_gradient(row)
+        if skipped or lacks_gradient:
             computed = {name: previous.bits[name] for name in self.recorded}
         else:
             computed = self._step(previous, row)
         is_known = not np.isnan(self._rows.value("clip_coef", row.number))
-        if not (skipped or is_known) and any(
-            (row.bits[name] != bits).any() for name, bits in computed.items()
-        ):
+        is_equal = all((row.bits[name] == bits).all() for name, bits in computed.items())
+        if not (skipped or is_known or is_equal):
             self._carried = self._dropped = None
             raise CannotReplay(
-                "clip_coef is NaN, and the step does not follow from the recorded gradient without "
-                "a factor"
+                "it changed the matrix, but has no recorded gradient"
+                if lacks_gradient
+                else "clip_coef is NaN, and the step does not follow from the recorded gradient "
+                "without a factor"
             )
-        if self._exact and not skipped and is_known:
+        exact = self._devices[row.number].exact
+        if exact and not skipped and is_known:
             self._checks.check_clipping(row, self._max_grad_norm)
         if self._dropped is not None:
             dropped = self._dropped
             computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
         for name, bits in computed.items():
             self._checks.compare(name, row.step, row.bits[name], bits)
-        if self._exact or skipped:  # a skipped step changes nothing on any device
+        if exact or skipped:  # a skipped step changes nothing on any device
             self._find(row, computed, skipped=skipped)
         self.replayed.append(row.step)
 
@@ -258,14 +278,13 @@ class StepReplay:
             name: place.parameter(previous.bits[name], natives[name]) for name in self.recorded
         }
         state = before | (self._carried or {})
-        self._optimizer.begin(before["W"], state, rows.steps_taken(previous.number))
+        self._optimizer.begin(before["W"], state, self._steps_taken(previous))
         factor = tensor_of(rows.scalar("clip_coef", row.number), natives["clip_coef"])
-        if factor.isnan():
-            # Recorders that do not know the factor store the gradient that the optimizer got.
-            factor = torch.ones_like(factor)
         gradient = place.parameter(row.bits["grad"], natives["grad"])
         numbers = rows.hyperparameters(row.number)
-        self._optimizer.step(gradient, factor, rows.value("lr", row.number), numbers)
+        with torch_threads(self._devices[row.number].threads):
+            lr = rows.value("lr", row.number)
+            self._optimizer.step(gradient, factor, lr, numbers)
         self._carried = self._optimizer.kept(self.rebuilt)
         computed = {
             name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded
@@ -277,6 +296,19 @@ class StepReplay:
             for name, bits in computed.items():
                 bits[idle] = previous.bits[name][idle]
         return computed
+
+    def _lacks_gradient(self, row: RecordedRow) -> bool:
+        """Return True if the parameter had no gradient, so that torch leaves it out of a step."""
+        if not np.isnan(self._rows.value("clip_coef", row.number)):
+            return False
+        return bool(tensor_of(row.bits["grad"], self._rows.natives["grad"]).isnan().all())
+
+    def _steps_taken(self, row: RecordedRow) -> int:
+        """Return the optimizer's steps before a row, at least 1 if it keeps a state there."""
+        taken = self._rows.steps_taken(row.number)
+        if taken or self._optimizer.counts_steps:
+            return taken
+        return int(any(row.bits[name].any() for name in self.recorded[1:]))
 
     def _find(self, row: RecordedRow, computed: dict[str, Array], *, skipped: bool) -> None:
         """Add a finding if the row differs from the result of the step."""
@@ -302,10 +334,22 @@ class StepReplay:
             raise CannotReplay(missing_steps(previous.step, row.step))
         if row.step - previous.step != 1:
             raise CannotReplay("the row of the step before is missing (recorded with every > 1)")
+        device = self._devices[row.number]
+        if device.device != self._placement.device:
+            raise CannotReplay(
+                f"it was recorded on {device.recorded_on}, but earlier steps on another device"
+            )
         if row.number in self._unproven:
             raise CannotReplay(self._unproven[row.number])
-        if rows.skipped[row.number]:
+        if rows.idle[row.number]:
             return
+        if self._optimizer.counts_steps and "step_count" in rows:
+            before, after = (rows.steps_taken(one.number) for one in (previous, row))
+            if after != before + 1:
+                reason = "it took several" if after > before else "its state was replaced"
+                raise CannotReplay(
+                    f"the optimizer counts {after} steps after and {before} before: {reason}"
+                )
         rate = rows.value("lr", row.number)
         if np.isnan(rate):
             raise CannotReplay("the learning rate is NaN, so it is unknown")
@@ -316,7 +360,7 @@ class StepReplay:
                 Finding(kind="invalid", variable="lr", step=row.step, tokens=0)
             )
             raise CannotReplay("its learning rate is too large for any optimizer")
-        if rows.steps_taken(previous.number) == 0:
+        if self._steps_taken(previous) == 0:
             return
         if self._optimizer.counts_steps and not rows.counts_skipped(row.number):
             raise CannotReplay(

@@ -26,12 +26,13 @@ from trajstore.errors import (
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.compared_run import RowDifference
-from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance, unproven_rows
-from trajstore.trainers.replays.replay_device import replay_device
+from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance
+from trajstore.trainers.replays.replay_device import replay_device, replay_devices
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
@@ -173,7 +174,8 @@ def prove(
     recorded = np.asarray(group[STEP.name][...])
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
-    device = replay_device(attributes)
+    devices = replay_devices(attributes, recorded, products=True)
+    device = replay_device(attributes, products=True)
     sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(recorded_config(run), **sources)
     check_text(run, text)
@@ -184,7 +186,7 @@ def prove(
     found = proofs.differences
     return Proof(
         path=str(path),
-        exact=device.exact,
+        exact=all(devices[row].exact for row in rows),
         recorded_on=device.recorded_on,
         repeated_on=device.replayed_on,
         steps=len(rows),
@@ -194,7 +196,7 @@ def prove(
         total=len(found),
         differing=len({one.step for one in found}),
         unproven=proofs.unproven.all(),
-        notes=device.notes,
+        notes=tuple(dict.fromkeys(note for row in rows for note in devices[row].notes)),
     )
 
 

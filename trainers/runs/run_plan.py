@@ -215,10 +215,10 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= {"batch": "float64", "hidden_states": weights}
     types |= dict.fromkeys(("params", "params_grad"), weights)
     types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
-    types |= dict.fromkeys(("params_lr", "params_count", "scale"), "float64")
+    types |= dict.fromkeys(("params_lr", "params_count", "scale", "step_count"), "float64")
     absent = {"random_state", "buffers"}  # the models have no dropout, and their buffers are fixed
     if config.optimizer.name == "sgd":
-        absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
+        absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count", "step_count"}
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
     requested = set(config.recording.variables)

@@ -17,6 +17,7 @@ from trajstore.cli.tables import (
     print_json,
     print_notes,
     print_table,
+    recorded_notes,
     table,
     without_tokens,
 )
@@ -133,14 +134,8 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         named = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
         out.print(f"Populations: {', '.join(named)}.")
     print_notes(advice["sentence"] for advice in facts["advice"])
-    print_notes(f"{note['note']} {_steps_of(note)}" for note in facts["notes"])
+    print_notes(recorded_notes(facts["notes"]))
     print_notes(without_tokens(facts["populations"]))
-
-
-def _steps_of(note: dict[str, Any]) -> str:
-    """Return the steps that a note of a recording is about, in brackets."""
-    first, last, count = note["first_step"], note["last_step"], note["count"]
-    return f"(step {first})" if count == 1 else f"({count} steps, {first} to {last})"
 
 
 def _print_parameters(parameters: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -145,6 +145,14 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print notes about a result, one per line."""
     for note in notes:
         out.print(f"Note: {in_options(note)}.")
+
+
+def recorded_notes(notes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Notes of a recording, each with its steps."""
+    for note in notes:
+        first, last, count = note["first_step"], note["last_step"], note["count"]
+        steps = f"step {first}" if count == 1 else f"{count:,} steps, {first} to {last}"
+        yield f"{note['note']} ({steps})"
 
 
 def without_tokens(populations: Mapping[str, int]) -> list[str]:

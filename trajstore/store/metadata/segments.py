@@ -140,12 +140,32 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
     FormatError
         See `trained_segments`.
     """
-    provenance = _provenance(attributes)
-    threads = provenance.get("threads")
-    for entry in _resumed(attributes):
-        if entry["step"] <= step:
-            threads = entry.get("threads", provenance.get("threads"))
+    threads = recorded_facts(attributes, step).get("threads")
     return threads if isinstance(threads, int) else None
+
+
+def recorded_facts(attributes: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Provenance of the training after a step: versions, machine and number of threads.
+
+    Raises
+    ------
+    FormatError
+        See `trained_segments`.
+    """
+    provenance = _provenance(attributes)
+    changed = [entry for entry in _resumed(attributes) if entry["step"] <= step]
+    return {**provenance, **(changed[-1] if changed else {})}
+
+
+def resumed_after(attributes: Mapping[str, Any]) -> list[int]:
+    """Steps after which a run was resumed, in order.
+
+    Raises
+    ------
+    FormatError
+        See `trained_segments`.
+    """
+    return [entry["step"] for entry in _resumed(attributes)]
 
 
 def are_segments(value: Any) -> bool:

@@ -16,6 +16,9 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import with_rows
@@ -149,6 +152,26 @@ def notes_until(notes: Iterable[Mapping[str, Any]], step: int) -> list[dict[str,
             entry[UNPROVEN] = [[a, min(b, step)] for a, b in ranges if a <= step]
         kept.append(entry)
     return kept
+
+
+def unproven_rows(attributes: Mapping[str, Any], steps: npt.NDArray[Any]) -> dict[int, str]:
+    """Return the rows that do not follow from the row before, each with the note that says why.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    steps : ndarray of int, (step,)
+        Steps of its rows.
+    """
+    reasons: dict[int, str] = {}
+    for note in notes_of(attributes):
+        for first, last in note.get(UNPROVEN, []):
+            start, end = np.searchsorted(steps, (first, last))
+            # The step between two rows belongs to the later one.
+            for row in range(max(start, 1), min(end + 1, len(steps))):
+                reasons.setdefault(row, note["note"])
+    return reasons
 
 
 def joined_ranges(ranges: Iterable[Sequence[int]]) -> list[list[int]]:

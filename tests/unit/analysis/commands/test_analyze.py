@@ -233,3 +233,20 @@ def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
     lost = analysis.summary(open_run(run)).param_update_lost.sel(when="last", parameter=name)
     (row,) = (line for line in call("summary", run).stdout.splitlines() if name in line)
     assert row.split()[-1] == f"{float(lost):.2%}"
+
+
+def test_the_summary_names_the_notes_of_its_runs(tmp_path: Path) -> None:
+    notes = [
+        {"note": text, "first_step": 2, "last_step": 9, "count": count}
+        for text, count in (("loss is a sum", 3), ("lr is NaN", 1))
+    ]
+    for name, kept in (("a", notes), ("b", notes[:1])):
+        with begin(tmp_path / name) as run:
+            extend(run, range(10))
+            run.notes = kept
+    shown = call("summary", tmp_path / "a").output
+    assert "Note: loss is a sum (3 steps, 2 to 9)." in shown
+    assert "Note: lr is NaN (step 2)." in shown
+    both = call("summary", tmp_path / "a", tmp_path / "b").output
+    assert "Note: loss is a sum (2 runs)." in both
+    assert f"Note: lr is NaN ({tmp_path / 'a'})." in both

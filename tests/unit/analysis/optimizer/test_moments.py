@@ -149,9 +149,10 @@ def test_missing_inputs_are_reported():
             quantity(ds.drop_vars("clip_coef"))
         with pytest.raises(VariableNotRecorded, match="grad"):
             quantity(ds.drop_vars("grad"))
+        note = {"note": "", "first_step": 4, "last_step": 4, "count": 1, "unproven": [[4, 4]]}
         unknown = ds.clip_coef.where(ds.step != 4)
         with pytest.raises(InvalidArgument, match=r"NaN at step 4 \(1 such.*max_grad_norm"):
-            quantity(ds.assign(clip_coef=unknown))
+            quantity(ds.assign(clip_coef=unknown).assign_attrs(notes=[note]))
         with pytest.raises(InvalidArgument, match="requires at least 1 row"):
             quantity(ds.isel(step=[]))
         amsgrad = {**ds.attrs["optimizer"]["hyperparameters"], "amsgrad": True}

@@ -95,7 +95,8 @@ def test_nothing_changed_is_the_run_again(name: str, tmp_path: Path) -> None:
 
 
 def test_skipped_steps_stay_skipped(tmp_path: Path) -> None:
-    run = scaled_run(tmp_path / "run.zarr", fused=False)
+    held = ("W", "grad", "exp_avg", "exp_avg_sq", "lr", "clip_coef", "skipped")  # no step_count
+    run = scaled_run(tmp_path / "run.zarr", fused=False, variables=held)
     assert (open_run(run).skipped == 1).sum() > 1
     same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
     late = what_if(run, tmp_path / "late.zarr", at=9).path
@@ -354,8 +355,16 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
     "seed": ({}, [], {"seed": 3}, InvalidArgument, "only stochastic rounding is random"),
     "last step": ({}, [], {"at": 4}, CannotReplay, "is the last step"),
     "tokens": ({}, [], {"tokens": "dead"}, InvalidArgument, "the dead tokens are not known"),
-    "unknown clipping": (BY_VALUE, [], {}, CannotReplay, "clip_coef is NaN"),
 }  # fmt: skip
+
+
+def test_a_gradient_without_a_factor_is_the_one_of_the_step(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", steps=4, **BY_VALUE)
+    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
+    note = {"note": "a closure", "first_step": 3, "last_step": 3, "count": 1, "unproven": [[3, 3]]}
+    change_attributes(run, lambda root: root.update(notes=[note]))
+    with pytest.raises(CannotReplay, match="clip_coef is NaN at step 3"):
+        what_if(run, tmp_path / "unknown.zarr")
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -111,7 +111,9 @@ def test_clipping_is_known_where_the_gradient_is_not_recorded(tiny: Any, tmp_pat
     lists = train(tiny, optimizer, path, clip=0.3, max_grad_norm=0.3, variables="weights")
     del lists.rows["grad"], lists.rows["exp_avg"], lists.rows["exp_avg_sq"]
     ds = lists.agree_with(path)
-    assert set(ds) == {"W", "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef"}
+    assert set(ds) == {
+        "W", "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef", "step_count",
+    }  # fmt: skip
     expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
 

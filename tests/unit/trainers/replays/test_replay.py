@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,8 @@ def test_a_gap_ends_the_replay(tmp_path: Path) -> None:
 
 
 def test_skipped_steps_between_rows_are_not_guessed(tmp_path: Path) -> None:
-    path = scaled_run(tmp_path / "run.zarr", fused=False, steps=13, every=2)
+    held = ("W", "grad", "exp_avg", "exp_avg_sq", "lr", "clip_coef", "skipped")  # no step_count
+    path = scaled_run(tmp_path / "run.zarr", fused=False, steps=13, every=2, variables=held)
     reasons = list(left_out(path))
     assert any("the number of skipped steps before it" in reason for reason in reasons)
 
@@ -296,21 +296,10 @@ def test_a_run_without_settings_is_not_replayed(tmp_path: Path) -> None:
     assert not result.exact
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"device": "xpu:0", "device_name": "A770"}, "xpu:0 (A770)"),
-        ({"processor": f"{platform.machine()}, SSE"}, f"cpu ({platform.machine()}, SSE)"),
-    ],
-)
-def test_another_device_is_counted_and_is_no_error(
-    change: dict[str, str], name: str, tmp_path: Path
-) -> None:
+def test_another_device_is_counted_and_is_no_error(tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", variables=("W", "grad", "exp_avg", "lr", "clip_coef"))
-    for known in ({}, {"processor": platform.machine()}):  # as trajstore 0.3 recorded it
-        change_attributes(path, lambda root, known=known: root["provenance"].update(known))
-        assert replay(path).exact
-    change_attributes(path, lambda root: root["provenance"].update(change, torch="1.0"))
+    change = {"device": "xpu:0", "device_name": "A770", "torch": "1.0"}
+    change_attributes(path, lambda root: root["provenance"].update(change))
     # As if that device had rounded otherwise.
     change_attributes(
         path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101)
@@ -323,7 +312,7 @@ def test_another_device_is_counted_and_is_no_error(
     assert result.variables["W"].ulps is not None
     assert result.variables["W"].ulps > 0
     assert result.variables["exp_avg"].differing == 0
-    assert f"recorded on {name}, replayed on cpu" in result.notes[0]
+    assert "recorded on xpu:0 (A770), replayed on cpu" in result.notes[0]
     assert "recorded with torch 1.0" in result.notes[1]
 
 

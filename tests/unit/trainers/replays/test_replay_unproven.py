@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from altered_runs import change_attributes  # noqa: E402
+from altered_runs import change_attributes, flip  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 
-from trajstore import export  # noqa: E402
+from trajstore import export, open_run  # noqa: E402
 from trajstore.cli.integrity_commands import print_replay  # noqa: E402
-from trajstore.trainers.replays.replay import replay  # noqa: E402
+from trajstore.trainers import capture, replay, what_if  # noqa: E402
+from trajstore.trainers.replays.replay_result import CannotReplay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -48,7 +51,7 @@ def test_noted_steps_are_not_proven_and_later_ones_are(
     assert reasons(path) == {"the loop set W": (3, 4, 8)}
     print_replay(replay(path).facts())
     shown = capsys.readouterr().out
-    assert "Replayed 6 of 9 steps with torch.optim.adamw.AdamW: 0 values differ; 3 steps not" in shown
+    assert "AdamW: 0 values differ; 3 steps not proven." in shown
     assert "Not proven: 3 steps from 4 to 8 were not replayed: the loop set W." in shown
 
 
@@ -67,3 +70,213 @@ def test_the_step_after_missing_steps_is_not_proven(tmp_path: Path) -> None:
         "steps 3 to 4 are missing": (1, 5, 5),
         "step 7 is missing": (1, 8, 8),
     }
+
+
+# Recorded by `capture`: the recorder itself notes the steps ------------------------------------
+
+
+def test_weights_that_the_loop_sets_between_steps(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=9, between=set_weights_before(4, 7))
+    ((reason, steps),) = reasons(path).items()
+    assert "changed outside optimizer.step()" in reason
+    assert steps == (2, 4, 7)
+
+
+class Bag:
+    """A sum of sparse embeddings, trained step by step."""
+
+    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
+        torch.manual_seed(0)
+        self.bag = torch.nn.EmbeddingBag(50, 7, mode="sum", sparse=True)
+        self.optimizer = optimizer(list(self.bag.parameters()))
+        self.gradients: list[Any] = []
+
+    def step(self, *, twice: bool = True) -> None:
+        ids = torch.randint(50, (4, 9)) if twice else torch.randperm(50)[:36].reshape(4, 9)
+        weights = torch.randn(4, 7)
+        weights[0] = 0  # rows of a batch whose gradient is 0
+        (self.bag(ids) * weights).mean().backward()
+        self.gradients.append(self.bag.weight.grad.coalesce().to_dense())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+SPARSE = {
+    "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1), "", True),
+    "sparse adam": (lambda p: torch.optim.SparseAdam(p, lr=0.1), "", True),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), "one by one", True),
+    "sgd, each row once": (lambda p: torch.optim.SGD(p, lr=0.1), "", False),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "one by one", True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own optimizers
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_gradients(kind: str, tmp_path: Path) -> None:
+    optimizer, unproven, twice = SPARSE[kind]
+    loop, path = Bag(optimizer), tmp_path / "run.zarr"
+    with capture(loop.bag, loop.optimizer, path, parameter="weight"):
+        for _ in range(12):
+            loop.step(twice=twice)
+    expected = torch.stack(loop.gradients).numpy()
+    np.testing.assert_array_equal(open_run(path).grad[1:], expected)
+    found = reasons(path)
+    assert [unproven in reason for reason in found] == [True] * bool(unproven)
+    assert [*found.values()] == [(12, 1, 12)] * bool(unproven)
+    if kind == "momentum":
+        assert open_run(path).momentum_buffer[12].values.any()
+    if kind == "sparse adam":
+        with pytest.raises(CannotReplay, match="only the rows of a batch"):
+            what_if(path, tmp_path / "other.zarr")
+
+
+TENSORS = {
+    "rate": {"lr": 0.01},
+    "betas": {"lr": 0.01, "betas": (0.9, 0.999)},
+}
+
+
+@pytest.mark.parametrize("names", TENSORS)
+def test_hyperparameters_that_are_tensors(names: str, tmp_path: Path) -> None:
+    def optimizer(parameters: Any) -> Any:
+        given = {
+            name: tuple(map(torch.tensor, value)) if name == "betas" else torch.tensor(value)
+            for name, value in TENSORS[names].items()
+        }
+        return torch.optim.AdamW(parameters, foreach=False, **given)
+
+    assert reasons(tiny_run(tmp_path / "run.zarr", optimizer, steps=9)) == {}
+
+
+def stepped(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An optimizer that has taken three steps."""
+
+    def optimizer(parameters: Any) -> Any:
+        parameters = list(parameters)
+        made = make(parameters)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            made.step()
+        return made
+
+    return optimizer
+
+
+STATEFUL = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
+def test_an_optimizer_that_has_taken_steps(kind: str, tier: str, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", stepped(STATEFUL[kind]), steps=6, variables=tier)
+    found = reasons(path)
+    assert bool(found) == (tier == "weights+grads")  # it lacks the state
+    if kind == "adamw":
+        assert open_run(path).step_count.values.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    if (kind, tier) == ("adamw", "matrix"):
+        ds = open_run(path)
+        update = ds.traj.adam_update().adam_update.values
+        np.testing.assert_allclose(update, ds.W.diff("step"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
+def test_steps_without_a_gradient_are_none(kind: str, tier: str, tmp_path: Path) -> None:
+    numbers = iter(range(9))
+
+    def change(model: Any) -> None:
+        if next(numbers) in (3, 4):
+            model.head.weight.grad = None
+
+    path = tiny_run(
+        tmp_path / "run.zarr", STATEFUL[kind], steps=9, change=change, variables=tier,
+        parameter="head.weight",
+    )  # fmt: skip
+    assert np.isnan(open_run(path).grad[4:6]).all()
+    assert reasons(path) == {}
+    if kind == "adamw":
+        what_if(path, tmp_path / "same.zarr")
+        np.testing.assert_array_equal(open_run(tmp_path / "same.zarr").W, open_run(path).W)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_state_that_the_loop_replaces(kind: str, tmp_path: Path) -> None:
+    optimizers: list[Any] = []
+
+    def optimizer(parameters: Any) -> Any:
+        optimizers.append(STATEFUL[kind](parameters))
+        return optimizers[0]
+
+    def between(model: Any, number: int) -> None:
+        if number == 3:
+            optimizers[0].state.clear()
+
+    path = tiny_run(tmp_path / "run.zarr", optimizer, steps=9, between=between)
+    ((reason, steps),) = reasons(path).items()
+    assert "the optimizer's state of embedding.weight before a step" in reason
+    assert steps == (1, 5, 5)
+
+
+def test_a_fused_step_of_a_matrix_that_is_not_contiguous(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(41, 7, bias=False)
+    model.weight = torch.nn.Parameter(torch.randn(41, 7).t())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    with capture(model, optimizer, tmp_path / "run.zarr", parameter="weight"):
+        for _ in range(6):
+            model(torch.randn(3, 41)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ((reason, steps),) = reasons(tmp_path / "run.zarr").items()
+    assert "not contiguous" in reason
+    assert steps == (6, 1, 6)
+
+
+# Other machines ---------------------------------------------------------------------------------
+
+
+def recorded_elsewhere(path: Path, **facts: Any) -> Any:
+    """The replay of a run whose machine had rounded otherwise."""
+    change_attributes(path, lambda root: root["provenance"].update(facts))
+    change_attributes(
+        path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101)
+    )
+    found = replay(path)
+    assert found.clean
+    assert found.differing
+    return found
+
+
+def test_other_vector_instructions_are_no_error(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    here = open_run(path).attrs["provenance"]["cpu_capability"]
+    assert here == torch.backends.cpu.get_cpu_capability()
+    notes = recorded_elsewhere(path, cpu_capability="AVX1024").notes
+    assert "AVX1024" in notes[0]
+    assert "ATEN_CPU_CAPABILITY=avx1024" in notes[1]
+
+
+def test_another_torch_is_no_error(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    (note,) = recorded_elsewhere(path, torch="1.0").notes
+    assert "recorded with torch 1.0" in note
+
+
+@pytest.mark.parametrize(
+    "facts", [{"cpu_capability": "AVX1024"}, {"device": "xpu"}, {"threads": 2}], ids=str
+)
+def test_a_run_that_was_resumed_elsewhere(facts: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=9)
+    resumed = [{"step": 5, "time": "2030-01-01T00:00:00+00:00", **facts}]
+    change_attributes(path, lambda root: root["provenance"].update(resumed=resumed))
+    flip(path, "W", (8, 3, 1), 20)
+    found = replay(path)
+    assert found.replayed == 9
+    assert found.clean == ("threads" not in facts)
+    assert found.differing
+    flip(path, "W", (3, 3, 1), 20)
+    assert [one.step for one in replay(path).findings[:2]] == [3, 4]
