@@ -22,7 +22,8 @@ Before the first step ``capture`` sets this up (`attach` and `capture` for a loo
 calls it for a `Trainer` of Hugging Face, ``lightning_callback`` for one of Lightning.
 ``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
 the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
-``first_step`` looks for what the recording cannot answer, and ``run_notes`` collects such notes.
+``first_step`` looks for what the recording cannot answer, ``unproven_steps`` for steps that no
+replay can prove, and ``run_notes`` collects such notes.
 ``data_set_tokens`` counts the tokens of a Trainer's data set. ``numeric_advice`` reports types in
 which the optimizer has no effect. ``torch_threads`` sets the number of threads, on which the bits
 depend. ``compared_run`` compares the rows of a repeated training. ``sharding`` computes the tokens

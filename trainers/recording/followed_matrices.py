@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import (
+    RecordedParameter,
     Settings,
     declared_settings,
     find_group,
@@ -27,7 +28,11 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.torch_internals import name_outside_compile, version
+from trajstore.trainers.recording.torch_internals import (
+    name_outside_compile,
+    own_parameter,
+    version,
+)
 
 _UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
@@ -168,11 +173,10 @@ class FollowedMatrices:
     def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
         parameter = rows.parameter
-        found = parameter.tensor
-        try:
-            found = self._model.get_parameter(parameter.name)
-        except AttributeError:  # another name, as in a compiled submodule or a parametrization
+        found = self._present(parameter)
+        if found is None:  # another name, as in a compiled submodule or a parametrization
             self._find_by_tensor(rows)
+            found = parameter.tensor
         if found is not parameter.tensor:
             before, now = parameter.tensor, found
             if now.shape != before.shape or now.dtype != before.dtype:
@@ -191,6 +195,19 @@ class FollowedMatrices:
         owner = self._optimizer.owner(group)
         rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
         return found is not parameter.tensor
+
+    def _present(self, parameter: RecordedParameter) -> torch.nn.Parameter | None:
+        """Return the parameter that has the name now; None if the model has no such parameter."""
+        owner, _, name = parameter.name.rpartition(".")
+        try:
+            return own_parameter(self._model.get_submodule(owner), name)
+        except AttributeError:
+            return None
+
+    def are_replaced(self) -> bool:
+        """Return True if a matrix is another tensor than in the step before."""
+        now = [(self._present(rows.parameter), rows.parameter.tensor) for rows in self._rows]
+        return any(one is not None and one is not before for one, before in now)
 
     def _find_by_tensor(self, rows: ParameterRows) -> None:
         """Find the new name of a parameter, from which the model computes that of the old name."""

@@ -323,7 +323,9 @@ class ParameterRows:
         before = self._initial_W if self._written_W is None else self._written_W
         if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
-        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), before.cpu())
+        now = self.recorded_tokens(self.parameter.tensor).cpu()
+        # Another type ends the recording with an error of its own.
+        return now.dtype != before.dtype or same_bits(now, before.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.

@@ -13,7 +13,11 @@ from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
+from trajstore.trainers.recording.torch_internals import (
+    name_outside_compile,
+    own_parameter,
+    uncompiled,
+)
 from trajstore.values.hyperparameters import numbers_of
 
 Settings = dict[str, float]
@@ -21,9 +25,6 @@ Settings = dict[str, float]
 
 NO_NUMBERS = ("lr", "rounding_seed")
 """Numbers of a parameter group that are no hyperparameters of a row."""
-
-COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
-"""Optimizers that first add the rows of a sparse gradient."""
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -153,7 +154,9 @@ def _default_name(
     for name, tensor in by_name.items():
         if tensor is outputs:
             return name
-    in_embeddings = {id(one.weight) for one in model.modules() if isinstance(one, _EMBEDDINGS)}
+    in_embeddings = {
+        id(own_parameter(one)) for one in model.modules() if isinstance(one, _EMBEDDINGS)
+    }
     trained = {id(one) for one in optimizer.parameters(*optimizer.members) if one.requires_grad}
     matrices = {
         name: tensor
@@ -209,10 +212,9 @@ def makes_logits(model: torch.nn.Module, head: torch.nn.Module | None) -> bool:
     """Return True if a module is the output embedding of the model or tied to an embedding."""
     if head is None or getattr(model, "get_output_embeddings", lambda: None)() is head:
         return head is not None
-    weight = getattr(head, "weight", None)
-    return any(
-        isinstance(module, _EMBEDDINGS) and module.weight is weight for module in model.modules()
-    )
+    weight = own_parameter(head)
+    embeddings = (module for module in model.modules() if isinstance(module, _EMBEDDINGS))
+    return any(own_parameter(module) is weight is not None for module in embeddings)
 
 
 def last_layers(model: torch.nn.Module, vocabularies: Iterable[int]) -> list[torch.nn.Module]:
@@ -222,7 +224,7 @@ def last_layers(model: torch.nn.Module, vocabularies: Iterable[int]) -> list[tor
         module
         for module in model.modules()
         if not isinstance(module, _EMBEDDINGS)
-        and isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+        and (weight := own_parameter(module)) is not None
         and weight.ndim == 2
         and not lengths.isdisjoint(weight.shape)  # some layers hold it transposed
     ]
@@ -282,32 +284,6 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     `torch.optim.SparseAdam` and `Adagrad`; `to_dense` alone may use another order.
     """
     return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
-
-
-def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
-    """Return a sentence if a step does not follow bit for bit from the recorded gradient."""
-    gradient = parameter.grad
-    if gradient is None or isinstance(optimizer, COALESCING):
-        return None
-    if not gradient.is_sparse:
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if not is_fused or (parameter.is_contiguous() and gradient.is_contiguous()):
-            return None
-        return (
-            "a fused optimizer steps a matrix that is not contiguous in memory, where it rounds "
-            "otherwise; a step does not follow bit for bit"
-        )
-    keeps_rows = any(group.get("momentum") for group in optimizer.param_groups)
-    is_unique = gradient.is_coalesced() or (
-        # A device would have to be waited for.
-        gradient.device.type == "cpu" and gradient.coalesce()._nnz() == gradient._nnz()
-    )
-    if is_unique and not keeps_rows:
-        return None
-    return (
-        f"{type(optimizer).__name__} adds the rows of a sparse gradient one by one; grad holds "
-        "their sum, so a step does not follow from it bit for bit"
-    )
 
 
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:

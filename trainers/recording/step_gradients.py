@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of, why_unproven
+from trajstore.trainers.recording.parameters import gradient_of
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -29,6 +29,7 @@ from trajstore.trainers.recording.sharding import (
     whole,
 )
 from trajstore.trainers.recording.torch_internals import counts_versions, scale_in_step, version
+from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
@@ -541,6 +542,8 @@ class StepGradients:
 
         `has_kept` says that empty calls of the step may have kept gradients before.
         """
+        if not counts_versions():
+            return
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
             mark, gradient = self._settled.get(parameter), gradient_of(parameter)

@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
@@ -432,9 +432,8 @@ class Recorder:
     def _mention_end(self, error: BaseException) -> None:
         self.has_failed = True
         shown = str(error) or type(error).__name__
-        self._notes.mention(
-            f"the recording ended in step {self.step + 1}: {shown}; the run keeps its complete rows"
-        )
+        rest = "" if isinstance(error, RunNotFound) else "; the run keeps its complete rows"
+        self._notes.mention(f"the recording ended in step {self.step + 1}: {shown}{rest}")
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -497,7 +496,9 @@ class Recorder:
                 calls.call_last()
             if self._backwards:
                 self._matrices.check_weights(quick=True)
-            elif not self._has_begun:
+            elif self._matrices.are_replaced():
+                self._gradients.find_parameters()
+            if not self._has_begun:
                 self._matrices.take_initial_again()
             self._has_begun = True
         if self._is_several:

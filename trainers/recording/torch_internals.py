@@ -78,6 +78,14 @@ def name_outside_compile(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def own_parameter(module: torch.nn.Module, name: str = "weight") -> torch.nn.Parameter | None:
+    """Return a parameter that a module itself holds under a name; None if it holds none.
+
+    A parametrization computes an attribute when it is read, and may change the model with it.
+    """
+    return module._parameters.get(name)
+
+
 def outside_compile(hook: Hook) -> Hook:
     """Exclude a hook from compilation; in a model's graph it could not copy anything.
 
@@ -113,6 +121,21 @@ def scale_in_step(optimizer: Optimizer) -> float | None:
     """
     scale = getattr(optimizer, "grad_scale", None)
     return None if scale is None else float(scale)
+
+
+def is_compiled_call() -> bool:
+    """Return True if a compiled function has called this one, such as a compiled `step`.
+
+    Its hooks run as always, so only the callers tell. The wrapper of the compiler refers to a
+    callback, that of `torch.compiler.disable` does not.
+    """
+    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        is_wrapper = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        if is_wrapper and "callback" in frame.f_code.co_freevars:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def found_overflow(optimizer: Optimizer) -> bool:

@@ -181,7 +181,7 @@ def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     lists = {name: Lists(model.get_parameter(name)) for name in (HIDDEN, HEAD)}
     overflows = [(), (), (HIDDEN, HEAD), (HIDDEN,), (HEAD,), ()]
-    options = {"parameter": list(lists), "scaler": scaler, "on_note": notes.append}
+    options = {"parameter": list(lists), "on_note": notes.append}  # the scaler is found
     with capture(model, pair, tmp_path / "run.zarr", max_grad_norm=0.5, **options):
         for batch, names in zip(batches(6), overflows, strict=True):
             model.zero_grad()
@@ -215,16 +215,6 @@ def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
         assert name == HIDDEN or replay(path).replayed == 6
     assert about(notes, "skipped the step of Muon only")
     assert about(notes, "skipped the step of AdamW only")
-
-
-def test_a_scaler_has_to_be_passed(tmp_path: Path) -> None:
-    model = SmallGPT().float()
-    pair = muon_and_adamw(model)
-    scaler = torch.amp.GradScaler("cpu")
-    with capture(model, pair, tmp_path / "run.zarr"):
-        scaler.scale(model(**batches(1)[0])["loss"]).backward()
-        with pytest.raises(RecordingError, match="pass it"):
-            scaler.step(pair[0])
 
 
 def test_resumed_with_the_same_bits(tmp_path: Path) -> None:

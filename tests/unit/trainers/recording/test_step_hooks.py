@@ -232,6 +232,9 @@ def test_a_first_step_without_a_gradient(
                 tiny(**batch)["loss"].backward()
             elif without == "matrix":
                 tiny.mix(torch.ones(HIDDEN)).sum().backward()
+            if without == "backward" and not number:
+                optimizer.step()  # it changes nothing, so it is no step
+                continue
             gradient = lists.parameter.grad
             nan = torch.full_like(lists.parameter, float("nan"))
             lists.add(grad=nan if gradient is None else gradient)
@@ -242,6 +245,7 @@ def test_a_first_step_without_a_gradient(
             lists.add(exp_avg=state.get("exp_avg", zero))
     ds = lists.agree_with(tmp_path / "run.zarr")
     assert np.isfinite(ds.loss.values[2:]).all()
+    assert ds.sizes["step"] == (3 if without == "backward" else 4)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -262,7 +266,7 @@ def test_a_scaler_that_is_not_passed(
             lists.add(W=lists.parameter)
     ds = lists.agree_with(tmp_path / "run.zarr")
     assert ds.skipped.values[1:].tolist() == [0, 0, 0]
-    assert about(notes, "GradScaler that was not passed")
+    assert not about(notes, "GradScaler")
 
 
 def test_two_recordings_with_one_scaler(tiny: Any, tmp_path: Path) -> None:

@@ -236,6 +236,22 @@ def test_a_fused_step_of_a_matrix_that_is_not_contiguous(tmp_path: Path) -> None
     assert steps == (6, 1, 6)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Linear(9, 7, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = torch.compile(optimizer.step, backend="eager")
+    with capture(model, optimizer, tmp_path / "run.zarr", parameter="weight"):
+        for compiled in (False, True, True, False):
+            model(torch.randn(3, 9)).square().sum().backward()
+            step() if compiled else optimizer.step()
+            optimizer.zero_grad()
+    ((reason, steps),) = reasons(tmp_path / "run.zarr").items()
+    assert "is compiled" in reason
+    assert steps == (2, 2, 3)
+
+
 # Other machines ---------------------------------------------------------------------------------
 
 
