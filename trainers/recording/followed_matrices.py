@@ -166,8 +166,8 @@ class FollowedMatrices:
         seen, settings = self._seen.get(id(group), ({}, {}))
         if len(seen) != len(held) or not all(map(operator.is_, seen.values(), held.values())):
             settings = settings_of(held)
-            if not any(isinstance(one, torch.Tensor | list) for one in held.values()):
-                self._seen[id(group)] = held, settings  # nothing in it changes in place
+            if not any(map(_changes_in_place, held.values())):
+                self._seen[id(group)] = held, settings
         return settings
 
     def _find_again(self, rows: ParameterRows) -> bool:
@@ -335,6 +335,12 @@ class FollowedMatrices:
         recorded = [rows.parameter.tensor for rows in self._rows]
         watched = self._model.parameters() if self._has_no_rows else recorded
         return {parameter: version(parameter) for parameter in watched}
+
+
+def _changes_in_place(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_changes_in_place, value))
+    return isinstance(value, torch.Tensor | list)
 
 
 def _changed(before: Settings | None, now: Settings | None) -> set[str]:

@@ -251,11 +251,15 @@ def find_group(
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
     """Return the numbers and flags of a parameter group."""
-    found = numbers_of(group.items(), flags=True)
-    for key, value in group.items():
-        if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
-            found[key] = value.item()
-    return found
+    settings = ((key, _as_number(one)) for key, one in group.items() if key != "params")
+    return numbers_of(settings, flags=True)
+
+
+def _as_number(value: Any) -> Any:
+    """Return a setting, or the numbers of its tensors on the CPU."""
+    if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+        return value.item()
+    return tuple(map(_as_number, value)) if isinstance(value, tuple | list) else value
 
 
 def declared_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings:

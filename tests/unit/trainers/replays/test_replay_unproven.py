@@ -255,6 +255,10 @@ def test_a_compiled_step(tmp_path: Path) -> None:
 # Other machines ---------------------------------------------------------------------------------
 
 
+OF_FIRST_STEP = ("W", "grad", "exp_avg", "exp_avg_sq", "lr", "clip_coef")
+"""Without the hyperparameters of each step."""
+
+
 def recorded_elsewhere(path: Path, **facts: Any) -> Any:
     """The replay of a run whose machine had rounded otherwise."""
     change_attributes(path, lambda root: root["provenance"].update(facts))
@@ -268,7 +272,7 @@ def recorded_elsewhere(path: Path, **facts: Any) -> Any:
 
 
 def test_other_vector_instructions_are_no_error(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    path = tiny_run(tmp_path / "run.zarr", steps=3, variables=OF_FIRST_STEP)
     here = open_run(path).attrs["provenance"]["cpu_capability"]
     assert here == torch.backends.cpu.get_cpu_capability()
     notes = recorded_elsewhere(path, cpu_capability="AVX1024").notes
@@ -277,7 +281,7 @@ def test_other_vector_instructions_are_no_error(tmp_path: Path) -> None:
 
 
 def test_another_torch_is_no_error(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    path = tiny_run(tmp_path / "run.zarr", steps=3, variables=OF_FIRST_STEP)
     (note,) = recorded_elsewhere(path, torch="1.0").notes
     assert "recorded with torch 1.0" in note
 
