@@ -24,7 +24,6 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
-from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.values.optimizer_rule import MOMENTS, NUMBERS, OptimizerRule
 
 _COUNT = "step_count"
@@ -269,6 +268,10 @@ def _require_every_step(steps: npt.NDArray[np.int64], quantity: str) -> None:
 def _require_known_factors(
     scan: Scan, clip: Array, taken: npt.NDArray[np.bool_], quantity: str
 ) -> None:
+    from trajstore.store.metadata.zarr_json import (
+        unproven_rows,
+    )  # it imports zarr, which takes long
+
     # Without a factor, the gradient is the one that the optimizer got, unless a note says more.
     steps, unproven = scan.steps, unproven_rows(scan.ds.attrs, scan.steps)
     unknown = np.array([row for row in unproven if taken[row] and np.isnan(clip[row])], int)

@@ -73,7 +73,7 @@ CREATE = {
     "config": [{"betas": (0.9, 0.99)}],
     "attributes": [{1: "a"}],
     **dict.fromkeys(
-        ("hidden", "examples", "positions", "block_rows", "threads", "buffers"), (2.0,)
+        ("hidden", "examples", "positions", "block_rows", "threads", "buffers"), (2.5,)
     ),
     "lengths": [{"element": True}],
     "memory": [1.5, NAN, 0],
@@ -93,15 +93,15 @@ APPEND = {
     ],
 }
 CALLS = {
-    "resume": {"rows": [1.0, -1, 2], "attributes": [{"a": {1}}], "threads": [2.0]},
+    "resume": {"rows": [1.5, -1, 2], "attributes": [{"a": {1}}], "threads": [2.5]},
     "annotate": {"is_dead": [[2, 0]], "token_count": [[1.0, 0]], "token_text": [["a", None]]},
     "export": {
         "steps": [[2.9], 2.9, True, slice(0.5, 2.5)],
         "tokens": [[1.0, 0], 1],
-        "block_rows": [2.0],
+        "block_rows": [2.5],
         "overwrite": [1],
     },
-    "import": {"first_row": [1.0, 2], "block_rows": [2.0], "overwrite": [1]},
+    "import": {"first_row": [1.5, 2], "block_rows": [2.5], "overwrite": [1]},
 }
 
 

@@ -120,7 +120,7 @@ def test_from_the_command_line(run):
     xr.testing.assert_identical(
         found.compute(), analysis.explain_gradient(run, [1, 3], 6, denominator=12).compute()
     )
-    with pytest.raises(InvalidArgument, match="requires the option token"):
+    with pytest.raises(InvalidArgument, match="requires token"):
         answer(run, ["explain_gradient"], ["step=1"])
     with pytest.raises(InvalidArgument, match="compute it separately"):
         answer(run, ["explain_gradient", "speed"])
