@@ -299,13 +299,15 @@ class ParameterRows:
         return self._row.get(name)
 
     def is_W_unchanged(self, *, waits: bool = False) -> bool:
-        """Return False if W has other bits than at the end of the last step.
+        """Return False if W has other bits than at the end of the last step, or at the start.
 
         A device would have to be waited for. Without `waits`, True is returned for it.
         """
-        if self._written_W is None or (self.parameter.tensor.device.type != "cpu" and not waits):
+        before = self._initial_W if self._written_W is None else self._written_W
+        is_known = bool(before.numel())  # a resumed run has compared the start by itself
+        if not is_known or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
-        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), self._written_W.cpu())
+        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), before.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
