@@ -280,7 +280,9 @@ def answer(
             )
     for option in quantity.required:
         if option not in options:
-            raise InvalidArgument(f"{name} requires the option {option}; add --set {option}=…")
+            raise InvalidArgument(
+                f"{name} requires {option}; give {option}=… (a command: --set {option}=…)"
+            )
     scan = windowed_scan(ds, steps, within=within)
     result = quantity.function(scan, **options)
     if by_population:
@@ -293,9 +295,7 @@ def answer(
 
 def _by_population(name: str, result: xr.DataArray | xr.Dataset) -> xr.Dataset:
     if not isinstance(result, xr.DataArray) or "token" not in result.dims:
-        raise InvalidArgument(
-            f"{name} does not have one number per token; leave out --by-population"
-        )
+        raise InvalidArgument(f"{name} does not have one number per token; leave out by_population")
     if is_category(result):
         return category_counts(result).to_dataset(name="tokens")
     return statistics_by_population(result)

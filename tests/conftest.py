@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """Hide what is imported from the garbage collector, which every Trainer calls at its start."""
+    """Choose the same products on every processor, and hide imports from the garbage collector.
+
+    Every Trainer calls it at its start.
+    """
+    if "torch" in sys.modules:
+        from trajstore.trainers import products
+
+        products.native_is_slow = lambda kind: False
     gc.collect()
     gc.freeze()
 

@@ -21,8 +21,13 @@ class OnMps(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:  # its listeners see these tensors too
-            return torch.autograd.backward(args[0])
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            # Those that watch the engine see these tensors, too.
+            roots = args[0] if isinstance(args[0], tuple) else (args[0],)
+            ones = tuple(map(torch.ones_like, roots))
+            options = {"allow_unreachable": True, "accumulate_grad": True}
+            run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+            return run(roots, ones, False, False, (), **options)
         goal = [one for one in (*args[1:2], kwargs.get("device")) if isinstance(one, str)]
         to_host = func is torch.Tensor.cpu or goal == ["cpu"]
         into_host = func is torch.Tensor.copy_ and not isinstance(args[0], cls)

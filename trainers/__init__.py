@@ -6,6 +6,7 @@ Names are imported on first use, so `import trajstore.trainers` does not need to
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "trainers":  # in the root of a clone, where this folder lies beside the package
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trajstore.trainers.presets import PRESETS as PRESETS
     from trajstore.trainers.presets import preset as preset
     from trajstore.trainers.products import float32_products as float32_products
+    from trajstore.trainers.recording.capture import attach as attach
     from trajstore.trainers.recording.capture import capture as capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback as TrajectoryCallback
     from trajstore.trainers.recording.lightning_callback import (
@@ -57,6 +59,7 @@ _HOME = {
     "RoundedSGD": "trajstore.trainers.rounded_optimizer",
     "RunConfig": "trajstore.trainers.config",
     "TrajectoryCallback": "trajstore.trainers.recording.hf_callback",
+    "attach": "trajstore.trainers.recording.capture",
     "capture": "trajstore.trainers.recording.capture",
     "checkout": "trajstore.trainers.step_models.checkout",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
@@ -78,7 +81,9 @@ _HOME = {
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 
-__all__ = list(_HOME)
+__all__ = [
+    name for name in _HOME if name != "LightningCallback" or importlib.util.find_spec("lightning")
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -93,4 +98,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME})

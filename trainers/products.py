@@ -133,7 +133,7 @@ def native_is_slow(kind: torch.dtype) -> bool:
 
     The first call times one product of each; they differ by factors of 3 or more.
     """
-    a, b = torch.ones(_SIZE, _SIZE, dtype=kind), torch.ones(_SIZE, _SIZE, dtype=kind)
+    a, b = torch.ones(2, _SIZE, _SIZE, dtype=kind, device="cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # whose own time other programs do not change
     try:

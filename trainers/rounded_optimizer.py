@@ -88,7 +88,7 @@ class RoundedOptimizer(Optimizer):
         own = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": rounding_seed}
         _check_settings(type(self).__name__, settings | own)
         # The real class defines names, checks and defaults of the settings.
-        real = self.real_class([torch.empty(0)], *args, **settings)
+        real = self.real_class([torch.empty(0, device="cpu")], *args, **settings)
         super().__init__(params, real.defaults | own)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class RoundedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        real = self.real_class([torch.empty(0)])
+        real = self.real_class([torch.empty(0, device="cpu")])
         for group in self.param_groups:
             settings = {name: value for name, value in group.items() if name not in _OWN}
             settings |= {"foreach": False, "fused": False}
@@ -180,7 +180,7 @@ class RoundedOptimizer(Optimizer):
             )
         state = self.state[parameter]
         if self.real_class is SGD and group["rounding"] == "stochastic":  # SGD counts no steps
-            state[_STEP] = state.get(_STEP, torch.zeros(())) + 1
+            state[_STEP] = state.get(_STEP, torch.zeros((), device="cpu")) + 1
         state_dtype = getattr(torch, group["state_dtype"])
         held = {parameter.dtype, state_dtype}
         held |= {value.dtype for name, value in state.items() if _is_rounded(name, value)}

@@ -65,10 +65,11 @@ _IN_WORDS: dict[Any, tuple[str, str]] = {
 def checks_types(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to refuse arguments that differ from the types in its signature.
 
-    NumPy's numbers count as numbers, and 1-D arrays as sequences. Booleans do not count as numbers,
-    nor a string as a sequence of strings. A ``Literal`` accepts its values only; an ``Annotated``
-    number with a `Bound` has to be within it. The function itself checks other values, and types
-    that are not plain classes, such as ``numpy.typing.ArrayLike``.
+    NumPy's numbers count as numbers, and 1-D arrays as sequences. A whole float is passed on as an
+    int where one is expected. Booleans do not count as numbers, nor a string as a sequence of
+    strings. A ``Literal`` accepts its values only; an ``Annotated`` number with a `Bound` has to be
+    within it. The function itself checks other values, and types that are not plain classes, such
+    as ``numpy.typing.ArrayLike``.
 
     Raises
     ------
@@ -89,18 +90,18 @@ def checks_types(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
         try:
-            given = signature.bind(*arguments, **keywords).arguments
+            bound = signature.bind(*arguments, **keywords)
         except TypeError:  # Python's own message is clearer
             return function(*arguments, **keywords)
-        for name, value in given.items():
+        for name, value in bound.arguments.items():
             variadic = signature.parameters[name].kind in (
                 inspect.Parameter.VAR_POSITIONAL,
                 inspect.Parameter.VAR_KEYWORD,
             )
             hint = hints().get(name, Any)
             if not variadic:
-                _check(name, value, hint)
-        return function(*arguments, **keywords)
+                bound.arguments[name] = _checked(name, value, hint)
+        return function(*bound.args, **bound.kwargs)
 
     return checked
 
@@ -115,14 +116,16 @@ def check_fields(options: Any) -> None:
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in fields(options):
-        _check(field.name, getattr(options, field.name), hints[field.name])
+        value = _checked(field.name, getattr(options, field.name), hints[field.name])
+        object.__setattr__(options, field.name, value)  # it may be frozen
 
 
-def _check(name: str, value: Any, hint: Any) -> None:
-    if not _fits(value, hint):
-        raise InvalidArgument(
-            f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}"
-        )
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    if _fits(value, hint):
+        return value
+    if isinstance(value, float | np.floating) and value.is_integer() and _fits(int(value), hint):
+        return int(value)
+    raise InvalidArgument(f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

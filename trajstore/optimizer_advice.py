@@ -15,17 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import ConfigError
+from trajstore.values.hyperparameters import with_numbers
 from trajstore.values.moving_average import MovingAverage, share_left
 from trajstore.values.rounding import cast
 
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _FLOAT32_WEIGHTS = (
-    "float32 weights under autocast (--set model.dtype=float32; in your own loop "
+    "float32 weights under autocast (model.dtype=float32; in your own loop "
     "model.float() with torch.autocast)"
 )
 _STATE_REMEDY = (
-    "Keep the optimizer's state in float32 (--set optimizer.state_dtype=float32; in your own loop "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
     f'RoundedAdamW(…, state_dtype="float32")), or train {_FLOAT32_WEIGHTS}'
 )
 _WEIGHT_REMEDY = f"Train {_FLOAT32_WEIGHTS}"
@@ -136,6 +137,7 @@ def advise_run(
     attributes: Mapping[str, Any],
     native_dtypes: Mapping[str, str],
     rates: npt.ArrayLike = (),
+    hyperparameters: Mapping[str, npt.ArrayLike] | None = None,
 ) -> list[Advice]:
     """`advise` for a recorded run.
 
@@ -148,13 +150,25 @@ def advise_run(
         of W. The type of W is that of ``grad`` if W is not recorded.
     rates : array_like of float, (step,)
         Recorded learning rates; the advice holds for all that are finite.
+    hyperparameters : mapping of str to array_like of float, (step,), optional
+        Recorded hyperparameters by name, for all of which the advice holds, too.
     """
     weights = native_dtypes.get("W", native_dtypes.get("grad", ""))
     state = native_dtypes.get("exp_avg_sq", weights)
     known = np.asarray(rates, np.float64)
     known = known[np.isfinite(known)]
+    optimizer = attributes.get("optimizer")
+    if isinstance(optimizer, Mapping) and isinstance(optimizer.get("hyperparameters"), Mapping):
+        extremes = {}
+        for name, values in (hyperparameters or {}).items():
+            used = np.asarray(values, np.float64)
+            if np.isfinite(used).any():  # the values with which most changes
+                extreme = np.nanmin if name.startswith("beta") else np.nanmax
+                extremes[name] = float(extreme(used))
+        numbers = with_numbers(optimizer["hyperparameters"], extremes)
+        optimizer = {**optimizer, "hyperparameters": numbers}
     return advise(
-        attributes.get("optimizer"),
+        optimizer,
         state=state,
         weights=weights,
         highest_rate=float(known.max()) if known.size else None,

@@ -110,6 +110,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
     ("loss", _STEP, _BEFORE, "nan", "nat",
      "training loss of the step, mean over its micro-batches"),
     ("lr", _STEP, _IN, "nan", "1", "learning rate that the step used"),
+    ("hyperparameters", ("step", "hyperparameter"), _IN, "nan", "1",
+     "hyperparameters of the recorded parameter that the step used"),
     ("grad_norm", _STEP, _BEFORE, "nan", "nat",
      "global gradient norm before clipping, over all parameters"),
     ("clip_coef", _STEP, _IN, "nan", "1",
@@ -218,6 +220,8 @@ _COORDINATES = (
     Coordinate("token_text", ("token",), "string", "", {"long_name": "text of the token"}),
     Coordinate("parameter", ("parameter",), "string", "",
                {"long_name": "name of a parameter of the model"}),
+    Coordinate("hyperparameter", ("hyperparameter",), "string", "",
+               {"long_name": "name of a hyperparameter of the optimizer"}),
 )  # fmt: skip
 
 COORDINATES: dict[str, Coordinate] = {entry.name: entry for entry in _COORDINATES}
@@ -231,6 +235,9 @@ POPULATION_FILES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors
 _OF_PARAMETERS = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
 OF_PARAMETERS = (*_OF_PARAMETERS, KEPT.name)
 """Variables with one number per parameter of the model."""
+
+NAMES = {"parameter": OF_PARAMETERS, "hyperparameter": ("hyperparameters",)}
+"""Coordinates of distinct names, each with the variables that need it."""
 
 MODEL = tuple(name for name in _OF_PARAMETERS if name.startswith("param_"))
 """Summaries of all parameters of the model."""
@@ -246,7 +253,9 @@ EVERYTHING = (
 ALONG_TOKEN = tuple(name for name, entry in COORDINATES.items() if entry.dims == ("token",))
 """Coordinates of the tokens."""
 
-_SMALL = ("logits", "loss", "lr", "grad_norm", "clip_coef", "skipped", "step_count")
+_SMALL = (
+    "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef", "skipped", "step_count",
+)  # fmt: skip
 
 TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", *_SMALL),
@@ -364,7 +373,7 @@ def row_lengths(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         for dim, length in zip(VARIABLES[name].dims[1:], shape, strict=True):
             if dim in ("example", "position"):
                 found[f"{dim}s"] = length
-            elif dim not in ("token", "hidden", "parameter"):
+            elif dim not in ("token", "hidden", *NAMES):
                 others[dim] = length
     return found | ({"lengths": others} if others else {})
 

@@ -59,7 +59,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     callback=_list_quantities,
     help="List the quantities with their options, and exit.",
 )
-@click.argument("words", nargs=-1, required=True, metavar="RUN… QUANTITY…")
+@click.argument("words", nargs=-1, required=True, metavar="RUN... QUANTITY...")
 @click.option(
     "-o",
     "--output",

@@ -93,7 +93,7 @@ def _american(word: str) -> str:
 
 
 @click.command(context_settings={"token_normalize_func": _american})
-@click.argument("words", nargs=-1, required=True, metavar="RUN… KIND…")
+@click.argument("words", nargs=-1, required=True, metavar="RUN... KIND...")
 @click.option(
     "-o",
     "--output",

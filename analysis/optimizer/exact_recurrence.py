@@ -19,6 +19,9 @@ from trajstore.values.optimizer_rule import OptimizerRule
 _LOOP = CompiledLoop("trajstore.analysis.optimizer.exact_recurrence", "follow_rows")
 
 
+DECAY_RATES = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}
+"""Name of the decay rate β of each moment."""
+
 _TOGETHER = 4096  # elements per batch, so that the previous row stays in the cache
 
 
@@ -26,7 +29,7 @@ def follow_rows(
     gradient: npt.NDArray[Any],
     gradient_stride: int,
     squared: bool,
-    beta: float,
+    betas: Wide,
     before: Wide,
     taken: npt.NDArray[np.bool_],
     out: Wide,
@@ -46,8 +49,8 @@ def follow_rows(
         Elements between the starts of consecutive rows.
     squared : bool
         True for the average of the squares.
-    beta : float
-        Decay rate β.
+    betas : ndarray of float64, 1-D
+        Decay rate β in the step of each row.
     before : ndarray of float64, 1-D
         The previous row, with the length of all rows.
     taken : ndarray of bool, 1-D
@@ -55,7 +58,6 @@ def follow_rows(
     out : ndarray of float64, 1-D
         Memory for the result.
     """
-    weight = 1 - beta
     for first in range(0, before.size, _TOGETHER):
         count = np.uint64(min(_TOGETHER, before.size - first))
         for row in range(taken.size):
@@ -70,6 +72,8 @@ def follow_rows(
                     out[target + at] = out[last + at]
             if not taken[row]:
                 continue
+            beta = betas[row]
+            weight = 1 - beta
             source = np.uint64(row * gradient_stride + first)
             if squared:
                 for at in range(count):
@@ -83,8 +87,8 @@ def follow_rows(
 
 @np.errstate(all="ignore")  # NaN and infinity are valid results
 def follow(
-    rule: OptimizerRule,
     moment: str,
+    betas: Wide,
     before: Array,
     gradient: Array,
     taken: npt.NDArray[np.bool_],
@@ -94,9 +98,10 @@ def follow(
 
     Parameters
     ----------
-    rule : OptimizerRule
     moment : str
         One of `MOMENTS`.
+    betas : ndarray of float64, (row)
+        Its decay rate β in each step.
     before : ndarray, (token, hidden)
         The moment before the first step.
     gradient : ndarray, (row, token, hidden)
@@ -106,14 +111,13 @@ def follow(
     out : ndarray of float64, (row, token, hidden)
         Receives the moment after each step.
     """
-    beta = _decay_rate(rule, moment)
     known = gradient.dtype in (np.float32, np.float64)  # float types of numba
     if known and _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
         done = _LOOP.run(
             memory_of(gradient),
             gradient.strides[0] // gradient.itemsize,
             moment == "exp_avg_sq",
-            beta,
+            np.array(betas),  # writeable: numba compiles again for other flags
             np.ascontiguousarray(before, np.float64).ravel(),
             taken,
             memory_of(out),
@@ -122,7 +126,7 @@ def follow(
         if done:
             return
     state, change = before.astype(np.float64), np.empty(before.shape)
-    for row, step in enumerate(taken):
+    for row, (step, beta) in enumerate(zip(taken, betas, strict=True)):
         if step:
             # The result is newly allocated memory; access it as rarely as possible.
             _target(moment, gradient[row], change)
@@ -151,13 +155,8 @@ def intended_change(rule: OptimizerRule, moment: str, before: Array, gradient: A
     change = np.empty(gradient.shape)
     _target(moment, gradient, change)
     change -= before
-    change *= 1 - _decay_rate(rule, moment)
+    change *= 1 - getattr(rule, DECAY_RATES[moment])
     return change
-
-
-def _decay_rate(rule: OptimizerRule, moment: str) -> float:
-    """Decay rate β of a moment."""
-    return rule.beta1 if moment == "exp_avg" else rule.beta2
 
 
 def _target(moment: str, gradient: Array, out: Wide) -> None:

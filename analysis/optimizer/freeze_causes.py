@@ -88,11 +88,13 @@ def _update_kernel(
     lr: Array,
     step: Array,
     follows: Array,
+    numbers: npt.NDArray[np.void],
     rule: OptimizerRule,
     native: str,
     in_ulp: bool,
 ) -> Array:
     rows, tokens, hidden = block.shape
+    rule = rule.at(numbers)
     result = np.empty((rows, tokens, hidden), result_dtype(block.dtype))
     for part in tiles(rows, tokens, hidden):
         W = _earlier(block, boundary, part)
@@ -100,9 +102,8 @@ def _update_kernel(
         if in_ulp:
             change = change / spacing(W, native).astype(np.float64)
         result[:, part] = change
-    if in_ulp or (rule.weight_decay and rule.decoupled):
-        # The W before the step was not recorded.
-        result[~follows[:, 0, 0]] = np.nan
+    uses_W = in_ulp or ((numbers["weight_decay"] != 0) & rule.decoupled)
+    result[(~follows & uses_W)[:, 0, 0]] = np.nan  # the W before the step was not recorded
     return result
 
 
@@ -147,7 +148,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     """
     input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "adam_update")
-    rule = input_checks.adam_rule(scan.ds, optimizer)
+    rule, numbers = input_checks.adam_rule(scan.ds, optimizer)
     points = scan.rows_of("W")
 
     def update(in_ulp: bool) -> da.Array:
@@ -160,6 +161,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
             _learning_rates(scan),
             steps_taken(scan, "adam_update"),
             _follows(scan),
+            numbers,
             rule=rule,
             native=points.type,
             in_ulp=in_ulp,
@@ -224,6 +226,7 @@ def _evidence_kernel(
     second: Array,
     lr: Array,
     step: Array,
+    numbers: npt.NDArray[np.void],
     rule: OptimizerRule,
     native: str,
     chosen: str,
@@ -248,7 +251,8 @@ def _evidence_kernel(
         kept, first = W[at], exp_avg[:, part][at]
         forces = [grad[:, part][at], first, exp_avg_sq[:, part][at]]
         out["no_gradient"][at] = ~np.any([_not_zero(each).any(-1) for each in forces], axis=0)
-        change = rule.change(kept, first, second[:, part][at], lr[at[0], 0], step[at[0], 0], native)
+        own, rate, count = (values[at[0], 0] for values in (numbers, lr, step))
+        change = rule.at(own).change(kept, first, second[:, part][at], rate, count, native)
         out["back"][at] = (next_weights(kept, change, native) == kept).all(-1)
     return result
 
@@ -319,7 +323,7 @@ def freeze_cause(
     """
     input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "freeze_cause")
-    rule = input_checks.adam_rule(scan.ds, optimizer)
+    rule, numbers = input_checks.adam_rule(scan.ds, optimizer)
     lr = _learning_rates(scan)
     W = scan.points()
     evidence = in_turn(
@@ -339,6 +343,7 @@ def freeze_cause(
         _second_moment(scan, rule),
         lr,
         steps_taken(scan, "freeze_cause"),
+        numbers,
     )
     anywhere = (
         field(evidence, name).any(axis=1, keepdims=True)[..., None] for name in ("stepped", "force")

@@ -111,8 +111,7 @@ def freeze_attribution(
     _check_lattice(scan, lattice)
     input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
-    rule = input_checks.adam_rule(scan.ds, optimizer)
-    facts = _facts(recurrence, rule, window)[0]
+    facts = _facts(recurrence, window)[0]
     attribution = measure(_outcome_kernel, "tc", (facts, "tf"), dtype=np.int8, sizes={"c": _KINDS})
     counts = count_by_population(
         scan.wrap(attribution.T, "W", dims=("counterfactual", "token")),
@@ -150,7 +149,7 @@ def _check_lattice(scan: Scan, lattice: str) -> None:
         )
 
 
-def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array:
+def _facts(recurrence: Recurrence, window: int) -> da.Array:
     """State of each token after the last row: (1, token, fact).
 
     Each block of rows updates the state of the previous block, so that earlier blocks are freed.
@@ -163,6 +162,7 @@ def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array
         steps_taken(recurrence.scan, "freeze_attribution"),
         recurrence.taken,
         np.arange(lr.size) > 0,  # the first row has no previous row
+        recurrence.numbers,
     )
     points = recurrence.rows_of("W")
     recorded = {moment: recurrence.recorded(moment) for moment in MOMENTS}
@@ -184,7 +184,7 @@ def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array
             *(exact[moment] for moment in MOMENTS),
             *(live[moment].blocks[number] for moment in MOMENTS),
             *(np.split(values, ends)[number] for values in by_row),
-            rule=rule,
+            rule=recurrence.rule,
             native=native_dtype(ds["W"]),
             peak=peak if np.isfinite(peak) else np.nan,
             window=window,
@@ -208,6 +208,7 @@ def _fold_kernel(
     count: Array,
     taken: Array,
     counts: Array,
+    numbers: npt.NDArray[np.void],
     *,
     rule: OptimizerRule,
     native: str,
@@ -228,6 +229,7 @@ def _fold_kernel(
         facts[:, _TRIED] += tried.sum(0)
         at = np.nonzero(tried)
         kept, rate, number = before[at], lr[at[0], 0], count[at[0], 0]
+        step_rule = rule.at(numbers[at[0], 0])
         own = exp_avg[:, part][at], exp_avg_sq[:, part][at]
         exact = exact_avg[:, part][at].astype(W.dtype), exact_avg_sq[:, part][at].astype(W.dtype)
         live = live_avg[at[0], 0], live_avg_sq[at[0], 0]
@@ -242,7 +244,7 @@ def _fold_kernel(
         for kind, (moments, lrs, weights) in enumerate(changes):
             if weights == "float32" and native == "float64":
                 continue  # a float64 W is not converted to float32
-            change = rule.change(kept, *moments, lrs, number, weights)
+            change = step_rule.change(kept, *moments, lrs, number, weights)
             moved, margin = _judge(kept, change, weights)
             np.maximum.at(facts[:, _MOVED][:, kind], at[1], moved)
             np.fmax.at(facts[:, _MARGIN][:, kind], at[1], margin)

@@ -90,7 +90,7 @@ def moment_plane(
     ds = scan.ds
     input_checks.variables(ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "moment_plane")
-    rule = input_checks.adam_rule(ds, optimizer)
+    rule, numbers = input_checks.adam_rule(ds, optimizer)
     if rule.amsgrad:
         raise InvalidArgument(
             "moment_plane does not support amsgrad, which divides by the largest second moment so "
@@ -112,6 +112,7 @@ def moment_plane(
         sizes={"p": len(names), "r": classes, "y": classes},
     )
     at = int(steps_taken(scan, "moment_plane")[row])
+    rule = rule.at(numbers[row])
     middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
     with np.errstate(divide="ignore", invalid="ignore"):
         correction, root = rule.corrections(at)

@@ -51,10 +51,12 @@ def _count_kernel(
     lr: Array,
     count: Array,
     taken: Array,
+    numbers: npt.NDArray[np.void],
     rule: OptimizerRule,
 ) -> npt.NDArray[np.void]:
     rows, tokens, hidden = W.shape
     result = np.zeros((rows, tokens), _COUNTS)
+    rule = rule.at(numbers)
     pairs = ((exp_avg, exp_avg_boundary), (exp_avg_sq, exp_avg_sq_boundary), (W, W_boundary))
     for part in tiles(rows, tokens, hidden):
         out = result[:, part]
@@ -152,6 +154,7 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         np.asarray(ds["lr"].values, np.float64),
         steps_taken(recurrence.scan, "moment_stuck"),
         recurrence.taken,
+        recurrence.numbers,
         rule=recurrence.rule,
         dtype=_COUNTS,
     )

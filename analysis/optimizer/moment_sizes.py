@@ -27,9 +27,9 @@ _FACTS = {
 
 
 def _sizes(
-    first: Array, second: Array, step: int, rule: OptimizerRule
+    first: Array, second: Array, step: int, numbers: np.void, rule: OptimizerRule
 ) -> dict[str, npt.NDArray[np.float64]]:
-    by_first, by_second = rule.corrections(step)
+    by_first, by_second = rule.at(numbers).corrections(step)
     size = np.abs(first.astype(np.float64)) / by_first
     root = np.sqrt(second.astype(np.float64)) / by_second
     nothing = (size == 0) & (root == 0)
@@ -78,7 +78,7 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     1.0
     """
     input_checks.variables(scan.ds, *MOMENTS)
-    rule = input_checks.adam_rule(scan.ds, optimizer)
+    rule, numbers = input_checks.adam_rule(scan.ds, optimizer)
     first, second = MOMENTS
     found = measure(
         _sizes,
@@ -86,6 +86,7 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         scan.blocks(first),
         scan.aligned(first, second),
         steps_taken(scan, "moment_sizes"),
+        numbers,
         rule=rule,
         dtype=_FACTS,
         by_row=True,

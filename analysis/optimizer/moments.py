@@ -15,7 +15,7 @@ import xarray as xr
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from trajstore.analysis.optimizer.exact_recurrence import follow
+from trajstore.analysis.optimizer.exact_recurrence import DECAY_RATES, follow
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import Points, last_row, last_rows, measure, waiting
@@ -25,7 +25,7 @@ from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
 from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
+from trajstore.values.optimizer_rule import MOMENTS, NUMBERS, OptimizerRule
 
 _COUNT = "step_count"
 _DIMS = ("step", "token", "hidden")
@@ -49,6 +49,8 @@ class Recurrence:
     ----------
     scan : Scan
     rule : OptimizerRule
+    numbers : ndarray of `NUMBERS`, (step)
+        Those of each step, for `OptimizerRule.at`.
     gradient : dask Array, (step, token, hidden)
         Input of the moments, in smaller chunks than `grad` if those are large.
     read : dask Array, (step, token, hidden)
@@ -61,6 +63,7 @@ class Recurrence:
 
     scan: Scan
     rule: OptimizerRule
+    numbers: npt.NDArray[np.void]
     gradient: da.Array
     read: da.Array
     taken: npt.NDArray[np.bool_]
@@ -76,32 +79,34 @@ class Recurrence:
         """
         ds = scan.ds
         scan.require_rows(1, quantity)
-        rule = input_checks.adam_rule(ds, optimizer)
+        rule, numbers = input_checks.adam_rule(ds, optimizer)
+        couples = not rule.decoupled and numbers["weight_decay"].any()
         if rule.amsgrad:
             raise InvalidArgument(
                 "got a run trained with amsgrad, which is not supported: it divides by the largest "
                 "second moment so far"
             )
-        input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
+        input_checks.variables(ds, "grad", "clip_coef", *(["W"] if couples else []))
         _require_every_step(scan.steps, quantity)
         taken = _taken(scan)
         clip = np.asarray(ds["clip_coef"].values)
         _require_known_factors(scan, clip, taken, quantity)
+        _require_known_numbers(numbers, taken, scan.steps, quantity)
         read = scan.blocks("grad")
         by_step, by_token, by_hidden = read.chunks
         chunks = (by_step, _split(by_token, max(by_step) * sum(by_hidden)), by_hidden)
         gradient = read.rechunk(chunks)
-        if rule.coupled_decay or rule.maximize or (clip[taken] != 1).any():
-            sources: list[Any] = [gradient, clip]
-            if rule.coupled_decay:
+        if couples or rule.maximize or (clip[taken] != 1).any():
+            sources: list[Any] = [gradient, clip, numbers]
+            if couples:
                 W = scan.rows_of("W")
                 sources.append(replace(W, blocks=W.blocks.rechunk(chunks)))
-            dtype = np.dtype(np.float64) if rule.coupled_decay else gradient.dtype
+            dtype = np.dtype(np.float64) if couples else gradient.dtype
             native = native_dtype(ds["grad"])
             gradient = read = measure(
                 _gradient_kernel, "sth", *sources, rule=rule, native=native, dtype=dtype
             )
-        return cls(scan=scan, rule=rule, gradient=gradient, read=read, taken=taken)
+        return cls(scan=scan, rule=rule, numbers=numbers, gradient=gradient, read=read, taken=taken)
 
     def recorded(self, name: str) -> da.Array:
         """Blocks of a matrix with the chunks of the gradient."""
@@ -111,6 +116,10 @@ class Recurrence:
         """Rows of a matrix, and the row before each, with the chunks of the gradient."""
         return replace(self.scan.rows_of(name), blocks=self.recorded(name))
 
+    def betas(self, moment: str) -> npt.NDArray[np.float64]:
+        """Decay rate of a moment in the step of each row, (step)."""
+        return np.asarray(self.numbers[DECAY_RATES[moment]])
+
     def exact(self) -> dict[str, da.Array]:
         """Moments after each step without rounding, float64 (step, token, hidden).
 
@@ -119,20 +128,20 @@ class Recurrence:
         return {moment: self._followed(moment) for moment in MOMENTS}
 
     def _followed(self, moment: str) -> da.Array:
-        first, chunks = self.first(moment), self.gradient.chunks
+        first, chunks, betas = self.first(moment), self.gradient.chunks, self.betas(moment)
         by_step, by_token, by_hidden = self.read.chunks
         parts = _pieces(by_token, max(by_step) * sum(by_hidden))
         # xarray replaces NaN by these zeros in a sum; both moments share them by name. If a sum had
         # to wait for them, all its blocks would stay in memory. So each block depends on them, too.
         zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
-        name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, self.rule)}"
-        follow = partial(_follow, rule=self.rule, moment=moment)
+        name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, betas)}"
+        follow = partial(_follow, moment=moment)
         made: dict[Any, Any] = {}
         for at, (block, part) in enumerate(parts):
             before = (first.name, 0, at, 0)
             start = 0
             for number, length in enumerate(by_step):
-                taken = self.taken[start : start + length]
+                rows = slice(start, start + length)
                 start += length
                 made[name, number, at, 0] = (
                     follow,
@@ -140,7 +149,8 @@ class Recurrence:
                     (self.read.name, number, block, 0),
                     part,
                     before,
-                    taken,
+                    self.taken[rows],
+                    betas[rows],
                 )
                 if length:
                     before = ("last-" + name, number, at, 0)
@@ -152,11 +162,11 @@ class Recurrence:
         """One block of rows of a moment, from the previous row, (1, token, hidden)."""
         gradient = self.gradient.blocks[number]
         start = sum(self.gradient.chunks[0][:number])
-        taken = self.taken[start : start + len(gradient)]
+        rows = slice(start, start + len(gradient))
+        taken, betas = self.taken[rows], self.betas(moment)[rows]
         return measure(
-            _exact_kernel, "sth", gradient, before, taken,
-            rule=self.rule, moment=moment, dtype=np.float64,
-        )  # fmt: skip
+            _exact_kernel, "sth", gradient, before, taken, betas, moment=moment, dtype=np.float64
+        )
 
     def in_turn(
         self, compute: Callable[[int, dict[str, da.Array], list[da.Array]], da.Array]
@@ -190,7 +200,7 @@ class Recurrence:
         if moment not in self.scan.ds:
             raise VariableNotRecorded(
                 f"the rows start at step {self.scan.steps[0]}, and {moment} is not recorded there; "
-                "include all steps from 0, or record it with --variables matrix"
+                "include all steps from 0, or record it with variables='matrix'"
             )
         return self.recorded(moment)[:1]
 
@@ -270,37 +280,52 @@ def _require_known_factors(
         )
 
 
+def _require_known_numbers(
+    numbers: npt.NDArray[np.void], taken: npt.NDArray[np.bool_], steps: Array, quantity: str
+) -> None:
+    for name in NUMBERS.names or ():
+        unknown = np.nonzero(taken & np.isnan(numbers[name]))[0]
+        if unknown.size:
+            raise InvalidArgument(
+                f"{quantity} requires {name}, but it is NaN in hyperparameters at step "
+                f"{steps[unknown[0]]} ({unknown.size} such steps); pass optimizer=, or select "
+                "other steps"
+            )
+
+
 def _gradient_kernel(
     grad: Array,
     clip: Array,
+    numbers: npt.NDArray[np.void],
     W: Array | None = None,
     boundary: Array | None = None,
     *,
     rule: OptimizerRule,
     native: str,
 ) -> Array:
-    if (clip == 1).all() and not rule.maximize and not rule.coupled_decay:
+    if (clip == 1).all() and not rule.maximize and W is None:
         return grad
     rows, tokens, hidden = grad.shape
-    result = np.empty(grad.shape, np.float64 if rule.coupled_decay else grad.dtype)
+    result = np.empty(grad.shape, grad.dtype if W is None else np.float64)
     for part in tiles(rows, tokens, hidden, _ROUNDED_BATCH):
         before = None
         if W is not None and boundary is not None:
             before = np.concatenate([boundary[:, part], W[:-1, part]])
         taken = rule.gradient(grad[:, part], clip, native)
         if before is not None:
-            taken = taken + rule.coupled_decay * before.astype(np.float64)
+            taken = taken + numbers["weight_decay"] * before.astype(np.float64)
         result[:, part] = taken
     return result
 
 
-def _exact_kernel(
-    gradient: Array, before: Array, taken: Array, rule: OptimizerRule, moment: str
-) -> Array:
+def _exact_kernel(gradient: Array, before: Array, taken: Array, betas: Array, moment: str) -> Array:
     _, tokens, hidden = gradient.shape
     result = np.empty(gradient.shape)
     for part in tiles(1, tokens, hidden, _BATCH):
-        follow(rule, moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
+        follow(
+            moment, betas.ravel(), before[0, part], gradient[:, part], taken.ravel(),
+            result[:, part],
+        )  # fmt: skip
     return result
 
 
@@ -310,12 +335,12 @@ def _follow(
     part: slice,
     before: Array,
     taken: Array,
+    betas: Array,
     *,
-    rule: OptimizerRule,
     moment: str,
 ) -> Array:
     """Compute some tokens of a block. `zeros` is only a dependency."""
-    return _exact_kernel(gradient[:, part], before, taken, rule, moment)
+    return _exact_kernel(gradient[:, part], before, taken, betas, moment)
 
 
 @quantity()

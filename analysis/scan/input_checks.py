@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.values.optimizer_rule import ADAM, OptimizerRule
+from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
 
 RUN = "run"
 """Name of the dimension of several runs."""
@@ -83,7 +83,7 @@ def variables(ds: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in ds]
     if missing:
         tiers = _recording_of(missing)
-        remedy = f"; record it with --variables {tiers}" if tiers else ""
+        remedy = f"; record it with variables='{tiers}'" if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which only give quantities of motion "
@@ -115,7 +115,7 @@ def available(
 
 
 def _recording_of(names: Sequence[str]) -> str:
-    """Value of ``--variables`` for these variables; empty if one of them cannot be recorded."""
+    """Value of ``variables`` for these variables; empty if one of them cannot be recorded."""
     if not set(names) <= set(RECORDED):
         return ""
     in_tiers = {name for held in TIERS.values() for name in held} - set(OF_EXAMPLES)
@@ -127,8 +127,17 @@ def _recording_of(names: Sequence[str]) -> str:
     return ",".join([tier if len(by_name) < len(names) else "matrix", *by_name])
 
 
-def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
+def adam_rule(
+    ds: xr.Dataset, given: Mapping[str, Any] | None
+) -> tuple[OptimizerRule, npt.NDArray[np.void]]:
     """Rule of the optimizer of these rows: as given, or as recorded in the run.
+
+    Returns
+    -------
+    rule : OptimizerRule
+    numbers : ndarray of `NUMBERS`, (step,)
+        Numbers of the step of each row, for `OptimizerRule.at`; those of the rule for a first row
+        without a step.
 
     Raises
     ------
@@ -150,7 +159,20 @@ def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
             f"got the optimizer {optimizer.get('class')!r}, expected one of Adam, AdamW, "
             "RoundedAdam, RoundedAdamW"
         )
-    return OptimizerRule.of(optimizer)
+    rule = OptimizerRule.of(optimizer)
+    recorded = {}
+    if not given and {"step", "hyperparameter"} == {
+        *ds.get("hyperparameters", xr.DataArray()).dims
+    }:
+        values = ds["hyperparameters"].transpose("hyperparameter", "step").values
+        recorded = dict(zip(ds["hyperparameter"].values.tolist(), values, strict=True))
+    numbers = np.empty(ds.sizes["step"], NUMBERS)
+    for name in NUMBERS.names or ():
+        of_rule = getattr(rule, name)
+        numbers[name] = recorded.get(name, of_rule)
+        if np.isnan(numbers[name][:1]).any():
+            numbers[name][0] = of_rule
+    return rule, numbers
 
 
 def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any] | None:

@@ -22,7 +22,7 @@ from trajstore.analysis.several.differences import (
 )
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.schema import VARIABLES, variables_of
+from trajstore.schema import NAMES, VARIABLES, variables_of
 
 
 def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:
@@ -104,8 +104,8 @@ def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Datas
     a, b : Dataset
         Two runs with the same tokens and hidden dimensions. Only common variables and steps are
         compared, those of two types in a type that holds both. Variables of single examples are
-        left out if the number of examples differs, and variables of all parameters if the
-        parameters differ.
+        left out if the number of examples differs, and variables of all parameters, or of
+        hyperparameters, if their names differ.
     over : float, optional
         A fraction, such as 0.01: also return from which step on the losses differ by more.
 
@@ -139,7 +139,7 @@ def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Datas
         name
         for name in variables_of(a.attrs)
         if name in a and name in b and _shape_of_rows(a[name]) == _shape_of_rows(b[name])
-        if "parameter" not in VARIABLES[name].dims or a["parameter"].equals(b["parameter"])
+        if all(a[dim].equals(b[dim]) for dim in NAMES if dim in VARIABLES[name].dims)
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"

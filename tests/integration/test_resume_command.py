@@ -155,7 +155,7 @@ def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     for arguments, rc, sentence in (
         (["--resume"], 2, "no run to resume; name it"),
         ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
-        ([*again, "--steps", 9], 1, "give the recorded one with --corpus"),
+        ([*again, "--steps", 9], 1, "give the recorded one: --corpus"),
     ):
         done = call(*arguments)
         assert done.exit_code == rc

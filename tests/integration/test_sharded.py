@@ -170,3 +170,49 @@ def test_two_processes_with_half_the_tokens_each(tmp_path: Path) -> None:
     assert first.startswith("RecordingError the recording failed in process 1: NothingToResume")
     assert second.startswith("NothingToResume the weights of the training differ from")
     assert not list(tmp_path.glob("refused*"))
+
+
+ONE_PROCESS = """
+    import sys
+    import numpy as np, torch
+    from torch.distributed.fsdp import fully_shard
+    from list_recorder import TinyModel, batches
+    from trajstore.trainers import capture
+
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for kind in ("synchronized", "kept", "held back"):
+        for clip in (0, 0.05):
+            torch.manual_seed(0)
+            model = fully_shard(TinyModel(), mesh=mesh)
+            adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+            path, rows, data = f"{sys.argv[1]}/{kind} {clip}", [], batches(9)
+            with capture(model, adam, f"{path}.zarr", strict=True) as run:
+                for _ in range(3):
+                    adam.zero_grad(set_to_none=kind != "kept")
+                    losses = []
+                    for number in range(3):
+                        model.set_requires_gradient_sync(kind != "held back" or number == 2)
+                        loss = model(**data.pop())["loss"]
+                        losses.append(loss.item())
+                        (loss / 3).backward()
+                    row = {"grad": model.embedding.weight.grad.full_tensor().clone()}
+                    if clip:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                    row["clipped"] = model.embedding.weight.grad.full_tensor().clone()
+                    adam.step()
+                    rows.append(row | {"loss": torch.tensor(losses).mean()})
+            assert not [note for note in run.notes() if "dead and live" not in note], run.notes()
+            np.savez(f"{path}.npz", **{k: torch.stack([row[k] for row in rows]) for k in rows[0]})
+"""
+
+
+def test_accumulation_into_a_sharded_gradient(tmp_path: Path) -> None:
+    """FSDP2 adds to the local part of the gradient, or to one that no parameter has yet."""
+    run_together(1, ONE_PROCESS, tmp_path, tmp_path)
+    for path in sorted(tmp_path.glob("*.npz")):
+        kept, ds = np.load(path), open_run(path.with_suffix(".zarr")).isel(step=slice(1, None))
+        np.testing.assert_array_equal(ds.grad, kept["grad"], path.name)
+        np.testing.assert_array_equal(ds.grad * ds.clip_coef, kept["clipped"], path.name)
+        np.testing.assert_allclose(ds.loss, kept["loss"], rtol=1e-6, err_msg=path.name)
+    assert len(list(tmp_path.glob("*.npz"))) == 6

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xarray as xr
 from crashing import create, row
 
 from trajstore import RunWriter, open_run, repair, strict_json, verify
-from trajstore.errors import RunNotFound
+from trajstore.errors import FormatError, RunNotFound
+from trajstore.store.storage.remote_path import location
 from trajstore.watching.run_follower import RunFollower
 
 
@@ -37,16 +40,67 @@ def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path
         append(run, 40)
         run.close()
 
-    with pytest.raises(OSError, match="No such file or directory") as failure:
+    with pytest.raises(OSError, match="was moved, removed or replaced") as failure:
         go_on()
     assert str(folder) in str(failure.value)
     assert not folder.exists()
 
 
-def test_what_is_read_of_a_run_that_has_gone_says_so(whole: Path) -> None:
-    ds = open_run(whole)
+def test_a_writer_leaves_another_run_at_its_path_alone(tmp_path: Path) -> None:
+    path = tmp_path / "experiment" / "run.zarr"
+    run = create(path)
+    append(run, 3)
+    path.parent.rename(tmp_path / "experiment-1")
+    with create(path) as other:
+        append(other, 2)
+
+    with pytest.raises(RunNotFound, match="was moved, removed or replaced"):
+        run.close()
+    assert verify(path).clean
+    assert open_run(path).sizes["step"] == 2
+
+
+OPENED = [open_run, partial(open_run, chunks=None), xr.open_zarr]
+
+
+@pytest.mark.parametrize("opened", OPENED)
+@pytest.mark.parametrize("name", ["W", "loss"])  # without and with zarr
+def test_what_is_read_of_a_run_that_has_gone_says_so(opened: Any, name: str, whole: Path) -> None:
+    ds = opened(whole)
     shutil.rmtree(whole)
     with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or unmounted"):
+        ds[name].compute()
+
+
+@pytest.mark.parametrize("opened", OPENED)
+@pytest.mark.parametrize("name", ["W", "loss"])
+@pytest.mark.parametrize("rows", [0, 2, 12])  # with fewer blocks, in smaller shards, or alike
+def test_what_is_read_of_a_run_that_was_replaced_says_so(
+    opened: Any, name: str, rows: int, whole: Path
+) -> None:
+    ds = opened(whole)
+    with create(whole, overwrite=True, block_rows=rows or 4) as run:
+        append(run, rows)
+    with pytest.raises(FormatError, match=r"run\.zarr was replaced by another run since"):
+        ds[name].compute()
+    assert opened(whole)[name].shape[0] == rows
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_a_run_in_an_object_store_that_has_gone_or_was_replaced(opened: Any) -> None:
+    pytest.importorskip("obstore")
+    address: Any = location(f"memory://vanished/{id(opened)}.zarr")
+    if opened is xr.open_zarr:
+        opened = partial(xr.open_dataset, engine="trajstore", chunks={})
+    with create(address) as run:
+        append(run, 5)
+    ds = opened(str(address))
+    with create(address, overwrite=True) as run:
+        append(run, 5)
+    with pytest.raises(FormatError, match="was replaced by another run since"):
+        ds.loss.compute()
+    address.remove_below()
+    with pytest.raises(RunNotFound, match="was moved, removed or unmounted"):
         ds.W.compute()
 
 

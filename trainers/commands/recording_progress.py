@@ -9,9 +9,8 @@ from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingCo
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.errors import in_options
 from trajstore.cli.progress import Bar
-from trajstore.cli.tables import err
+from trajstore.cli.tables import err, in_options
 from trajstore.durations import format_duration
 
 if TYPE_CHECKING:

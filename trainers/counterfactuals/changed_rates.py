@@ -82,7 +82,7 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     if "grad_norm" not in rows:
         raise CannotReplay(
             "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
-            "tier, such as --variables matrix"
+            "tier, such as variables='matrix'"
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])
@@ -149,7 +149,7 @@ def _scheduled(
     lr: float, schedule: ScheduleConfig, taken: npt.NDArray[np.int64], recorded: Rates
 ) -> Rates:
     """Return the rates of a schedule after given numbers of steps; NaN where none is recorded."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr)
     built = build_schedule(optimizer, schedule, schedule.steps or 1)
     factor = built.lr_lambdas[0]
     rates = np.array([lr * factor(int(steps)) for steps in taken])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,10 @@ class CounterfactualRows:
         self._begin(row)
         recorded = {name: self._rows.scalar(name, first) for name in ("lr", "clip_coef")}
         values = self._values(row, None) | recorded
+        if "hyperparameters" in values:
+            before = self._rows.hyperparameters(first)
+            known = [before.get(name, math.nan) for name in self._planned.numbers[first]]
+            values["hyperparameters"] = np.array(known).view(np.uint64)
         if "W_ulp_l1" in values and self._variables["W"] != self._rows.natives["W"]:
             # The motion before this row was counted in spacings of another type.
             values["W_ulp_l1"] = np.full_like(
@@ -76,7 +81,7 @@ class CounterfactualRows:
             number, optimizer = row.number, self._planned.optimizer
             last = optimizer.value("W").clone() if has_motion else None
             rate, clip_coef = float(self._planned.lr[number]), self._planned.clip_coef[number]
-            self._step(optimizer, row, rate, clip_coef)
+            self._step(optimizer, row, rate, clip_coef, self._planned.numbers[number])
             values = self._values(row, last)
             if self.first_difference is None and not self._is_as_recorded(row, values):
                 self.first_difference = row.step
@@ -101,7 +106,7 @@ class CounterfactualRows:
         if state and row.number == 0 and not any(value.any() for value in state.values()):
             raise CannotReplay(
                 f"the optimizer's state at step {row.step} was not recorded, because recording "
-                "began there; start a step later (--at)"
+                "began there; start a step later (at=…)"
             )
         planned.optimizer.begin(self._parameter("W", row), state, taken)
 
@@ -112,15 +117,20 @@ class CounterfactualRows:
         recorded.begin(self._parameter("W", start), {}, 0)
         for row in rows.read(["grad"], first=1, stop=last + 1, window=_WINDOW):
             rate, clip_coef = rows.value("lr", row.number), rows.scalar("clip_coef", row.number)
-            self._step(recorded, row, rate, clip_coef)
+            self._step(recorded, row, rate, clip_coef, rows.hyperparameters(row.number))
 
     def _step(
-        self, optimizer: RecordedOptimizer, row: RecordedRow, rate: float, clip_coef: Array
+        self,
+        optimizer: RecordedOptimizer,
+        row: RecordedRow,
+        rate: float,
+        clip_coef: Array,
+        numbers: dict[str, float],
     ) -> None:
         """Take the step of a row, unless it was skipped."""
         if not self._rows.idle[row.number]:
             factor = tensor_of(clip_coef, self._rows.natives["clip_coef"])
-            optimizer.step(self._parameter("grad", row), factor, rate)
+            optimizer.step(self._parameter("grad", row), factor, rate, numbers)
 
     def _parameter(self, name: str, row: RecordedRow) -> torch.Tensor:
         return self._planned.placement.parameter(
@@ -142,6 +152,9 @@ class CounterfactualRows:
                 values[name] = self._bits(value("W").to(torch.bfloat16))
             elif name == "lr":
                 values[name] = self._planned.lr[row.number].view(np.uint64)
+            elif name == "hyperparameters":
+                numbers = np.array([*self._planned.numbers[row.number].values()])
+                values[name] = numbers.view(np.uint64)
             elif name == "clip_coef":
                 values[name] = self._planned.clip_coef[row.number]
             elif name == "grad":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,9 @@ CAVEAT = (
 )
 """Note that every counterfactual carries."""
 
-OPTIMIZER_VARIABLES = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
+OPTIMIZER_VARIABLES = (
+    "W", *MOMENTS, "lr", "hyperparameters", "clip_coef", "W_step_norm", "W_ulp_l1", "cells",
+)  # fmt: skip
 """Variables that settings of the optimizer change; all others are those of the recorded run."""
 
 
@@ -72,6 +74,8 @@ class PlannedCounterfactual:
     first : int
         Row with the initial state.
     lr : ndarray of float64, (step,)
+    numbers : list of dict of str to float, (step,)
+        Other hyperparameters of the step before each row.
     clip_coef : list of ndarray, ()
         Bits of each factor.
     variables : dict of str to NativeType
@@ -102,12 +106,13 @@ class PlannedCounterfactual:
         held = rows.natives["W"].name
         self.settings = settings = changed_settings(source.attributes, held, assignments, seed=seed)
         weights = getattr(torch, settings.weights_dtype)
-        self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device)
-        recorded = source.attributes["optimizer"]
-        changed = settings.optimizer
+        largest = rows.largest_hyperparameters
+        self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device, largest)
+        largest = {name: one for name, one in largest.items() if name in settings.kept}
+        recorded, changed = source.attributes["optimizer"], settings.optimizer
         if changed["class"] == recorded["class"]:
             changed = {**recorded, **changed}  # also the forms of gradient and hyperparameters
-        self.optimizer = recorded_optimizer({"optimizer": changed}, weights, device)
+        self.optimizer = recorded_optimizer({"optimizer": changed}, weights, device, largest)
         if self.optimizer.steps_some_rows:
             raise CannotReplay(
                 "SparseAdam changes only the rows of a batch, and the gradients do not tell which "
@@ -127,15 +132,25 @@ class PlannedCounterfactual:
         if rows.steps[begin] < forked_at:
             raise CannotReplay(
                 f"another optimizer took the steps up to {forked_at}, before the run was forked; "
-                f"start at the fork (--at {forked_at}), or use the source of the fork"
+                f"start at the fork (at={forked_at}), or use the source of the fork"
             )
         if first and rebuilt:
             known = range(1, first + 1)
             _check_known(source.attributes, rows, rows.rates, rows.clip_coefs, known)
+            _check_numbers(rows, self.recorded, rows.hyperparameters, known)
         self.lr = changed_learning_rates(rows, source.attributes, settings)
         self.clip_coef = changed_clip_coefs(rows, settings)
+        own, recorded = self.optimizer.numbers, rows.hyperparameters(0)
+        # In the order of the run, with which the new one is compared.
+        own = {name: own[name] for name in (*recorded, *own) if name in own}
+        kept = settings.kept & own.keys()
+        self.numbers = [
+            own | {n: one for n, one in rows.hyperparameters(row).items() if n in kept}
+            for row in range(len(rows))
+        ]
         later = range(first + 1, len(rows))
         _check_known(source.attributes, rows, self.lr, self.clip_coef, later)
+        _check_numbers(rows, self.optimizer, self.numbers.__getitem__, later)
         self.placement, self.chosen = _placement(source, tokens, device)
         self.recorded.check_whole(self.placement)
         self.variables = _variables(rows, settings, self.optimizer)
@@ -203,7 +218,7 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(f"{step} is the last step of the run; give an earlier one with --at")
+        raise CannotReplay(f"{step} is the last step of the run; give an earlier one: at=…")
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
@@ -228,7 +243,7 @@ def _check_state(
         name = settings.optimizer["class"].rpartition(".")[2]
         raise CannotReplay(
             f"{name} with these settings has no state at step {step}, because the run had another "
-            "optimizer; start at the first row, without --at"
+            "optimizer; start at the first row, without at=…"
         )
     if optimizer.counts_steps and not rows.counts_skipped(first + 1):
         raise CannotReplay(
@@ -243,7 +258,7 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
         at = first + int(gaps[0])
         raise CannotReplay(
             f"step {rows.steps[at + 1]} follows step {rows.steps[at]}, so the gradients between "
-            "them are missing; record with every=1, or start later (--at)"
+            "them are missing; record with every=1, or start later (at=…)"
         )
 
 
@@ -265,7 +280,21 @@ def _check_known(
         if number in unproven and tensor_of(clip_coef[number], native).isnan():
             raise CannotReplay(
                 f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
-                "unknown; set the clipping, such as --set training.max_grad_norm=1"
+                "unknown; set the clipping, such as training.max_grad_norm=1"
+            )
+
+
+def _check_numbers(
+    rows: RecordedRows,
+    optimizer: RecordedOptimizer,
+    numbers: Callable[[int], dict[str, float]],
+    chosen: range,
+) -> None:
+    for number in chosen:
+        if not rows.skipped[number] and (unknown := optimizer.unknown(numbers(number))):
+            raise CannotReplay(
+                f"{', '.join(unknown)} of hyperparameters is NaN at step {rows.steps[number]}; set "
+                "it, such as --set optimizer.weight_decay=0, or start later (--at)"
             )
 
 

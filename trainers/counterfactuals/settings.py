@@ -14,6 +14,7 @@ from trajstore.errors import ConfigError
 from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, field_name
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
+from trajstore.values.hyperparameters import numbers_of
 
 CHANGEABLE = (
     "optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.momentum",
@@ -27,6 +28,7 @@ _SHORT = {"rounding": "optimizer.rounding"}
 _CLASSES = {name: rounded.real_class.__name__ for name, rounded in OPTIMIZERS.items()}
 _ROUNDED = {rounded.real_class.__name__: rounded for rounded in OPTIMIZERS.values()}
 _ROUNDING_SETTINGS = ("state_dtype", "rounding", "rounding_seed")
+_KEPT = ("lr", "initial_lr", "weight_decay", "betas", "eps", "maximize")  # by another class
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 
 
@@ -46,6 +48,8 @@ class ChangedSettings:
         Type of W and of the gradient.
     keeps_state : bool
         True if the optimizer starts from the recorded state: Adam and AdamW have the same moments.
+    kept : frozenset of str
+        Numbers of the optimizer, by their names in the rows, that are those of each recorded step.
     """
 
     given: dict[str, Any]
@@ -53,6 +57,7 @@ class ChangedSettings:
     optimizer: dict[str, Any]
     weights_dtype: str
     keeps_state: bool
+    kept: frozenset[str]
 
 
 def changed_settings(
@@ -129,6 +134,15 @@ def changed_settings(
         optimizer={"class": path, "hyperparameters": hyperparameters},
         weights_dtype=dtype,
         keeps_state=name == before or {name, before} <= {"Adam", "AdamW"},
+        kept=frozenset(
+            numbers_of(
+                item
+                for item in recorded.items()
+                if f"optimizer.{item[0]}" not in given
+                and item[0] not in _ROUNDING_SETTINGS
+                and (name == before or item[0] in _KEPT)
+            )
+        ),
     )
 
 
@@ -188,8 +202,7 @@ def _hyperparameters(
                 if parameter.default is not inspect.Parameter.empty
             }
             # Flags such as decoupled_weight_decay distinguish the classes, so they are not kept.
-            kept = ("lr", "initial_lr", "weight_decay", "betas", "eps", "maximize")
-            values = defaults | {k: v for k, v in values.items() if k in kept}
+            values = defaults | {k: v for k, v in values.items() if k in _KEPT}
             values = {k: v for k, v in values.items() if k in accepted or k == "initial_lr"}
         for field in _HYPERPARAMETERS:
             if f"optimizer.{field}" in given and field not in accepted:

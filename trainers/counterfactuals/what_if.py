@@ -186,6 +186,7 @@ def _write(
     with RunWriter.create(
         path,
         hidden=planned.source.series["W"].shape[2],
+        hyperparameter=tuple(planned.numbers[0]),
         **planned.source.row_lengths,
         variables={name: native.name for name, native in planned.variables.items()},
         config=planned.settings.config,

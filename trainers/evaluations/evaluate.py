@@ -244,7 +244,7 @@ def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
     chosen = select_part(xr.Dataset(coords={"step": recorded}), steps=steps)["step"].values
     wanted = chosen[chosen % every == 0]
     if not len(wanted):
-        raise InvalidArgument(f"no selected step is a multiple of {every}; give a smaller --every")
+        raise InvalidArgument(f"no selected step is a multiple of {every}; give a smaller every=…")
     return wanted
 
 

@@ -90,7 +90,7 @@ def in_processes(
     except BrokenProcessPool as error:
         raise TrajstoreError(
             f"a process that evaluated step {piece[0]} or a later one was killed, perhaps because "
-            "the memory was full; give fewer --jobs"
+            "the memory was full; give fewer jobs"
         ) from error
     finally:
         stop.set()

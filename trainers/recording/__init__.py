@@ -18,8 +18,8 @@ The path of the tensors of one step:
    from CUDA. At the end of the step the writer receives the complete row.
 4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.
 
-Before the first step ``capture`` sets this up; ``hf_callback`` calls it for a `Trainer` of Hugging
-Face, ``lightning_callback`` for one of Lightning.
+Before the first step ``capture`` sets this up (`attach` and `capture` for a loop); ``hf_callback``
+calls it for a `Trainer` of Hugging Face, ``lightning_callback`` for one of Lightning.
 ``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
 the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
 ``first_step`` looks for what the recording cannot answer, ``unproven_steps`` for steps that no

@@ -1,4 +1,4 @@
-"""Functions that attach a recorder: `attach` to any training, `capture` to a PyTorch loop."""
+"""Functions that attach a recorder: `attach` and `capture` to a loop, `open_recorder` to any."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import Recorder
 
+_NO_LABELS = (
+    "the tokens have no labels dead and live; pass token_count= or is_dead=, or label them later "
+    "with trajstore annotate"
+)
 
-def attach(
+
+def open_recorder(
     model: torch.nn.Module,
     optimizer: Any,
     path: RunPath,
@@ -39,6 +44,7 @@ def attach(
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     comparison: Comparison | None = None,
+    own_loop: bool = False,
 ) -> Recorder:
     """Return a recorder that records a training run until it is closed.
 
@@ -61,6 +67,9 @@ def attach(
         logged.
     comparison : Comparison, optional
         Compare each row with the existing run instead of storing it.
+    own_loop : bool
+        The loop has no callback that knows its tokens and its end: note that labels are missing,
+        and raise an error if it ends without a step.
 
     Raises
     ------
@@ -73,11 +82,12 @@ def attach(
     RunNotFound
         If there is no run to resume.
     NothingToResume
-        If the existing run lacks the step of the training, or has other weights.
+        If the existing run begins after the step of the training, or has other weights there.
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
-    parameters = find_parameters(model, joined, options.parameter)
+    announce = (lambda sentence: None) if options.resume else notes.mention
+    parameters = find_parameters(model, joined, options.parameter, announce)
     advice = optimizer_advice(parameters)
     if options.strict_numerics:
         require_sound(advice)
@@ -121,17 +131,21 @@ def attach(
             share.close()
         raise
     multiplied = next((one for one in parameters if one.head is not None), parameters[0])
-    recorder = Recorder(recording, rows, multiplied, on_step=on_step)
+    recorder = Recorder(
+        recording, rows, multiplied, on_step=on_step, must_write=path if own_loop else None
+    )
     try:
         # All checks have passed; only now rows may be dropped.
         for parameter in rows:
             parameter.resume()
+        if planned and not options.resume and _is_first_process():  # else they were reported before
+            report_notes((one.sentence for one in advice), on_note)
+            report_notes((note for run in planned for note in run.notes), on_note)
+            if own_loop and options.is_dead is None and options.token_count is None:
+                notes.mention(_NO_LABELS)
     except BaseException:
         recorder.close(complete=False)
         raise
-    if planned and not options.resume and _is_first_process():  # a resumed run reported them before
-        report_notes((one.sentence for one in advice), on_note)
-        report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
 
 
@@ -145,8 +159,7 @@ def _is_first_process() -> bool:
 
 
 @takes_options
-@contextlib.contextmanager
-def capture(
+def attach(
     model: torch.nn.Module,
     optimizer: Any,
     path: RunPath,
@@ -158,10 +171,11 @@ def capture(
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     **options: Any,
-) -> Iterator[Recorder]:
-    """Record a PyTorch loop: every optimizer step inside the ``with`` block.
+) -> Recorder:
+    """Record every optimizer step of a PyTorch loop, until the returned recorder is closed.
 
-    The run is ``complete`` when the block ends, and ``interrupted`` when an exception leaves it.
+    A process that ends before leaves the run ``interrupted``, with all complete rows; after
+    ``kill -9``, with those that were committed. `capture` also closes the run after an exception.
 
     Parameters
     ----------
@@ -195,11 +209,12 @@ def capture(
     **options
         Options of `RecordingOptions`.
 
-    Yields
-    ------
+    Returns
+    -------
     Recorder
-        Its `~Recorder.observe` takes the loss if the model does not return it, hidden states, and
-        values of the examples of a step that no hook can get.
+        ``close()`` ends the recording, ``commit()`` stores all rows so far. ``observe()`` takes the
+        loss if the model does not return it, hidden states, and values of the examples of a step
+        that no hook can get. In a ``with`` statement it is closed at the end.
 
     Raises
     ------
@@ -209,7 +224,7 @@ def capture(
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
     NothingToResume
-        If `resume` is set, and the run lacks `first_step` or has other weights there.
+        If `resume` is set, and the run begins after `first_step` or has other weights there.
     InvalidArgument
         If an option is impossible.
     ConfigError
@@ -220,14 +235,13 @@ def capture(
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
     >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> with capture(model, optimizer, "run.zarr", parameter="0.weight") as run:
-    ...     for _ in range(3):
-    ...         ids = torch.randint(0, 5, (4, 7))
-    ...         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-    ...         loss.backward()
-    ...         run.observe(loss=loss)
-    ...         optimizer.step()
-    ...         optimizer.zero_grad()
+    >>> run = attach(model, optimizer, "run.zarr")
+    >>> for _ in range(3):
+    ...     ids = torch.randint(0, 5, (4, 7))
+    ...     torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> run.close()
     >>> from trajstore import open_run
     >>> open_run("run.zarr").grad.shape
     (4, 5, 3)
@@ -241,15 +255,74 @@ def capture(
         schedule={"max_grad_norm": max_grad_norm},
     )
     joined = JoinedOptimizer(optimizer, ends_step)
-    with attach(model, joined, path, wanted, loop, on_step=on_step, on_note=on_note) as recorder:
-        if wanted.is_dead is None and wanted.token_count is None and not wanted.resume:
-            recorder.mention(
-                "the tokens have no labels dead and live; pass token_count= or is_dead=, or label "
-                "them later with trajstore annotate"
-            )
+    return open_recorder(
+        model, joined, path, wanted, loop, on_step=on_step, on_note=on_note, own_loop=True
+    )
+
+
+@takes_options
+@contextlib.contextmanager
+def capture(
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: RunPath,
+    *,
+    ends_step: Any = None,
+    scaler: Any = None,
+    max_grad_norm: float = 0.0,
+    first_step: int = 0,
+    on_step: Callable[[Recorder], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Iterator[Recorder]:
+    """Record a PyTorch loop: every optimizer step inside the ``with`` block.
+
+    The run is ``complete`` when the block ends, and ``interrupted`` when an exception leaves it.
+
+    Parameters
+    ----------
+    model, optimizer, path, ends_step, scaler, max_grad_norm, first_step, on_step, on_note
+        See `attach`.
+    **options
+        Options of `RecordingOptions`.
+
+    Yields
+    ------
+    Recorder
+        See `attach`.
+
+    Raises
+    ------
+    RecordingError, RunExists, NothingToResume, InvalidArgument, ConfigError
+        See `attach`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with capture(model, optimizer, "run.zarr") as run:
+    ...     for _ in range(3):
+    ...         ids = torch.randint(0, 5, (4, 7))
+    ...         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    ...         loss.backward()
+    ...         run.observe(loss=loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> from trajstore import open_run
+    >>> open_run("run.zarr").grad.shape
+    (4, 5, 3)
+    """
+    with attach(
+        model,
+        optimizer,
+        path,
+        ends_step=ends_step,
+        scaler=scaler,
+        max_grad_norm=max_grad_norm,
+        first_step=first_step,
+        on_step=on_step,
+        on_note=on_note,
+        **options,
+    ) as recorder:
         yield recorder
-    if recorder.writer is None and not recorder.has_failed and _is_first_process():
-        raise RecordingError(
-            f"no step of {joined.named(joined.waiting)} was taken, so {path} was not written; call "
-            "the step() of each given optimizer inside the with block, or give those that step"
-        )

@@ -164,6 +164,9 @@ class ComparedRun:
                 self._forward_row(step, successor)
         self.rows += 1
 
+    def commit(self) -> None:
+        """Store nothing."""
+
     def close(self, status: str = "complete") -> None:
         """Release the block; the comparison stays open for the next segment."""
         self._block = {}

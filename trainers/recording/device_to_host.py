@@ -75,6 +75,9 @@ class HostTransfer:
     def commit(self, step: int) -> None:
         """Keep nothing: the recorder has the row."""
 
+    def flush(self) -> None:
+        """Wait for nothing."""
+
     def close(self) -> None:
         """Release nothing."""
 
@@ -109,6 +112,9 @@ class DirectTransfer:
         """Pass the row to the writer as the state after `step`, and start the next."""
         self._writer.commit_row(step)
         self._row = {}
+
+    def flush(self) -> None:
+        """Wait for nothing: the rows are in their blocks."""
 
     def close(self) -> None:
         """Release the block."""
@@ -187,6 +193,18 @@ class DeferredTransfer:
             event.record()
         self._filled.put((step, number, self._host, event))
         self._host = {}
+
+    def flush(self) -> None:
+        """Wait until all rows are in their blocks.
+
+        Raises
+        ------
+        RecordingError
+            If a row could not be stored.
+        """
+        for slot in [self._free.get() for _ in range(_SLOTS)]:
+            self._free.put(slot)
+        self._check()
 
     def close(self) -> None:
         """Wait until all rows are in their blocks, and release the memory of the rows.

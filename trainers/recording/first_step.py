@@ -92,13 +92,6 @@ class FirstStep:
                 yield (
                     f"{name} computes its own rate from lr during warm-up; lr is that of the group"
                 )
-            state: Mapping[str, Any] = next((kept for kept in one.state.values() if kept), {})
-            second = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf"}
-            if "exp_avg" in state and not second & state.keys():
-                yield (
-                    f"exp_avg is what {name} keeps under this name, and may not be Adam's first "
-                    "moment"
-                )
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ that were changed outside the step are detected.
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +16,33 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import find_group, rate_of
+from trajstore.trainers.recording.parameters import (
+    RecordedParameter,
+    Settings,
+    declared_settings,
+    find_group,
+    rate_of,
+    settings_of,
+)
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.torch_internals import version
+from trajstore.trainers.recording.torch_internals import (
+    name_outside_compile,
+    own_parameter,
+    version,
+)
 
-_PLAIN = (int, float, tuple, list)
-
+_UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
+)
+_WRAPPED = "{wrapper} changed {name} itself, beside the step of the optimizer that it wraps"
+_WRITTEN = (
+    "{name} was written outside optimizer.step() after the step before; whether its values changed "
+    "was not read from the device"
 )
 _STATE = "the optimizer's state of {name} before a step is not that of the row before"
 _AT_END = (
@@ -40,9 +58,17 @@ _OF_GROUPS = (
     "yourself to continue from a step of the run"
 )
 
+_IN_STEP = (
+    "{keys} changed while optimizer.step() ran, so hyperparameters has NaN for them; change "
+    "settings after the step"
+)
 _CHANGED = (
-    "{keys} of the optimizer's parameter groups changed between steps; the run holds the first "
-    "value, so --replay and what-if compute other values from this step on"
+    "{keys} of the optimizer's group of the recorded parameter changed between steps; the run "
+    "holds the first value, so --replay and what-if compute other values from this step on"
+)
+_CHANGED_ELSEWHERE = (
+    "{keys} of parameter groups without the recorded parameter changed between steps; the run "
+    "holds the first value; to continue from a step of the run, set the later one yourself"
 )
 
 
@@ -61,49 +87,95 @@ class FollowedMatrices:
         self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
-        self._before: list[dict[str, Any]] = []  # groups before the step of an optimizer
+        self._before: list[Settings | None] = []  # of groups before the step of an optimizer
+        self._rates_before: list[Any] = []
         self._own: set[str] = set()  # settings that a step itself changes
-        self._first: dict[Optimizer, list[dict[str, Any]]] = {}  # groups before the first step
+        self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
+        self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
+        self._stepped: dict[int, Settings] = {}  # the same for all settings
+        self._seen: dict[int, tuple[dict[str, Any], Settings]] = {}  # each group, its settings
+        # Settings, numbers and lacking names of the last row.
+        self._vectors: dict[ParameterRows, tuple[Settings, torch.Tensor, list[str]]] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
         """Remember the weights, as those of the last row."""
         self._rates.clear()
+        self._stepped.clear()
         self._versions = self._present_versions()
 
     def release(self) -> None:
         """Release all tensors."""
         self._versions.clear()
+        self._vectors.clear()
+        self._seen.clear()
         self._rows = ()
 
-    def find_again(self) -> None:
+    def find_again(self) -> bool:
         """Find the matrices and their groups before a step; check the weights.
+
+        Returns
+        -------
+        bool
+            True if a matrix is another tensor now.
 
         Raises
         ------
         CannotFollow
-            If a matrix has another shape or type.
+            If a matrix has another shape or type, or is no parameter any more.
         """
-        for rows in self._rows:
-            self._find_again(rows)
-        if self._has_no_rows and self._versions != self._present_versions():
-            self._take_again()
+        replaced = [self._find_again(rows) for rows in self._rows]
         self.check_weights()
+        return any(replaced)
+
+    def take_initial_again(self) -> None:
+        """Take the state before the first step again if the loop has loaded another one."""
+        if self._has_no_rows and self._versions != self._present_versions():
+            if self._recording.state is not None:
+                self._recording.state.take_initial()
+            for rows in self._rows:
+                rows.take_initial()
+            self._versions = self._present_versions()
 
     def begin_turn(self, optimizer: Optimizer) -> None:
-        """Look at the groups before the step of an optimizer."""
-        self._before = [dict(group) for group in optimizer.param_groups]
+        """Look at the groups before the step of an optimizer: all for the state of the model."""
+        whole = self._recording.state is not None
+        own = {id(rows.parameter.group): rows for rows in self._rows}
+        self._before = [
+            self._settings(group) if whole or id(group) in own else None
+            for group in optimizer.param_groups
+        ]
+        self._rates_before = [group.get("lr") for group in optimizer.param_groups]
         first = self._first.setdefault(optimizer, self._before)
-        if changed := sorted(_changed(first, self._before) - self._own):
-            self._on_note(_CHANGED.format(keys=", ".join(changed)), unproven=True)
+        for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
+            if not (changed := _changed(old, new)):
+                continue
+            rows = own.get(id(group))
+            changed -= {*self._own, *(rows.hyperparameters if rows else ())}
+            if changed and (changed := changed & declared_settings(optimizer, group).keys()):
+                note = _CHANGED if rows else _CHANGED_ELSEWHERE
+                sentence = note.format(keys=", ".join(sorted(changed)))
+                self._on_note(sentence, unproven=rows is not None)
 
-    def _find_again(self, rows: ParameterRows) -> None:
+    def _settings(self, group: dict[str, Any]) -> Settings:
+        """Return the settings of a group but its rate; the same object while none is replaced."""
+        held = dict(group)
+        for key in ("lr", "params", "param_names"):
+            held.pop(key, None)
+        seen, settings = self._seen.get(id(group), ({}, {}))
+        if len(seen) != len(held) or not all(map(operator.is_, seen.values(), held.values())):
+            settings = settings_of(held)
+            if not any(isinstance(one, torch.Tensor | list) for one in held.values()):
+                self._seen[id(group)] = held, settings  # nothing in it changes in place
+        return settings
+
+    def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
         parameter = rows.parameter
-        try:
-            found = operator.attrgetter(parameter.name)(self._model)
-        except AttributeError:  # the name of a compiled submodule has another prefix
+        found = self._present(parameter)
+        if found is None:  # another name, as in a compiled submodule or a parametrization
+            self._find_by_tensor(rows)
             found = parameter.tensor
         if found is not parameter.tensor:
             before, now = parameter.tensor, found
@@ -112,40 +184,85 @@ class FollowedMatrices:
                     f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
                     f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
                 )
-            self._on_note(f"{parameter.name} is another tensor from this step on")
+            self._on_note(f"{parameter.name} is another tensor from this step on", unproven=True)
         group = find_group(self._optimizer, found)
         if group is None:
-            self._on_note(f"{parameter.name} is not in the optimizer in a step; lr is NaN")
+            self._on_note(
+                f"{parameter.name} is not in the optimizer in a step; lr and hyperparameters are "
+                "NaN"
+            )
         group = group or {}
         owner = self._optimizer.owner(group)
         rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
+        return found is not parameter.tensor
+
+    def _present(self, parameter: RecordedParameter) -> torch.nn.Parameter | None:
+        """Return the parameter that has the name now; None if the model has no such parameter."""
+        owner, _, name = parameter.name.rpartition(".")
+        try:
+            return own_parameter(self._model.get_submodule(owner), name)
+        except AttributeError:
+            return None
+
+    def are_replaced(self) -> bool:
+        """Return True if a matrix is another tensor than in the step before."""
+        now = [(self._present(rows.parameter), rows.parameter.tensor) for rows in self._rows]
+        return any(one is not None and one is not before for one, before in now)
+
+    def _find_by_tensor(self, rows: ParameterRows) -> None:
+        """Find the new name of a parameter, from which the model computes that of the old name."""
+        name, tensor = rows.parameter.name, rows.parameter.tensor
+        names = (name_outside_compile(n) for n, p in self._model.named_parameters() if p is tensor)
+        now = next(names, None)
+        if now is None:
+            raise CannotFollow(f"the model has no parameter {name} any more; record a new run")
+        if now != name:
+            self._on_note(
+                f"the model computes {name} from {now} from this step on; the run holds {now}"
+            )
 
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
-        """Take the rates of a step; they `may_change` in a closure, before they are used."""
-        own = _changed(self._before, optimizer.param_groups)
-        self._own |= own
-        if own and self._recording.state is not None:
-            self._on_note(_OF_GROUPS.format(keys=", ".join(sorted(own))))
-        pairs = zip(self._before, optimizer.param_groups, strict=False)
-        known = may_change or not any(_differ(old, group, "lr") for old, group in pairs)
-        if not known:
-            self._on_note(_RATE)
-        known = known and optimizer not in self._optimizer.turns  # two steps have no single rate
-        unknown = torch.tensor(float("nan"), dtype=torch.float64)
-        for group in optimizer.param_groups:
-            self._rates[id(group)] = rate_of(group) if known else unknown
+        """Take the settings of a step; they `may_change` in a closure, before they are used."""
+        again = optimizer in self._optimizer.turns  # two steps have no single rate
+        of_groups = zip(self._before, self._rates_before, optimizer.param_groups, strict=False)
+        for before, rate, group in of_groups:
+            if before is None:
+                continue
+            now = self._settings(group)
+            changed = _changed(before, now)
+            odd = {*now} if again else set() if may_change else changed
+            self._stepped[id(group)] = now | dict.fromkeys(odd, math.nan) if odd else now
+            known = may_change or not isinstance(rate, int | float) or rate == group.get("lr")
+            self._rates[id(group)] = rate_of(group) if known and not again else _UNKNOWN
+            if not known:
+                self._on_note(_RATE)
+            if changed:
+                self._note_changes(group, changed)
+
+    def _note_changes(self, group: dict[str, Any], changed: set[str]) -> None:
+        """Note settings that changed in a step."""
+        self._own |= changed
+        if self._recording.state is None:
+            held = (rows.hyperparameters for rows in self._rows if rows.parameter.group is group)
+            changed &= {*itertools.chain(*held)}
+        if changed:
+            note = _IN_STEP if self._recording.state is None else _OF_GROUPS
+            self._on_note(note.format(keys=", ".join(sorted(changed))))
 
     def set_rates(self) -> None:
-        """Set the rates of the step; for a group that was not stepped, its present one."""
-        rates = [self._rate(group) for group in self._optimizer.param_groups]
+        """Set the settings of the step; for a group that was not stepped, the present ones."""
+        whole = self._recording.state is not None
+        rates = [self._rate(group) for group in self._optimizer.param_groups] if whole else []
         for rows in self._rows:
+            if rows.hyperparameters:
+                rows.set("hyperparameters", self._hyperparameters(rows))
             rate = self._rate(rows.parameter.group)
             if rate is None:
                 self._on_note(
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
                     "number; lr is NaN"
                 )
-                rate = torch.tensor(float("nan"), dtype=torch.float64)
+                rate = _UNKNOWN
             rows.set("lr", rate)
             if self._recording.state is not None:
                 rows.set("params_lr", self._recording.state.rates(rates))
@@ -153,16 +270,55 @@ class FollowedMatrices:
     def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:
         return self._rates[id(group)] if id(group) in self._rates else rate_of(group)
 
+    def _hyperparameters(self, rows: ParameterRows) -> torch.Tensor:
+        """Return the numbers of the step; the vector of the row before if nothing changed."""
+        group, owner = rows.parameter.group, rows.parameter.optimizer
+        settings = self._stepped.get(id(group))
+        if settings is None:
+            settings = {} if owner is None else self._settings(group)
+        last, vector, missing = self._vectors.get(rows, ({}, None, []))
+        if vector is None or settings is not last:
+            missing = [name for name in rows.hyperparameters if name not in settings]
+            values = [settings.get(name, math.nan) for name in rows.hyperparameters]
+            vector = torch.tensor(values, dtype=torch.float64, device="cpu")
+            self._vectors[rows] = settings, vector, missing
+        if missing and settings:
+            self._on_note(
+                f"the optimizer's group of {rows.parameter.name} has no {', '.join(missing)}; "
+                "hyperparameters has NaN for them"
+            )
+        return vector
+
     def check_weights(self, *, quick: bool = False) -> None:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""
         for rows in self._rows:
             parameter = rows.parameter.tensor
-            if quick and version(parameter) == self._versions.get(parameter):
+            counted = version(parameter) != self._versions.get(parameter)
+            if quick and not counted:
                 continue
             if not rows.is_W_unchanged():
-                self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=True)
+                self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=not quick)
+            elif counted and not quick and parameter.device.type != "cpu":
+                self._on_note(_WRITTEN.format(name=rows.parameter.name), unproven=True)
             if not quick and not rows.is_state_unchanged():
                 self._on_note(_STATE.format(name=rows.parameter.name), unproven=True)
+
+    def end_inner_step(self) -> None:
+        """Copy the weights that the step of a wrapped optimizer has left."""
+        for rows in self._rows:
+            self._inside[rows.parameter.tensor] = rows.own_W().clone()
+
+    def check_inner_step(self, wrapper: str | None, *, begins: bool) -> None:
+        """Note weights that a wrapper changes before or after the step of the inner optimizer."""
+        for rows in self._rows:
+            inside = self._inside.pop(rows.parameter.tensor, None)
+            if begins:
+                same = rows.is_W_unchanged()
+            else:  # without a copy, the loop has called the inner step itself
+                same = inside is None or same_bits(inside, rows.own_W())
+            if not same:
+                sentence = _WRAPPED.format(wrapper=wrapper, name=rows.parameter.name)
+                self._on_note(sentence, unproven=True)
 
     def check_last(self) -> None:
         """Note if W is not that of the last row."""
@@ -180,25 +336,9 @@ class FollowedMatrices:
         watched = self._model.parameters() if self._has_no_rows else recorded
         return {parameter: version(parameter) for parameter in watched}
 
-    def _take_again(self) -> None:
-        """Take the state before the first step again: the loop has loaded another one."""
-        if self._recording.state is not None:
-            self._recording.state.take_initial()
-        for rows in self._rows:
-            rows.take_initial()
 
-
-def _changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> set[str]:
-    """Return the settings that differ, except rates and the parameters."""
-    pairs = list(zip(before, now, strict=False))
-    return {
-        key
-        for old, group in pairs
-        for key in group.keys() - {"params", "lr", "initial_lr"}
-        if _differ(old, group, key)
-    }
-
-
-def _differ(before: dict[str, Any], group: dict[str, Any], key: str) -> bool:
-    old, new = before.get(key), group.get(key)
-    return isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new
+def _changed(before: Settings | None, now: Settings | None) -> set[str]:
+    """Return the names of settings that differ."""
+    if before is now or before is None or now is None:
+        return set()
+    return {name for name, value in now.items() if value != before.get(name, value)}

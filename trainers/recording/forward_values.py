@@ -3,21 +3,23 @@
 A step may have several micro-batches, each with a forward and a backward pass. `ForwardPasses`
 takes the values of each forward pass when its hooks run. It uses those of the passes that the
 backward passes of the step went through, when the step ends. A pass that no backward pass goes
-through is forgotten with its graph: nothing else refers to it.
+through is forgotten with its graph: nothing else refers to it. Values that the loop observes belong
+to the forward passes before them, so those of a dropped batch are not used either.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.parameters import last_layers, makes_logits
 from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
 
 LogitsMode = Literal["last", "mean"]
@@ -25,12 +27,25 @@ LogitsMode = Literal["last", "mean"]
 _LOSS_OF = "trajstore.loss_of"
 """Key of the metadata of a node: the model's loss that it has computed, and as which output."""
 
+_SCALE = "trajstore.scale"
+"""Key of the metadata of a node: the factor of a gradient scaler that it has multiplied by."""
+
+_SOURCE = "trajstore.source"
+"""Key of the metadata of a node: an object that stands for it after its graph has gone."""
+
 _KEEPING = ("Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Reshape", "Squeeze", "Unsqueeze",
             "Mean", "Sum", "Identity", "_DDPSink")  # fmt: skip
 """Beginnings of the names of nodes that multiply a loss by a number, at most."""
 
+_JOINING = (*_KEEPING, "Add", "Stack", "Cat")
 _SAME_FACTOR = 1e-2  # the quotients of losses of 16 bits differ by their rounding
 _LONGEST_WAY = 32  # nodes from the root of a backward pass to the model's loss
+_MOST_NODES = 256  # between the output of a model and its logits
+
+_OF_LAYERS = re.compile(
+    r"mmBackward|mvBackward|dot|linear|convolution|rnn|attention|norm|backward$", re.IGNORECASE
+)
+"""Found in the names of nodes of layers, and of any code: no logits enter them."""
 
 
 class ForwardPass:
@@ -41,6 +56,8 @@ class ForwardPass:
         self.head_calls = 0
         self.head_inputs = 0
         self.head_logits: torch.Tensor | None = None
+        self.last_layer: torch.nn.Module | None = None
+        self.last_node: torch.autograd.graph.Node | None = None
         self._kept: list[Callable[[], None]] = []
 
     def keep(self, deliver: Callable[..., None], *values: Any) -> None:
@@ -62,18 +79,115 @@ class BackwardPass:
     ----------
     root : tensor, () or None
         The differentiated value; None if it is not one number.
-    scale : float
+    scale : tensor, () or None
         Factor of a gradient scaler in it.
     loss : tensor, () or None
         Loss of the model that the root is, or a multiple of it.
+    source : object or None
+        Equal in two passes if they differentiate multiples of one value.
+    is_quotient : bool
+        True if the loop has divided or multiplied the value.
     passes : list of ForwardPass
         All passes that it went through.
+    reached : set of tensor
+        Parameters whose gradients it has changed.
     """
 
     root: torch.Tensor | None = None
-    scale: float = 1.0
+    scale: torch.Tensor | None = None
     loss: torch.Tensor | None = None
+    source: object = None
+    is_quotient: bool = False
     passes: list[ForwardPass] = field(default_factory=list)
+    reached: Set[torch.Tensor] = frozenset()
+
+    @classmethod
+    def of(cls, roots: Sequence[Any], factors: Sequence[torch.Tensor | None]) -> BackwardPass:
+        """Return the pass that differentiates the sum of `roots`, each times its factor."""
+        if any(not isinstance(root, torch.Tensor) or root.numel() != 1 for root in roots):
+            return cls()
+        values = [
+            # A copy: the loop may change the root in place.
+            root.detach().reshape(()) * (1 if factor is None else factor.detach().reshape(()))
+            for root, factor in zip(roots, factors, strict=True)
+        ]
+        value = values[0] if len(values) == 1 else torch.stack(values).sum()
+        if len(roots) > 1:
+            return cls(root=value, scale=_scale_of(roots[0]))
+        node, output = roots[0].grad_fn, roots[0].output_nr
+        is_quotient, loss = False, None
+        for _ in range(_LONGEST_WAY):
+            if node is None or (loss := _loss_of(node, output)) is not None:
+                break
+            inputs = [one for one in node.next_functions if one[0] is not None]
+            if not node.name().startswith(_KEEPING) or len(inputs) != 1:
+                break
+            is_quotient |= _SCALE not in _metadata(node) and node.name().startswith(("Div", "Mul"))
+            ((node, output),) = inputs
+        source = None if node is None else _metadata(node).setdefault(_SOURCE, object())
+        return cls(value, _scale_of(roots[0]), loss, source, is_quotient)
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The root without the factor of a scaler."""
+        return self.root if self.root is None or self.scale is None else self.root / self.scale
+
+    def repeats(self, other: BackwardPass) -> bool:
+        """Return True if both differentiate one value for different parameters."""
+        same = self.source is not None and self.source is other.source
+        return same and self.reached.isdisjoint(other.reached)
+
+
+def mark_scaled(tensors: Any, scale: torch.Tensor) -> None:
+    """Remember that a gradient scaler has multiplied tensors by its factor."""
+    for tensor in _tensors_of(tensors):
+        if tensor.grad_fn is not None:
+            _metadata(tensor.grad_fn)[_SCALE] = scale
+
+
+def _scale_of(root: torch.Tensor) -> torch.Tensor | None:
+    """Return the factor of a gradient scaler in a value, or in the parts of a sum."""
+    nodes, seen = [root.grad_fn], 0
+    while nodes and seen < _LONGEST_WAY:
+        node, seen = nodes.pop(0), seen + 1
+        if node is None:
+            continue
+        if _SCALE in _metadata(node):
+            scale: torch.Tensor = _metadata(node)[_SCALE]
+            return scale
+        if node.name().startswith(_JOINING):
+            nodes += [one for one, _ in node.next_functions]
+    return None
+
+
+def _metadata(node: torch.autograd.graph.Node) -> dict[str, Any]:
+    """Return the values that belong to a node of a graph, which end with it."""
+    found: Any = node.metadata
+    return found  # type: ignore[no-any-return]
+
+
+def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | None:
+    """Return the model's loss that a node has computed as one of its outputs."""
+    loss, number = _metadata(node).get(_LOSS_OF, (None, None))
+    return loss if number == output else None
+
+
+class Observation(NamedTuple):
+    """Values that the loop has passed for a micro-batch.
+
+    Attributes
+    ----------
+    before : int
+        Number of the first forward pass since the observation before.
+    number : int
+        Number of the first forward pass after it.
+    deliver : sequence of callable
+        Called if the step uses the values.
+    """
+
+    before: int
+    number: int
+    deliver: Sequence[Callable[[], None]]
 
 
 class ForwardPasses:
@@ -114,11 +228,14 @@ class ForwardPasses:
         self._on_use = on_use
         self._on_note = on_note
         self._variables: frozenset[str] = frozenset()
-        self._numbers = itertools.count()
+        self._number = 0  # of the next pass
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
+        self._observations: list[Observation] = []
+        self._first = self._number
+        self._watched: set[int] = set()  # passes whose use a backward pass tells
         self.loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_observed = False
@@ -148,8 +265,13 @@ class ForwardPasses:
         variables : set of str
         """
         self._variables = frozenset(variables)
-        if head is not None and "logits" in variables and _makes_logits(model, head):
+        if "logits" not in variables:
+            return
+        if head is not None and makes_logits(model, head):
             hooks.after(head, self._on_head_output)
+            return
+        for layer in last_layers(model, self._vocabularies):
+            hooks.after(layer, self._on_layer_output)
 
     def watch_model(self, hooks: ModuleHooks, model: torch.nn.Module) -> None:
         """Add the hooks that begin and end a pass; those of others lie between them."""
@@ -167,21 +289,53 @@ class ForwardPasses:
         elif self.current is not None:
             yield self.current
         elif torch.is_grad_enabled():
-            alone = ForwardPass(next(self._numbers))
+            alone = self._new_pass()
             yield alone
             self._watch_graph(alone, output)
         else:
             yield None
 
-    def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
-        """Use values from the loop in place of those from the hooks."""
+    def observe(
+        self,
+        *,
+        loss: torch.Tensor | None,
+        logits: torch.Tensor | None,
+        others: Iterable[Callable[[], None]],
+    ) -> None:
+        """Use values from the loop in place of those from the hooks, if the step uses their pass.
+
+        `others` deliver further values of the same micro-batch.
+        """
+        deliver = [*others]
         if loss is not None:
-            self.loss.observe(loss)
+            deliver.append(self.loss.observed(loss))
         if logits is not None:
-            if not self._logits_are_observed:
-                self._logits = StepLogits(self._logits_mode)
-                self._logits_are_observed = True
-            self._logits.add(*self._logits.part(logits))
+            part = self._logits.part(logits)
+            deliver.append(functools.partial(self._use_logits, *part))
+        before = self._observations[-1].number if self._observations else self._first
+        self._observations.append(Observation(before, self._number, deliver))
+
+    def deliver(self, passes: Collection[ForwardPass], used: Set[int]) -> None:
+        """Deliver the values of some passes, and the observed ones.
+
+        An observed value is left out if backward passes have gone through the passes `used`, given
+        by their numbers, but through none of its own.
+        """
+        ends = [*(one.number for one in self._observations[1:]), self._number]
+        for one, end in zip(self._observations, ends, strict=False):
+            own = range(one.before, one.number) or range(one.number, end)
+            watched = self._watched.intersection(own)
+            if not (used and watched) or watched & used:
+                for call in one.deliver:
+                    call()
+        for used_pass in sorted(passes, key=lambda one: one.number):
+            used_pass.deliver()
+
+    def _use_logits(self, last: torch.Tensor, count: int) -> None:
+        if not self._logits_are_observed:
+            self._logits = StepLogits(self._logits_mode)
+            self._logits_are_observed = True
+        self._logits.add(last, count)
 
     def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
         """Reduce the hidden states of a micro-batch, (…, hidden); the result adds them."""
@@ -211,26 +365,15 @@ class ForwardPasses:
             "hidden_cosine": spread and spread.cosine(),
         }
 
-    def model_loss_of(self, root: torch.Tensor) -> torch.Tensor | None:
-        """Return the model's loss that a tensor is a multiple of; None if there is none."""
-        node, output = root.grad_fn, root.output_nr
-        for _ in range(_LONGEST_WAY):
-            if node is None:
-                return None
-            found = _metadata(node).get(_LOSS_OF)
-            if found is not None and found[1] == output:
-                return found[0]
-            inputs = [one for one in node.next_functions if one[0] is not None]
-            if not node.name().startswith(_KEEPING) or len(inputs) != 1:
-                return None
-            ((node, output),) = inputs
-        return None
-
     def _begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not _is_no_pass()
         if counts and torch.is_autocast_enabled("cpu"):
             self.autocast_types.add(torch.get_autocast_dtype("cpu"))
-        self.current = ForwardPass(next(self._numbers)) if counts else None
+        self.current = self._new_pass() if counts else None
+
+    def _new_pass(self) -> ForwardPass:
+        self._number += 1
+        return ForwardPass(self._number - 1)
 
     def _end(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         one, self.current = self.current, None
@@ -242,17 +385,19 @@ class ForwardPasses:
         if loss is not None and loss.grad_fn is not None and not is_share:
             kept = loss.detach().clone().reshape(())  # the loop may divide it in place
             _metadata(loss.grad_fn)[_LOSS_OF] = kept, loss.output_nr
+        if one.last_layer is not None and not _ends_in(output, one.last_node):
+            one.head_calls = 0
         if one.head_calls == 1 and one.head_logits is not None:
-            self._keep_logits(one, one.head_logits)
+            self._keep_logits(one, _by_sequence(one.head_logits, (args, kwargs)))
         elif logits is not None and self._are_of_a_vocabulary(logits):
-            self._keep_logits(one, logits)
+            self._keep_logits(one, _by_sequence(logits, (args, kwargs)))
         elif one.head_calls > 1:
             self._on_note(
                 f"logits and hidden states are not recorded: the model calls its unembedding "
                 f"{one.head_calls} times in a forward pass; pass them with observe(logits=…, "
                 "hidden=…)"
             )
-        one.head_logits = None
+        one.head_logits = one.last_layer = one.last_node = None
 
     def _on_head_output(
         self, head: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor
@@ -266,6 +411,18 @@ class ForwardPasses:
             else:
                 self._keep_logits(one, output)
 
+    def _on_layer_output(self, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Remember the output of the last layer that may make logits; `_end` decides."""
+        one = None if _is_no_pass() else self.current
+        if (
+            one is not None
+            and isinstance(output, torch.Tensor)
+            and self._are_of_a_vocabulary(output)
+        ):
+            one.head_calls = one.head_calls + 1 if layer is one.last_layer else 1
+            one.last_layer, one.last_node = layer, output.grad_fn
+            one.head_logits = output.detach()
+
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
         one.keep(self._add_logits, *self._logits.part(logits))
 
@@ -277,6 +434,7 @@ class ForwardPasses:
         """Note when a backward pass goes through an output of the pass."""
         for tensor in _tensors_of(output):
             if tensor.grad_fn is not None:
+                self._watched.add(one.number)
                 tensor.grad_fn.register_prehook(functools.partial(self._use, one))
 
     def _use(self, one: ForwardPass, gradients: Any) -> None:
@@ -292,48 +450,67 @@ def _is_no_pass() -> bool:
 
 
 class StepLoss:
-    """Loss of a step from those of its micro-batches."""
+    """Loss of a step from those of its micro-batches.
+
+    Attributes
+    ----------
+    summands : int
+        Number of values in the sum that was returned last; 0 if it was no sum.
+    """
 
     def __init__(self) -> None:
+        self.summands = 0
         self._observed: list[torch.Tensor] = []
         self._quotients = 0
 
-    def observe(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch from the loop, in place of those from the hooks."""
-        self._observed.append(loss.detach().clone().reshape(()))
-        self._quotients += loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
+    def observed(self, loss: torch.Tensor) -> Callable[[], None]:
+        """Return a function that uses the loss of a micro-batch in place of the hooks'."""
+        kept = loss.detach().clone().reshape(())
+        is_quotient = loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
+
+        def use() -> None:
+            self._observed.append(kept)
+            self._quotients += is_quotient
+
+        return use
 
     @property
     def looks_divided(self) -> bool:
         """True if the loop gave several losses, each of them a quotient."""
         return len(self._observed) > 1 and self._quotients == len(self._observed)
 
-    def value(self, backwards: list[BackwardPass]) -> torch.Tensor | None:
+    def value(self, backwards: Sequence[BackwardPass]) -> torch.Tensor | None:
         """Return the loss of the current step; None if it is not known.
 
         It is the mean of the observed losses. Otherwise it is the mean of the model's losses, if
         each backward pass differentiated one of them, all with the same factor. Otherwise it is the
-        sum of the roots: the recorded gradient is the gradient of this sum.
+        sum of the roots: the recorded gradient is the gradient of this sum. Passes that
+        differentiate one value for different parameters count once.
         """
         if self._observed:
             return _mean(self._observed)
-        if not backwards or any(one.root is None for one in backwards):
+        counted: list[BackwardPass] = []
+        for one in backwards:
+            same = [other for other in counted if other.source is one.source]
+            if not same or not all(map(one.repeats, same)):
+                counted.append(one)
+        roots = [value for one in counted if (value := one.value) is not None]
+        if not roots or len(roots) < len(counted):
             return None
-        losses = [one.loss for one in backwards if one.loss is not None]
-        if len(losses) == len(backwards) == 1:
+        losses = [one.loss for one in counted if one.loss is not None]
+        if len(losses) == len(roots) == 1:
             return losses[0]
-        roots = [
-            one.root if one.scale == 1 else one.root / one.scale
-            for one in backwards
-            if one.root is not None
-        ]
         total = roots[0] if len(roots) == 1 else torch.stack(roots).sum()
         if len(losses) < len(roots):
+            if len(roots) > 1 and not all(one.is_quotient for one in counted):
+                self.summands = len(roots)
             return total
         factors = torch.stack(roots).float() / torch.stack(losses).float()
         spread = factors.max() - factors.min()
-        same = ~(spread > _SAME_FACTOR * factors.abs().max())  # also if a loss is NaN
-        return torch.where(same, _mean(losses), total.to(losses[0].dtype))
+        same_factor = ~(spread > _SAME_FACTOR * factors.abs().max())  # also if a loss is NaN
+        if same_factor.device.type == "cpu" and not same_factor:  # a device is not waited for
+            self.summands = len(roots)
+        return torch.where(same_factor, _mean(losses), total.to(losses[0].dtype))
 
 
 def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
@@ -439,20 +616,27 @@ class StepLogits:
         return self._first if mean is None else mean.to(self._dtype)
 
 
-def _metadata(node: torch.autograd.graph.Node) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return the values that belong to a node of a graph, which end with it."""
-    found: dict[str, tuple[torch.Tensor, int]] = node.metadata  # type: ignore[assignment]
-    return found
+def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:
+    """Return True if the output of a model follows from that of a node without another layer."""
+    nodes = [tensor.grad_fn for tensor in _tensors_of(output)]
+    seen: set[torch.autograd.graph.Node] = set()
+    while nodes and node is not None and len(seen) < _MOST_NODES:
+        one = nodes.pop()
+        if one is node:
+            return True
+        if one is not None and one not in seen and not _OF_LAYERS.search(one.name()):
+            seen.add(one)
+            nodes += [before for before, _ in one.next_functions]
+    return False
 
 
-def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
-    """Return True if a module is the output embedding of the model or tied to an embedding."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is head:
-        return True
-    return any(
-        isinstance(module, torch.nn.Embedding) and module.weight is getattr(head, "weight", None)
-        for module in model.modules()
-    )
+def _by_sequence(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """Return logits as (batch, position, token) if the model has flattened its positions."""
+    matrices = (one for one in _tensors_of(inputs) if one.ndim == 2 and not one.is_floating_point())
+    ids = next(matrices, None)
+    if logits.ndim == 2 and ids is not None and len(logits) == ids.numel():
+        return logits.reshape(*ids.shape, -1)
+    return logits
 
 
 def _tensors_of(output: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -10,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.capture import attach
+from trajstore.trainers.recording.capture import open_recorder
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
@@ -22,9 +23,13 @@ from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.watched_calls import WatchedCall
 
-_recording: weakref.WeakSet[TrajectoryCallback] = weakref.WeakSet()
+_recording: set[TrajectoryCallback] = set()
 """Callbacks whose training has started and, as far as they know, not ended."""
+
+_TRAIN = WatchedCall(Trainer, "train")
+"""`Trainer.train`, which does not report a failure to its callbacks."""
 
 
 class TrajectoryCallback(TrainerCallback):
@@ -104,6 +109,9 @@ class TrajectoryCallback(TrainerCallback):
         self.recorder: Recorder | None = None
         self.comparison: Comparison | None = None
         self.prints_end = True
+        listener = functools.partial(_run_and_close_if_failed, weakref.ref(self))
+        _TRAIN.listen(listener)
+        weakref.finalize(self, _TRAIN.ignore, listener).atexit = False
 
     def on_train_begin(
         self,
@@ -151,7 +159,7 @@ class TrajectoryCallback(TrainerCallback):
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
         )
-        self.recorder = attach(
+        self.recorder = open_recorder(
             model,
             optimizer,
             self._path,
@@ -163,20 +171,27 @@ class TrajectoryCallback(TrainerCallback):
         )
         if state.is_world_process_zero:
             report_notes(facts.notes, self._on_note)
-        # The Trainer does not report a failure to its callbacks. So complete rows are committed at
-        # the end of a notebook's cell, when another callback starts or resumes the run, and at the
-        # latest when the interpreter exits.
+        # A subclass may train without `Trainer.train`. Then complete rows are committed at the end
+        # of a notebook's cell, when another callback starts or resumes the run, and at the latest
+        # when the interpreter exits.
         self._thread = threading.get_ident()
         _recording.add(self)
         _at_end_of_cell(self, register=True)
+
+    def on_save(self, *_: Any, **kwargs: Any) -> None:
+        """Commit all rows up to a checkpoint of the Trainer."""
+        if self.recorder is not None:
+            self.recorder.commit()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
         self.close(complete=True)
-        if self.prints_end and self.recorder is not None and state.is_world_process_zero:
-            for path, rows in self.recorder.recorded_rows():
+        recorder = self.recorder
+        printed = self.prints_end and state.is_world_process_zero
+        if printed and recorder is not None and not recorder.has_failed:
+            for path, rows in recorder.recorded_rows():
                 print(f"Recorded {rows:,} rows to {path}")
 
     def close(self, *, complete: bool = False) -> None:
@@ -196,6 +211,23 @@ class TrajectoryCallback(TrainerCallback):
         """Close the recording of a training run that failed in a cell of a notebook."""
         if self._thread == threading.get_ident():
             self.close()
+
+
+def _run_and_close_if_failed(
+    reference: weakref.ref[TrajectoryCallback], run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `Trainer.train`; if it fails, commit the rows of the recording that it has begun."""
+    callback = reference()
+    is_inside = callback is None or callback in _recording  # another training runs this one
+    try:
+        return run(*args, **kwargs)
+    except BaseException as error:
+        if callback is not None and not is_inside and callback._thread == threading.get_ident():
+            try:
+                callback.close()
+            except Exception as failure:
+                error.add_note(f"The recording ended with: {failure}")
+        raise
 
 
 def _close_failed(path: RunPath) -> None:

@@ -96,8 +96,8 @@ class HiddenStates:
 
         hooks.after(modules[source], on_output)
 
-    def observe(self, states: torch.Tensor) -> None:
-        """Use the states of a micro-batch from the loop, in place of those from the hook.
+    def observe(self, states: torch.Tensor) -> Callable[[], None]:
+        """Return a function that uses states from the loop in place of those from the hook.
 
         Raises
         ------
@@ -106,9 +106,14 @@ class HiddenStates:
         """
         if not (self._is_state(states) and states.ndim == 3):
             raise InvalidArgument(self._unfit("hidden", states))
-        self._are_observed = True
-        for receiver in self._receivers:
-            receiver(states.detach())()
+        parts = [receiver(states.detach()) for receiver in self._receivers]
+
+        def use() -> None:
+            self._are_observed = True
+            for add in parts:
+                add()
+
+        return use
 
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,22 +13,43 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return what is inside accelerate's wrapper of an optimizer."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+def optimizer_chain(optimizer: Any) -> tuple[Any, ...]:
+    """Return an optimizer and those that it wraps; the last one updates the parameters.
 
+    A wrapper keeps another optimizer with its parameter groups in an attribute. That of accelerate
+    only passes its calls on, so it is left out.
 
-def real_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside accelerate's wrapper."""
-    optimizer = unwrapped(optimizer)
-    if not isinstance(optimizer, Optimizer):
+    Raises
+    ------
+    RecordingError
+        If there is no optimizer of torch.
+    """
+    chain = [optimizer]
+    while (inner := _inner(chain[-1])) is not None:
+        chain.append(inner)
+    if not isinstance(chain[-1], Optimizer):
         raise RecordingError(
             f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "
             "that trains the parameter"
         )
-    return optimizer
+    return tuple(one for one in chain if not isinstance(one, AcceleratedOptimizer))
+
+
+def _inner(optimizer: Any) -> Any:
+    """Return the optimizer that another one wraps; None if it wraps none."""
+    own = getattr(optimizer, "param_groups", None)
+    for value in getattr(optimizer, "__dict__", {}).values():
+        if not isinstance(value, Optimizer) or value is optimizer:
+            continue
+        groups = value.param_groups
+        same = (
+            own is None
+            or own is groups
+            or (len(own) == len(groups) and all(a is b for a, b in zip(own, groups, strict=True)))
+        )
+        if same:
+            return value
+    return None
 
 
 class _States(ChainMap[torch.Tensor, dict[str, Any]]):
@@ -49,14 +70,16 @@ class JoinedOptimizer:
     Parameters
     ----------
     optimizers : Optimizer, or iterable of Optimizer
-        May be wrapped by accelerate.
+        Or objects that wrap one.
     ends_step : Optimizer, optional
         The one whose turn ends a recorded step; the others may have several turns or none.
 
     Attributes
     ----------
+    chains : tuple of tuple
+        Each given optimizer with those that it wraps.
     members : tuple of Optimizer
-        Not wrapped.
+        The last one of each chain.
     ends_step : Optimizer or None
     turns : dict of Optimizer to int
         Members that had a turn in the recorded step, with their steps that a scaler did not skip.
@@ -69,8 +92,9 @@ class JoinedOptimizer:
 
     def __init__(self, optimizers: Any, ends_step: Any = None) -> None:
         given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-        self.members = tuple(map(real_optimizer, given))
-        self.ends_step = None if ends_step is None else real_optimizer(ends_step)
+        self.chains = tuple(map(optimizer_chain, given))
+        self.members: tuple[Optimizer, ...] = tuple(chain[-1] for chain in self.chains)
+        self.ends_step = None if ends_step is None else optimizer_chain(ends_step)[-1]
         self.turns: dict[Optimizer, int] = {}
         self._started: set[Optimizer] = set()
         kinds = [type(member).__name__ for member in self.members]
@@ -107,6 +131,15 @@ class JoinedOptimizer:
     def waiting(self) -> tuple[Optimizer, ...]:
         """Members that have taken no step yet."""
         return tuple(member for member in self.members if member not in self._started)
+
+    def member_of(self, optimizer: Any) -> Optimizer | None:
+        """Return the member that an optimizer is or wraps; None if it is none of them."""
+        for chain in self.chains:
+            if any(one is optimizer for one in chain):
+                member: Optimizer = chain[-1]
+                return member
+        inner = getattr(optimizer, "optimizer", None)
+        return self.member_of(inner) if isinstance(optimizer, AcceleratedOptimizer) else None
 
     def parameters(self, *members: Optimizer) -> list[torch.Tensor]:
         """Return the parameters that some of the members train."""

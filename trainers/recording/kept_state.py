@@ -28,10 +28,21 @@ _TAKEN = {KEPT.name, *VARIABLES}
 _DIMENSIONS = {dim for entry in VARIABLES.values() for dim in entry.dims}
 
 
-def find_kept(optimizer: JoinedOptimizer, known: Iterable[Entry] = ()) -> list[Entry]:
-    """Return what an optimizer keeps now, after the `known` entries, which keep their places."""
+def find_kept(
+    optimizer: JoinedOptimizer,
+    known: Iterable[Entry] = (),
+    *,
+    matrix: torch.Tensor | None = None,
+) -> list[Entry]:
+    """Return what an optimizer keeps now, after the `known` entries, which keep their places.
+
+    An optimizer may keep a value of some parameters in 8 bits, and of the others in their shape.
+    Such a value has another form, unless it is asked only what is kept of a `matrix` with a state.
+    """
     found = {entry["name"]: entry for entry in known}
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if matrix is not None and optimizer.state.get(matrix):
+        parameters = [matrix]
     for parameter in sorted(parameters, key=lambda one: one.ndim == 0):
         for name, value in optimizer.state.get(parameter, {}).items():
             if value is None:

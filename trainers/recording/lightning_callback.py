@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.capture import capture
+from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.options import RecordingOptions, takes_options
 from trajstore.trainers.recording.step_hooks import Recorder
 
@@ -87,14 +86,13 @@ class LightningCallback(Callback):
         RecordingOptions(variables=variables, **options).check_path(path)
         self._path, self._module = path, module
         self._options = dict(variables=variables, on_step=on_step, on_note=on_note, **options)
-        self._recording = contextlib.ExitStack()
         self.recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model and the optimizers, and take the initial or restored state."""
         optimizers = trainer.optimizers
         clips_norm = trainer.gradient_clip_algorithm != "value"
-        recording = capture(
+        self.recorder = attach(
             pl_module.get_submodule(self._module),
             optimizers[0] if len(optimizers) == 1 else optimizers,
             self._path,
@@ -104,17 +102,27 @@ class LightningCallback(Callback):
             first_step=trainer.global_step // max(1, len(optimizers)),
             **self._options,
         )
-        self.recorder = self._recording.enter_context(recording)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Commit all rows up to a checkpoint, before it is written."""
+        if self.recorder is not None:
+            self.recorder.commit()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
-        self._recording.close()
-        if self.recorder is not None and trainer.is_global_zero:
-            for path, rows in self.recorder.recorded_rows():
+        recorder = self.recorder
+        if recorder is None:
+            return
+        recorder.close()
+        if trainer.is_global_zero and not recorder.has_failed:
+            for path, rows in recorder.recorded_rows():
                 print(f"Recorded {rows:,} rows to {path}")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Commit all complete rows, and mark the run interrupted."""
-        self._recording.__exit__(type(exception), exception, exception.__traceback__)
+        if self.recorder is not None:
+            self.recorder.__exit__(type(exception), exception, exception.__traceback__)

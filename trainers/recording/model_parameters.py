@@ -99,7 +99,8 @@ class ModelParameters:
     def _put(self, values: dict[str, torch.Tensor], places: Collection[int]) -> None:
         """Keep the values of some parameters; those of others stay."""
         if len(places) < len(self._tensors) and not self._found.keys().isdisjoint(values):
-            mine = torch.tensor([place in places for place in range(len(self._tensors))])
+            held = [place in places for place in range(len(self._tensors))]
+            mine = torch.tensor(held, device="cpu")
             mine = mine.to(self._nan.device, non_blocking=True)  # without a wait for the device
             values = {n: torch.where(mine, new, self._found[n]) for n, new in values.items()}
         self._found |= values

@@ -325,7 +325,7 @@ class ModelState:
 
     def rates(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the rate of each group as a vector; NaN for None."""
-        unknown = torch.tensor(float("nan"), dtype=torch.float64)
+        unknown = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
         return self._stacked([unknown if rate is None else rate for rate in found])
 
     def after_step(self, variables: Collection[str], *, first: bool) -> State:
@@ -398,7 +398,7 @@ class ModelState:
                     "record a new run"
                 )
             marks.append(float(sum(bits[name] for name in held)))
-        return torch.tensor(marks, dtype=torch.float64)
+        return torch.tensor(marks, dtype=torch.float64, device="cpu")
 
     def _vector(
         self,

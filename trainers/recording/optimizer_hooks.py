@@ -1,42 +1,86 @@
-"""Hooks on the steps of an optimizer, also of one that has no place for hooks."""
+"""Hooks on the steps of an optimizer, also of one that wraps another or has no place for hooks.
+
+A step may call another: that of a wrapped optimizer, or that of a base class. The outermost call is
+the step of the loop. The innermost one consumes the gradients.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.torch_internals import call_last, outside_compile
+from trajstore.trainers.recording.watched_calls import step_of
+
 _CALLERS = (inspect.getfile(Optimizer), __file__)
-"""Files of the functions that call the hooks of a step."""
+_STEPS = ("wrapper", "wrapped_step")
+"""Files and names of the functions that call the hooks of a step."""
 
 
-class OuterStep:
-    """Calls the hooks of a step once: a step may call that of its base class, which has hooks, too.
+class StepCalls:
+    """Calls hooks before, inside and after the steps of an optimizer.
 
     A step that an exception has ended has no post-hook, but its frame has left the stack.
 
     Parameters
     ----------
+    chain : sequence
+        The optimizer that the loop steps, then each one that it wraps.
     before, after : callable
-        Called with the arguments of the hooks of the outer step.
+        Called with the innermost optimizer, args and kwargs of the outermost step.
     inside : callable
-        Called with the optimizer before the step of a base class.
+        Called with the innermost optimizer when a step inside a step begins, and with
+        ``ended=True`` when it has ended.
+
+    Attributes
+    ----------
+    is_plain : bool
+        True for an optimizer of torch that nothing wraps.
+    wrapper : str or None
+        Class of the outermost wrapper.
     """
 
     def __init__(
         self,
+        chain: Sequence[Any],
         before: Callable[..., Any],
         after: Callable[..., Any],
         inside: Callable[..., Any],
     ) -> None:
+        self._member = chain[-1]
         self._before, self._after, self._inside = before, after, inside
         self._frame: FrameType | None = None
         self._depth = 0
+        self._has_reached = False
+        self._handles: list[Any] = []
+        self._pre_hook: Any = None
+        self._bases: list[tuple[Any, Callable[..., Any]]] = []
+        self.is_plain = len(chain) == 1 and _is_of_torch(type(self._member))
+        self.wrapper = type(chain[0]).__name__ if len(chain) > 1 else None
+        hooked: list[Any] = []  # places of hooks, which a wrapper may share
+        for one in reversed(chain):
+            hooks = getattr(one, "_optimizer_step_post_hooks", None)
+            if hooks is None or not getattr(type(one).step, "hooked", False):
+                self._handles.append(_WrappedStep(one, self._on_begin, self._on_end))
+            elif not any(hooks is place for place in hooked):
+                hooked.append(hooks)
+                before_hook = one.register_step_pre_hook(outside_compile(self._on_begin))
+                after_hook = one.register_step_post_hook(outside_compile(self._on_end))
+                self._handles += [before_hook, after_hook]
+                if one is self._member:
+                    self._pre_hook = before_hook
+        if not _is_of_torch(type(self._member)):
+            for base in type(self._member).__mro__[1:]:
+                if "step" in vars(base) and base is not Optimizer:
+                    listener = functools.partial(self._on_base_step, base)
+                    self._bases.append((step_of(base), listener))
+                    step_of(base).listen(listener)
 
     @property
     def is_running(self) -> bool:
@@ -48,45 +92,88 @@ class OuterStep:
             frame = frame.f_back
         return frame is not None
 
-    def before(self, *values: Any) -> None:
-        """Hook before a step."""
+    @property
+    def has_reached(self) -> bool:
+        """True if the last step has called that of an optimizer of torch."""
+        return self.is_plain or self._has_reached
+
+    def call_last(self) -> None:
+        """Let all other hooks before a step change the gradients first."""
+        if self._pre_hook is not None:
+            call_last(self._member, self._pre_hook)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        for watched, listener in self._bases:
+            watched.ignore(listener)
+        self._handles, self._bases, self._pre_hook = [], [], None
+
+    def _on_begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.is_running:
             self._depth += 1
-            self._inside(*values[:1])
+            self._has_reached |= _is_of_torch(type(self._member))
+            self._inside(self._member)
             return
         frame = inspect.currentframe()
         while (frame := frame and frame.f_back) is not None:
-            if frame.f_code.co_filename in _CALLERS:
+            if frame.f_code.co_filename in _CALLERS and frame.f_code.co_name in _STEPS:
                 break
-        self._frame, self._depth = frame, 1
-        self._before(*values)
+        self._frame, self._depth, self._has_reached = frame, 1, False
+        self._before(self._member, args, kwargs)
 
-    def after(self, *values: Any) -> None:
-        """Hook after a step."""
+    def _on_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._frame = None
-            self._after(*values)
+            self._after(self._member, args, kwargs)
+        elif self._depth > 0:
+            self._inside(self._member, ended=True)
 
-
-def watch_steps(optimizer: Any, before: Callable[..., Any], after: Callable[..., Any]) -> list[Any]:
-    """Call functions with (optimizer, args, kwargs) before and after each step.
-
-    Returns
-    -------
-    list
-        Handles with a method `remove`.
-    """
-    if hasattr(optimizer, "_optimizer_step_post_hooks"):
-        return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    original = optimizer.step  # it does not call Optimizer.__init__, and has no place for hooks
-
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(optimizer, (optimizer, *args), kwargs)
-        result = original(*args, **kwargs)
-        after(optimizer, (optimizer, *args), kwargs)
+    def _on_base_step(
+        self, base: type, run: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if optimizer is not self._member or not self.is_running:
+            return run(optimizer, *args, **kwargs)
+        self._has_reached |= _is_of_torch(base)
+        self._inside(self._member)
+        result = run(optimizer, *args, **kwargs)
+        self._inside(self._member, ended=True)
         return result
 
-    optimizer.step = types.MethodType(step, optimizer)  # a scheduler needs a method
-    return [types.SimpleNamespace(remove=functools.partial(delattr, optimizer, "step"))]
+
+class _WrappedStep:
+    """The step of an object that has no place for hooks, replaced in the object."""
+
+    def __init__(self, owner: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._owner, self._before, self._after = owner, before, after
+        self._before_that = vars(owner).get("step")
+        self._is_removed = False
+        original = owner.step
+
+        @functools.wraps(original)
+        def wrapped_step(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_removed:
+                return original(*args, **kwargs)
+            before(owner, (owner, *args), kwargs)
+            result = original(*args, **kwargs)
+            after(owner, (owner, *args), kwargs)
+            return result
+
+        self._step = types.MethodType(wrapped_step, owner)  # a scheduler needs a method
+        owner.step = self._step
+
+    def remove(self) -> None:
+        """Restore the step, unless somebody has wrapped it again."""
+        self._is_removed = True
+        if vars(self._owner).get("step") is not self._step:
+            return
+        if self._before_that is None:
+            del self._owner.step
+        else:
+            self._owner.step = self._before_that
+
+
+def _is_of_torch(optimizer_class: type) -> bool:
+    return optimizer_class.__module__.startswith("torch.optim.")

@@ -45,7 +45,8 @@ class RecordingOptions:
         Variables, or tiers of them: ``weights``, ``weights+grads``, ``matrix``, ``norms``,
         ``everything``.
     parameter : str or sequence of str, optional
-        Names of matrices (token, hidden); default: the model's unembedding. Several matrices have
+        Names of matrices (token, hidden). Default: the weight of ``get_output_embeddings()``, else
+        of a tied embedding, else of the embedding with the most rows. Several matrices have
         separate runs, ``NAME.<parameter>.zarr``, because a run has one token dimension.
     every : int
         Steps from one row to the next; the last step is always recorded.
@@ -75,6 +76,7 @@ class RecordingOptions:
         Replace an existing run.
     resume : bool
         Resume the existing run after the step that the training has taken; later rows are dropped.
+        If the run ends before that step, the rows between stay missing, with a note.
     commit_every : float, optional
         Maximum seconds between commits, also of an incomplete block. A killed process loses at most
         this much. None commits complete blocks only, as do several processes that record a sharded

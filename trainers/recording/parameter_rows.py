@@ -8,7 +8,6 @@ created. From there on a `Transfer` copies each value directly to its place.
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
-from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
+from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths, variables_of
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
@@ -30,12 +29,17 @@ from trajstore.trainers.recording.device_to_host import (
 )
 from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, type_name
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
-from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
+from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element, state_attribute
 from trajstore.trainers.recording.model_state import OF_ADAM
-from trajstore.trainers.recording.parameters import as_dense, as_float64
+from trajstore.trainers.recording.parameters import (
+    as_dense,
+    as_float64,
+    last_layers,
+    makes_logits,
+)
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.sharding import own_rows, own_variables
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.trainers.recording.torch_internals import version
@@ -63,6 +67,8 @@ class ParameterRows:
         Variables that this process records.
     watched : tuple of str
         Variables that all processes record together.
+    hyperparameters : tuple of str
+        Names of the numbers of the optimizer's group that the rows hold.
     writer : RunWriter or ComparedRun or None
         None until the run is created.
     rows : int
@@ -105,6 +111,7 @@ class ParameterRows:
         self._room: dict[str, int] = {} if examples is None else {"example": examples}
         self._row: Row = {}  # row of the current step
         self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
+        self._other_state: set[str] = set()  # names of what no row holds
         self._transfer: Transfer = HostTransfer()
         self._whole_step: int | None = None  # step of the complete row that is only in the transfer
         self._existing = existing
@@ -112,6 +119,14 @@ class ParameterRows:
             existing.check(self._initial_W)
             self.watched = existing.variables
             self.variables = own_variables(planned.share, self.watched)
+        names = planned.hyperparameters if existing is None else existing.hyperparameters
+        self.hyperparameters = names if "hyperparameters" in self.watched else ()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the run exists, and no other process would wait for the rows of this one."""
+        share = self._planned.share
+        return self.writer is not None and (share is None or share.count == 1)
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
@@ -195,8 +210,10 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
-        first_step = self._planned.recording.loop.first_step
-        self.writer.notes = self._notes.resumed(self.writer.notes, first_step)
+        last_step = existing.last_step
+        self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
+        if missing := existing.missing_steps:
+            self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
         with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
@@ -304,10 +321,11 @@ class ParameterRows:
         A device would have to be waited for. Without `waits`, True is returned for it.
         """
         before = self._initial_W if self._written_W is None else self._written_W
-        is_known = bool(before.numel())  # a resumed run has compared the start by itself
-        if not is_known or (self.parameter.tensor.device.type != "cpu" and not waits):
+        if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
-        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), before.cpu())
+        now = self.recorded_tokens(self.parameter.tensor).cpu()
+        # Another type ends the recording with an error of its own.
+        return now.dtype != before.dtype or same_bits(now, before.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
@@ -336,6 +354,13 @@ class ParameterRows:
         if due:
             self._store_row(step)
 
+    def commit(self) -> None:
+        """Commit all rows, and wait until they are stored."""
+        if self.writer is not None:
+            with self._disk_errors():
+                self._transfer.flush()
+                self.writer.commit()
+
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""
         self._written_W = self._last_W = None
@@ -354,7 +379,9 @@ class ParameterRows:
         """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
         missing = [name for name in self.variables if name not in self._row]
         for name in missing:
-            self._put(name, self._without(name, _start(name)), None)
+            unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
+            value = float("nan") if unknown else _start(name)
+            self._put(name, self._without(name, value), None)
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
             self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
 
@@ -362,7 +389,8 @@ class ParameterRows:
         """Return what the array of a variable holds where a step has no value."""
         assert self.writer is not None
         array = self.writer.layout.arrays[name]
-        return torch.full(array.row, value, dtype=getattr(torch, array.native.name))
+        dtype = getattr(torch, array.native.name)
+        return torch.full(array.row, value, dtype=dtype, device="cpu")
 
     def own_W(self) -> torch.Tensor:
         """Return the parameter, or this process's tokens of it."""
@@ -373,7 +401,7 @@ class ParameterRows:
 
     def _adopts(self, name: str) -> bool:
         """Add a variable of a name of the optimizer, until the run is created."""
-        if name in VARIABLES or not self._records_state(name):
+        if name in VARIABLES or name in self._other_state or not self._records_state(name):
             return False
         if self.writer is not None:
             self._notes.mention(
@@ -442,19 +470,31 @@ class ParameterRows:
         """Create the run with the variables of the current step, and write all rows so far."""
         last_step, last = self._early_rows[-1]
         options = self._planned.recording.options
-        kept = find_kept(self._planned.recording.optimizer) if options.whole_state else []
+        state = self._planned.recording.state
+        optimizer, kept = self._planned.recording.optimizer, []
+        if options.whole_state:
+            known, matrix = ((), self.parameter.tensor) if state is None else (state.kept, None)
+            kept = find_kept(optimizer, known, matrix=matrix)
+        other = [entry["name"] for entry in kept if entry["of"] == "other"]
+        self._other_state.update(other)
         for name, empty in self._expected(kept).items():
+            if name not in last and VARIABLES[name].row0 != "zero":
+                self._notes.add(f"a step has no {name}, recorded as NaN; {_remedy([name])}")
             last.setdefault(name, empty)
         left_out = [name for name in self.variables if name not in last]
-        self.variables = tuple(name for name in self.variables if name in last)
+        of_run = variables_of(state_attribute(optimizer, kept))
+        self.variables = tuple(name for name in self.variables if name in last and name in of_run)
         required = options.required
         if lost := [name for name in left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
-        state = self._planned.recording.state
-        needless = {"random_state"} if state is not None and state.draws_nothing else set()
-        if any(name not in VARIABLES for name in self.variables):
-            needless.update((*MOMENTS, *OF_ADAM))
-        if other := [entry["name"] for entry in kept if entry["of"] == "other"]:
+        needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
+        if state is not None and state.draws_nothing:
+            needless.add("random_state")
+        model, head = self._planned.recording.model, self.parameter.head
+        is_unembedded = head is None and last_layers(model, [len(self.parameter.tensor)])
+        if not makes_logits(model, head) and not is_unembedded:
+            needless.add("logits")
+        if other:
             self._notes.mention(
                 f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "
                 "one tensor of the parameter's shape or one number, or under a name of the run"
@@ -473,7 +513,7 @@ class ParameterRows:
         in_transit = memory_in_transit(
             self.parameter.tensor.device, (last[name] for name in self.variables)
         )
-        self.writer = writer = self._planned.create(types, room, in_transit)
+        self.writer = writer = self._planned.create(types, room, in_transit, kept)
         writer.notes = self._notes.entries
         rows = [(self.last_step, self._initial_row(last))]
         rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]
@@ -497,8 +537,8 @@ class ParameterRows:
         state = {} if owner is None else owner.state
         found = {
             "grad": torch.full_like(W, float("nan")),
-            "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type
-            "grad_token_norm": torch.full(W.shape[:1], float("nan")),
+            "loss": W.new_full((), float("nan"), dtype=torch.float64),  # holds a loss of any type
+            "grad_token_norm": W.new_full(W.shape[:1], float("nan"), dtype=torch.float32),
         }
         names = [*MOMENTS]
         if not state.get(self.parameter.tensor):  # it had no gradient yet
@@ -555,11 +595,8 @@ class ParameterRows:
         try:
             yield
         except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__
-            writer = self.writer
-            full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause, writer = file_error(error), self.writer
+            full = cause is not None and cause.errno in FULL
             if writer is None or not full or not isinstance(writer.path, Path):
                 raise
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
@@ -584,7 +621,7 @@ def _remedy(unseen: list[str]) -> str:
 _REMEDIES = (
     (
         {"loss"},
-        "no backward() of one number gave the gradient; pass the loss in every step with "
+        "the gradient is not known to be that of one number; pass the loss in every step with "
         "observe(loss=…)",
     ),
     ({"logits"}, "pass the logits in every step with observe(logits=…)"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,23 @@ from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
+from trajstore.trainers.recording.torch_internals import (
+    name_outside_compile,
+    own_parameter,
+    uncompiled,
+)
+from trajstore.values.hyperparameters import numbers_of
+
+Settings = dict[str, float]
+"""Numbers and flags of a parameter group, by their names in a run."""
+
+NO_NUMBERS = ("lr", "rounding_seed")
+"""Numbers of a parameter group that are no hyperparameters of a row."""
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+_OF_POSITIONS = re.compile(r"(^|[._])(pos|wpe\b)", re.IGNORECASE)
+"""Found in the names of embeddings of positions, which may have more rows than those of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +68,10 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def find_parameters(
-    model: torch.nn.Module, optimizer: JoinedOptimizer, names: str | Sequence[str] | None
+    model: torch.nn.Module,
+    optimizer: JoinedOptimizer,
+    names: str | Sequence[str] | None,
+    on_note: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[RecordedParameter, ...]:
     """Find parameters by name, each matrix once.
 
@@ -63,7 +83,11 @@ def find_parameters(
         Optimizers that train them.
     names : str or sequence of str, optional
         Names from `named_parameters`, any name of a tied weight. Default: the weight of the model's
-        output embeddings.
+        ``get_output_embeddings()``. Without it, an embedding that the optimizer trains: one that is
+        tied to another module, that of ``get_input_embeddings()``, or the one with the most rows.
+        Embeddings of positions, by their names, come last.
+    on_note : callable, optional
+        Called with a sentence that names such an embedding, and the others.
 
     Raises
     ------
@@ -74,7 +98,7 @@ def find_parameters(
     inner = unwrap(model)
     by_name = dict(inner.named_parameters(remove_duplicate=False))
     if names is None:
-        names = [_default_name(inner, by_name)]
+        names = [_default_name(inner, optimizer, by_name, on_note)]
     elif isinstance(names, str):
         names = [names]
     found: dict[int, RecordedParameter] = {}
@@ -117,16 +141,53 @@ def _check_recordable(name: str, tensor: torch.nn.Parameter) -> None:
         )
 
 
-def _default_name(model: torch.nn.Module, by_name: dict[str, torch.nn.Parameter]) -> str:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    weight = getattr(head, "weight", None)
-    for name, tensor in by_name.items():
-        if tensor is weight:
-            return name
-    raise RecordingError(
-        f"{type(model).__name__} has no get_output_embeddings() with a parameter; name the matrix "
-        f"with parameter=…: {_matrices(by_name)}"
+def _default_name(
+    model: torch.nn.Module,
+    optimizer: JoinedOptimizer,
+    by_name: dict[str, torch.nn.Parameter],
+    on_note: Callable[[str], None],
+) -> str:
+    outputs, inputs = (
+        getattr(getattr(model, method, lambda: None)(), "weight", None)
+        for method in ("get_output_embeddings", "get_input_embeddings")
     )
+    for name, tensor in by_name.items():
+        if tensor is outputs:
+            return name
+    in_embeddings = {
+        id(own_parameter(one)) for one in model.modules() if isinstance(one, _EMBEDDINGS)
+    }
+    trained = {id(one) for one in optimizer.parameters(*optimizer.members) if one.requires_grad}
+    matrices = {
+        name: tensor
+        for name, tensor in model.named_parameters()  # tied ones once
+        if tensor.ndim == 2 and id(tensor) in trained
+    }
+    embeddings = [name for name, tensor in matrices.items() if id(tensor) in in_embeddings]
+    if not embeddings:
+        raise RecordingError(
+            f"{type(model).__name__} has no embedding that the optimizer trains; name the matrix "
+            f"with parameter=…: {_matrices(by_name)}"
+        )
+
+    def preference(name: str) -> tuple[int, ...]:
+        tensor = matrices[name]
+        tied = _head(model, tensor) is not None
+        return tied, tensor is inputs, not _OF_POSITIONS.search(name), len(tensor)
+
+    chosen = max(embeddings, key=preference)
+    named = {name: f"{name} ({len(one)} × {one.shape[1]})" for name, one in matrices.items()}
+    others = [
+        named[name]
+        for name, tensor in matrices.items()
+        if name != chosen and (name in embeddings or len(tensor) == len(matrices[chosen]))
+    ]
+    on_note(
+        f"no parameter= was given, so W is {named[chosen]}, and not {_listed(others)}"
+        if others
+        else f"no parameter= was given, so W is {named[chosen]}, the only embedding"
+    )
+    return chosen
 
 
 def _suggestion(name: str, by_name: dict[str, torch.nn.Parameter]) -> str:
@@ -139,13 +200,39 @@ def _suggestion(name: str, by_name: dict[str, torch.nn.Parameter]) -> str:
 
 def _matrices(by_name: dict[str, torch.nn.Parameter]) -> str:
     names = [name for name, tensor in by_name.items() if tensor.ndim == 2]
+    return _listed(names) or "no matrices"
+
+
+def _listed(names: Sequence[str]) -> str:
     listed = ", ".join(names[:12])
-    return f"{listed} and {len(names) - 12} more" if len(names) > 12 else listed or "no matrices"
+    return f"{listed} and {len(names) - 12} more" if len(names) > 12 else listed
+
+
+def makes_logits(model: torch.nn.Module, head: torch.nn.Module | None) -> bool:
+    """Return True if a module is the output embedding of the model or tied to an embedding."""
+    if head is None or getattr(model, "get_output_embeddings", lambda: None)() is head:
+        return head is not None
+    weight = own_parameter(head)
+    embeddings = (module for module in model.modules() if isinstance(module, _EMBEDDINGS))
+    return any(own_parameter(module) is weight is not None for module in embeddings)
+
+
+def last_layers(model: torch.nn.Module, vocabularies: Iterable[int]) -> list[torch.nn.Module]:
+    """Return the modules whose outputs may be logits: their weights have a row for each token."""
+    lengths = frozenset(vocabularies)
+    return [
+        module
+        for module in model.modules()
+        if not isinstance(module, _EMBEDDINGS)
+        and (weight := own_parameter(module)) is not None
+        and weight.ndim == 2
+        and not lengths.isdisjoint(weight.shape)  # some layers hold it transposed
+    ]
 
 
 def _head(model: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Module | None:
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        if isinstance(module, _EMBEDDINGS):
             continue
         if any(tensor is weight for tensor in module.parameters(recurse=False)):
             return module
@@ -160,6 +247,29 @@ def find_group(
         if any(tensor is weight for tensor in group["params"]):
             return group
     return None
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """Return the numbers and flags of a parameter group."""
+    found = numbers_of(group.items(), flags=True)
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+            found[key] = value.item()
+    return found
+
+
+def declared_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings:
+    """Return those of `settings_of` that the optimizer's class declares."""
+    declared = getattr(optimizer, "defaults", group)  # wrappers of optimizers may have none
+    return settings_of({key: group[key] for key in declared if key in group})
+
+
+def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
+    """Return the names of the numbers, apart from the rate, that a parameter is stepped with."""
+    if parameter.optimizer is None:
+        return ()
+    settings = declared_settings(parameter.optimizer, parameter.group)
+    return tuple(k for k, one in settings.items() if k not in NO_NUMBERS and type(one) is not bool)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -179,7 +289,7 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:
     """Return a copy of numbers in float64 on their device; on the CPU for MPS, which has none."""
     if not isinstance(number, torch.Tensor):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
     number = number.detach()
     return (number.cpu() if number.device.type == "mps" else number).to(torch.float64, copy=True)
 

@@ -25,11 +25,11 @@ from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.kept_state import find_kept, state_attribute
+from trajstore.trainers.recording.kept_state import Entry, state_attribute
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
-from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.parameters import RecordedParameter, hyperparameter_names
 from trajstore.trainers.recording.provenance import (
     group_attributes,
     optimizer_attributes,
@@ -93,6 +93,8 @@ class PlannedRun:
         Masks of the recorded tokens, by the names of their coordinates.
     share : TokenShare or None
         Share of this process in the run, if the parameter is sharded.
+    hyperparameters : tuple of str
+        Names of the numbers of its parameter group, apart from the learning rate.
     """
 
     path: Location
@@ -103,6 +105,7 @@ class PlannedRun:
     recording: Recording
     populations: dict[str, npt.NDArray[np.bool_]]
     share: TokenShare | None
+    hyperparameters: tuple[str, ...]
 
     @property
     def notes(self) -> list[str]:
@@ -141,7 +144,11 @@ class PlannedRun:
         }
 
     def create(
-        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int
+        self,
+        types: Mapping[str, str],
+        room: Mapping[str, Any],
+        in_transit: int,
+        kept: Sequence[Entry] = (),
     ) -> RunWriter:
         """Create the run without rows.
 
@@ -153,6 +160,8 @@ class PlannedRun:
             From `trajstore.schema.row_lengths`.
         in_transit : int
             Bytes of `memory` that rows on their way from the device take.
+        kept : sequence of Entry
+            What the optimizer keeps, if all of that is recorded.
 
         Raises
         ------
@@ -173,9 +182,10 @@ class PlannedRun:
             hidden=self.parameter.tensor.shape[1],
             variables=types,
             parameter=self.parameter_names,
+            hyperparameter=self.hyperparameters,
             populations=self.populations,
             config=options.config,
-            attributes=self._attributes(),
+            attributes=self._attributes(kept),
             memory=self.memory - in_transit,
             block_rows=options.block_rows,
             overwrite=options.overwrite,
@@ -193,7 +203,7 @@ class PlannedRun:
         given = self.recording.summaries or self.recording.state
         return None if given is None else given.names
 
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self, kept: Sequence[Entry]) -> dict[str, Any]:
         """Root attributes of a new run."""
         recording = self.recording
         owner = self.parameter.optimizer
@@ -207,7 +217,6 @@ class PlannedRun:
             optimizer["groups"] = group_attributes(recording.optimizer)
             attributes = recording.state.attributes()
         if recording.options.whole_state:
-            kept = find_kept(recording.optimizer, recording.state.kept if recording.state else ())
             attributes |= state_attribute(recording.optimizer, kept)
         return {
             "optimizer": optimizer,
@@ -256,6 +265,7 @@ def plan_runs(
                     name: mask if ids is None else mask[ids] for name, mask in masks.items()
                 },
                 share=share,
+                hyperparameters=hyperparameter_names(parameter),
             )
         )
     return planned

@@ -44,9 +44,13 @@ class ExistingRun:
         Rows to keep.
     last_step : int
         Step of the last row to keep.
+    missing_steps : range
+        Steps between it and the next step of the training that should have rows.
     last_weights : tensor, (token, hidden)
         W in that row, in its native type, on the CPU, with the tokens of this process; `cells` if
         the run has no W.
+    hyperparameters : tuple of str
+        Names of the hyperparameters in its rows.
     attributes : mapping
         Attributes of the root that change.
     last_state : mapping of str to tensor
@@ -59,7 +63,9 @@ class ExistingRun:
     variables: tuple[str, ...]
     rows: int
     last_step: int
+    missing_steps: range
     last_weights: torch.Tensor
+    hyperparameters: tuple[str, ...]
     attributes: Mapping[str, Any]
     last_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compared: ComparedRun | None = None
@@ -79,7 +85,8 @@ class ExistingRun:
         RunNotFound
             If there is no run.
         NothingToResume
-            If it lacks the step after which the training continues.
+            If its first row is of a later step than the training has taken; with a comparison also
+            if it lacks rows up to that step.
         InvalidArgument
             If it was recorded with other options.
         """
@@ -96,6 +103,9 @@ class ExistingRun:
         if planned.recording.state is not None:
             planned.recording.state.resume(attributes, held)
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
+        missing = _missing_steps(planned, int(steps[-1]))
+        if missing and comparison is not None:
+            raise _ends_early(planned, steps)
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
@@ -106,7 +116,11 @@ class ExistingRun:
             variables=held,
             rows=int(steps.size),
             last_step=int(steps[-1]),
+            missing_steps=missing,
             last_weights=_row(W, (last, own)),
+            hyperparameters=tuple(map(str, arrays["hyperparameter"][...]))
+            if "hyperparameter" in arrays
+            else (),
             attributes=_changed_attributes(planned, attributes),
             last_state={}
             if planned.recording.state is None
@@ -244,18 +258,28 @@ def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
 
 
 def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the steps of the rows to keep; they must reach the step of the training."""
+    """Return the steps of the rows to keep, at least one."""
     step, every = planned.recording.loop.first_step, planned.recording.options.every
     # A row that exists only because the training ended has no place in a longer training.
     regular = steps[(steps % every == 0) | (np.arange(steps.size) == 0)]
     kept: npt.NDArray[Any] = regular[regular <= step]
-    if not kept.size or kept[-1] != max(steps[0], step - step % every):
-        reached = f"step {steps[-1]}" if steps.size else "no step"
-        raise NothingToResume(
-            f"{planned.path} ends at {reached}, but the training continues after step {step}; "
-            "resume from an earlier checkpoint, or record a new run"
-        )
+    if not kept.size:
+        raise _ends_early(planned, steps)
     return kept
+
+
+def _missing_steps(planned: PlannedRun, last_step: int) -> range:
+    """Return the steps after a row, up to the step of the training, that should have rows."""
+    step, every = planned.recording.loop.first_step, planned.recording.options.every
+    return range(last_step - last_step % every + every, step + 1, every)
+
+
+def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume:
+    reached = f"has the steps {steps[0]} to {steps[-1]}" if steps.size else "has no step"
+    return NothingToResume(
+        f"{planned.path} {reached}, but the training continues after step "
+        f"{planned.recording.loop.first_step}; resume from another checkpoint, or record a new run"
+    )
 
 
 def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[str, Any]:

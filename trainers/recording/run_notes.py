@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,8 +13,24 @@ _MOST_RANGES = 1000
 """Maximum number of ranges of a note, which every commit writes; the last one then grows."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk without space."""
+
+_FAILED = (*FULL, errno.EIO, errno.EROFS)
+
+_MISSING = "there are no rows of steps"
+
+
 class CannotFollow(RecordingError):
     """The training has changed so that no row of the run can hold its steps."""
+
+
+def file_error(error: BaseException) -> OSError | None:
+    """Return an error, or the one of its causes, that is about a file; None if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause
 
 
 class RunNotes:
@@ -51,6 +68,19 @@ class RunNotes:
             raise RecordingError(sentence)
         self.mention(sentence, unproven=unproven)
 
+    def ends_training(self, error: BaseException, *, has_begun: bool) -> bool:
+        """Return True if the training has to know an error, and not only the recording ends.
+
+        That is so for an interruption, a full or failed disk, a loop that cannot be recorded, and
+        every error if notes are errors. Other errors of files, such as a folder that is gone, are
+        the training's business only until the recording `has_begun`.
+        """
+        if self.strict or not isinstance(error, Exception):
+            return True
+        if (of_file := file_error(error)) is not None:
+            return not has_begun or of_file.errno in _FAILED
+        return isinstance(error, RecordingError) and not isinstance(error, CannotFollow)
+
     def mention(self, sentence: str, *, unproven: bool = False) -> None:
         """Note a fact about the current step that is no error.
 
@@ -71,6 +101,15 @@ class RunNotes:
                 ranges[-1][1] = self.step
             else:
                 ranges.append([self.step, self.step])
+
+    def add_missing(self, matrix: str, steps: range) -> None:
+        """Note that a run has no rows of some steps, from which the training continues."""
+        self.step = steps[-1]
+        self.mention(
+            f"{_MISSING} {steps[0]} to {steps[-1]} of {matrix}: an earlier recording ended before "
+            "they were committed, so the weights at the resumed step were not compared either"
+        )
+        self.entries[-1] |= {"first_step": steps[0], "count": len(steps)}
 
     def resumed(self, before: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
         """Begin with the notes of a run up to a step, and return all."""

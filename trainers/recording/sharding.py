@@ -43,6 +43,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def has_fsdp(model: torch.nn.Module) -> bool:
+    """Return True if FSDP2 shards a part of a model."""
+    if not is_distributed():
+        return False
+    from torch.distributed.fsdp import FSDPModule  # takes long, and not every torch has it
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def own_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tokens of a matrix that this process holds; all if it is not sharded.
 
@@ -182,8 +191,6 @@ def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
             "tokens: a parameter that is sharded over processes is recorded with all tokens; leave "
             "out tokens, or select tokens after recording"
         )
-    from torch.distributed.fsdp import FSDPModule
-
     of_state = [name for name in EVERYTHING if name in variables]
     if of_state:
         raise RecordingError(
@@ -197,7 +204,7 @@ def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
             "weights, weights+grads or matrix"
         )
     of_examples = [name for name in OF_EXAMPLES if name in variables]
-    if of_examples and not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if of_examples and not has_fsdp(model):
         raise RecordingError(
             f"{', '.join(of_examples)}: in a tensor-parallel training all processes have the same "
             "examples, which would be recorded once per process; leave them out"

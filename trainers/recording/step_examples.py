@@ -6,8 +6,9 @@ do not record collect their share for the process that does.
 
 from __future__ import annotations
 
+import functools
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +72,8 @@ class StepExamples:
         if "example_loss" in self.variables:
             hooks.after(model, self._on_model_output)
 
-    def observe(self, *, batch: Any, example_loss: Any) -> None:
-        """Use values from the loop in place of those from the hooks.
+    def observe(self, *, batch: Any, example_loss: Any) -> Iterator[Callable[[], None]]:
+        """Yield functions that use values from the loop in place of those from the hooks.
 
         Raises
         ------
@@ -83,12 +84,14 @@ class StepExamples:
             if given is None:
                 continue
             values = _observed(name, given)
-            if name not in self.variables:
-                continue
-            if name not in self._observed:
-                self._observed.add(name)
-                self._parts[name].clear()
-            self._parts[name].append(_as_recorded(name, values))
+            if name in self.variables:
+                yield functools.partial(self._use, name, _as_recorded(name, values))
+
+    def _use(self, name: str, values: torch.Tensor) -> None:
+        if name not in self._observed:
+            self._observed.add(name)
+            self._parts[name].clear()
+        self._parts[name].append(values)
 
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the values of the current step by variable; missing ones are left out.
@@ -202,9 +205,10 @@ def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def _observed(name: str, given: Any) -> torch.Tensor:
     """Return values from the loop, which the type of the variable holds exactly."""
     try:
-        values = torch.as_tensor(given).detach()
+        values = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
+        values = values.detach()
         if values.is_floating_point() and not hasattr(given, "dtype"):
-            values = torch.as_tensor(given, dtype=torch.float64)  # as Python's floats
+            values = torch.as_tensor(given, dtype=torch.float64, device="cpu")  # as Python's floats
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgument(
             f"{name}: got {reprlib.repr(given)}, expected one number for each example"

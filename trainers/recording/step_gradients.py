@@ -1,9 +1,9 @@
 """The gradients of a step: as the backward passes left them, and as the optimizer consumed them.
 
 A gradient is known by its tensor and the tensor's version, so unchanged gradients are recognized
-without a read. The raw gradient is taken at the end of each backward pass, because the loop may
-clip it afterwards. The gradient that the optimizer consumes decides: the recorded `grad` times
-`clip_coef` is that gradient, or `grad` is that gradient itself.
+without a read. The raw gradient is taken after the backward pass and the scaler's `unscale_`: the
+loop may clip it afterwards. The gradient that the innermost step gets decides: the recorded `grad`
+times `clip_coef` is that gradient in every bit, or `grad` is that gradient itself.
 """
 
 from __future__ import annotations
@@ -11,21 +11,48 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
-from trajstore.trainers.recording.torch_internals import counts_versions, version
+from trajstore.trainers.recording.sharding import (
+    agreed,
+    has_fsdp,
+    is_sharded,
+    own_rows,
+    total_norm,
+    whole,
+)
+from trajstore.trainers.recording.torch_internals import counts_versions, scale_in_step, version
 from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
     "one factor; grad is what the optimizer got, clip_coef is NaN"
+)
+_UNSEEN = (
+    "the gradient of {name} changed between the backward pass and the optimizer's step; without "
+    "grad, only the factor of clip_grad_norm_ is known, so clip_coef is NaN"
+)
+_SCALED = (
+    "the loop changed the gradient of {name} while it was scaled; grad is that after the change, "
+    "clip_coef and grad_norm are NaN"
+)
+_INSIDE = (
+    "the gradient of {name} changed while optimizer.step() ran; grad is that at the beginning of "
+    "step(), clip_coef is NaN"
+)
+_KEPT = (
+    "calls of optimizer.step() before may have kept gradients of {name} without a change of "
+    "parameters; what the step used is not known, so grad and clip_coef are NaN"
+)
+_OTHER_LIMIT = (
+    "clipping did not follow from max_grad_norm={limit}; clip_coef is what the loop applied"
 )
 _NORM = (
     "gradients were replaced or removed, and others changed, between the backward pass and the "
@@ -38,8 +65,10 @@ _REMOVED = (
 _BETWEEN = "a backward pass ran between the steps of the optimizers in a step, so grad_norm is NaN"
 _ASSIGNED = (
     "the gradient of {name} in a step is not that of a backward pass that ended before the step; "
-    "grad is what the optimizer got, and clipping before cannot be seen"
+    "grad is what the optimizer got; clipping before cannot be seen, so clip_coef and grad_norm "
+    "are NaN"
 )
+_AGAIN = "a step uses again the gradient of {name} of the step before"
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -62,6 +91,10 @@ class _Mark(NamedTuple):
     gradient: weakref.ref[torch.Tensor]
     version: int
 
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Mark:
+        return cls(weakref.ref(gradient), version(gradient))
+
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         if gradient is None or not self.is_tensor(gradient):
             return False
@@ -69,6 +102,14 @@ class _Mark(NamedTuple):
 
     def is_tensor(self, gradient: torch.Tensor | None) -> bool:
         return self.gradient() is gradient
+
+
+class _Clipping(NamedTuple):
+    """A call of `clip_grad_norm_` that changed a gradient which was as it had been taken."""
+
+    max_norm: float
+    total_norm: torch.Tensor
+    after: _Mark
 
 
 Marks = dict[torch.Tensor, _Mark]
@@ -100,43 +141,82 @@ class StepGradients:
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
+        self._before: Marks = {}
+        self._settled: Marks = {}
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the gradients so far: a step begins, or the loop has discarded them."""
         self.total_norm: torch.Tensor | None = None
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}  # of the raw gradients
-        self._taken: Marks = {}  # all gradients at the end of the last backward pass
-        self._settled: Marks = {}  # all gradients when they were compared
-        self._reached: dict[torch.Tensor, None] = {}  # parameters whose gradients it changed
-        self._was_inside = False  # the gradients were compared inside the step
+        self._norms: dict[Optimizer, torch.Tensor] = {}  # of the gradients of each optimizer
+        self._taken: Marks = {}  # all gradients when they were taken
+        self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
+        self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
+        self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
+        self._before, self._settled = (
+            self._settled or self._before,
+            {},
+        )  # of the matrices when compared
+        self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
+        self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
+        self._results: list[weakref.ref[torch.Tensor]] = []  # of `torch.autograd.grad`
+        self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
 
     # Backward passes -----------------------------------------------------------------------------
+
+    def find_parameters(self) -> None:
+        """Find the parameters of the model and of the optimizer again."""
+        trained = self._optimizer.parameters(*self._optimizer.members)
+        self._of_optimizer = len(trained)
+        self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
 
     def marks(self) -> Marks:
         """Return the present gradient of each parameter of the model and of the optimizer."""
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._of_optimizer:
-            self._of_optimizer = count
-            trained = self._optimizer.parameters(*self._optimizer.members)
-            self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
+            self.find_parameters()
         return {
-            parameter: _Mark(weakref.ref(parameter.grad), version(parameter.grad))
+            parameter: _Mark.of(gradient)
             for parameter in self._parameters
-            if parameter.grad is not None
+            if (gradient := parameter.grad) is not None
         }
 
-    def are_changed_since(self, before: Marks) -> bool:
-        """Return True if a backward pass has changed a gradient since some marks were taken."""
-        reached = {
-            parameter: None
-            for parameter in self.marks()
-            if parameter not in before or not before[parameter].is_still(parameter.grad)
-        }
+    def end_backward(
+        self, before: Marks, *, is_scaled: bool, is_of_model: bool
+    ) -> Set[torch.Tensor]:
+        """Take the gradients of a backward pass, before the loop can change them.
+
+        Parameters
+        ----------
+        before : mapping
+            Marks before the pass.
+        is_scaled : bool
+            A gradient scaler has multiplied the loss; the gradients are taken when it divides them.
+        is_of_model : bool
+            The pass went through a forward pass of the model.
+
+        Returns
+        -------
+        set of tensor
+            Parameters whose gradients have changed; empty if the pass trains something else.
+        """
+        now = self.marks()
+        reached = {p for p in now if p not in before or not before[p].is_still(p.grad)}
         if self._trained().isdisjoint(reached):
-            return False  # it trains something else
+            # Without synchronization, FSDP2 adds the gradient to that of a later pass.
+            is_held_back = is_of_model and has_fsdp(self._model)
+            return self._trained() if is_held_back else frozenset()
         self._reached = reached
-        return True
+        if is_scaled:
+            self._taken = now
+            self._scaled = {*self._optimizer.members}
+        else:
+            self._take(now)
+        return self._reached
+
+    def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Remember the results of `torch.autograd.grad`, which the loop may assign."""
+        self._results += (weakref.ref(one) for one in gradients if one is not None)
 
     def _trained(self) -> set[torch.Tensor]:
         """Return the parameters of the optimizer."""
@@ -158,21 +238,42 @@ class StepGradients:
         on_host = gradient.device.type == "cpu"
         return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
 
-    def take(self, unscale: float) -> None:
-        """Take all gradients before they can be clipped; `unscale` multiplies them."""
-        self._taken = self.marks()
-        gradients = [g for g in map(gradient_of, self._taken) if g is not None]
+    def _take(
+        self, marks: Marks, *, only: Optimizer | None = None, scale: float | None = None
+    ) -> None:
+        """Take the gradients of all optimizers, or of `only` one, divided by `scale`."""
+        others = {*self._optimizer.members} - {only} if only is not None else set()
+        kept = {*self._optimizer.parameters(*others)}
+        consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
+        unscale = 1.0 if scale is None else 1.0 / scale
+        self._scaled &= others
+        self._taken = {
+            p: self._taken[p] if p in kept and p in self._taken else mark
+            for p, mark in marks.items()
+        }
+        for tensor in marks.keys() - kept:
+            self._settled.pop(tensor, None)
+            self._clippings.pop(tensor, None)
+            self._replaced.discard(tensor)
+        gradients = [g for g in map(gradient_of, marks) if g is not None]
         if not gradients:
             return
-        consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
         self._take_of_others(unscale, consumed)
         for rows in self._rows:
-            gradient = gradient_of(rows.parameter.tensor)
-            if gradient is not None and rows.parameter.tensor not in consumed:
-                gradient = own_rows(gradient)
-                norm = torch.linalg.vector_norm(gradient) * unscale
-                self._norms[rows.parameter.tensor] = norm
-                self._set(rows, gradient, unscale)
+            parameter = rows.parameter
+            gradient = gradient_of(parameter.tensor)
+            if gradient is None or parameter.tensor in consumed or parameter.optimizer in others:
+                continue
+            self._set(rows, own_rows(gradient), scale)
+            if scale is not None:
+                self._divided.add(parameter.tensor)
+        if only is not None and others:
+            own = [g for p in marks if p not in kept and (g := gradient_of(p)) is not None]
+            if own:
+                self._norms[only] = total_norm(own) * unscale
+            norms = list(self._norms.values())
+            self.total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+            return
         self.total_norm = total_norm(gradients) * unscale
         if consumed:
             self.total_norm = torch.full_like(self.total_norm, float("nan"))
@@ -194,139 +295,279 @@ class StepGradients:
             return []
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
 
-    def _set(self, rows: ParameterRows, gradient: torch.Tensor, unscale: float = 1.0) -> None:
-        raw = gradient if unscale == 1.0 else gradient * unscale
+    def _set(self, rows: ParameterRows, gradient: torch.Tensor, scale: float | None = None) -> None:
+        raw = gradient if scale is None else gradient / scale
         rows.set("grad", raw)
         rows.set_gradient_norms(raw)
 
+    # Changes that torch makes --------------------------------------------------------------------
+
+    def are_still(self, optimizer: Optimizer) -> bool:
+        """Return True if no recorded gradient of an optimizer has changed since it was taken."""
+        return all(
+            mark is None or mark.is_still(rows.parameter.tensor.grad)
+            for rows in self._rows_of(optimizer)
+            for mark in [self._taken.get(rows.parameter.tensor)]
+        )
+
+    def after_unscale(
+        self, optimizer: Optimizer, *, were_still: bool, is_scaled_by_hand: bool = False
+    ) -> None:
+        """Take the gradients that a gradient scaler has divided."""
+        if optimizer not in self._scaled and not is_scaled_by_hand:
+            self._take_assigned()
+            return
+        self._take(self.marks(), only=optimizer)
+        if not were_still:
+            self._doubt(self._rows_of(optimizer), _SCALED)
+
+    def before_clipping(self) -> None:
+        """Take gradients that no backward pass has left, before they are clipped."""
+        if not (self._optimizer.turns or self._scaled):
+            self._take_assigned()
+        self._were_still = {
+            rows.parameter.tensor: mark is not None and mark.is_still(rows.parameter.tensor.grad)
+            for rows in self._rows
+            for mark in [self._taken.get(rows.parameter.tensor)]
+        }
+
+    def _take_assigned(self) -> None:
+        """Take gradients that no backward pass has left, if there are some."""
+        rows = [one for one in self._rows if one.parameter.tensor not in self._taken]
+        rows = [one for one in rows if one.parameter.tensor.grad is not None]
+        if rows:
+            self._take(self.marks())
+            unknown = [one for one in rows if not self._is_known(one.parameter.tensor.grad)]
+            self._doubt(unknown, _ASSIGNED)
+
+    def _is_known(self, gradient: torch.Tensor | None) -> bool:
+        """Return True for an unchanged result of `torch.autograd.grad`."""
+        results = (one() for one in self._results)
+        return (
+            gradient is not None
+            and not version(gradient)
+            and any(one is gradient for one in results)
+        )
+
+    def _doubt(self, rows: Sequence[ParameterRows], sentence: str) -> None:
+        """Use a note in place of the factor of clipping, and of the norm before it."""
+        for one in rows:
+            self._doubtful[one.parameter.tensor] = sentence
+        if rows and self.total_norm is not None:
+            self.total_norm = torch.full_like(self.total_norm, float("nan"))
+
+    def after_clipping(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Remember the factor of a call of `clip_grad_norm_`."""
+        for parameter, was_still in self._were_still.items():
+            mark, gradient = self._taken.get(parameter), parameter.grad
+            if mark is None or gradient is None or mark.is_still(gradient):
+                continue  # the call was about others
+            known = was_still and parameter not in self._clippings
+            self._clippings[parameter] = (
+                _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
+            )
+
+    def _take_scaled(self, optimizer: Optimizer, scale: float | None = None) -> None:
+        """Take gradients of a scaled loss that the scaler has not divided."""
+        were_still = self.are_still(optimizer)
+        self._take(self.marks(), only=optimizer, scale=scale)
+        if not were_still:
+            self._doubt(self._rows_of(optimizer), _SCALED)
+
     # The optimizer's step ------------------------------------------------------------------------
 
-    def settle(
-        self, optimizer: Optimizer, unscale: float = 1.0, *, may_be_assigned: bool = True
-    ) -> None:
-        """Compare the gradients with those that an optimizer consumes, and set `clip_coef`.
+    def settle(self, optimizer: Optimizer, *, inside: bool = False) -> None:
+        """Compare the gradients with those that an optimizer gets, and set `clip_coef`.
 
-        `unscale` multiplies gradients that no backward pass was seen to produce. They are noted if
-        they `may_be_assigned`.
+        It is called at the beginning of a step, and at that of each step `inside` it.
         """
+        if optimizer in self._scaled:
+            self._take_scaled(optimizer, scale_in_step(optimizer))
         for rows in self._rows_of(optimizer):
-            self._settle(rows, unscale, noted=may_be_assigned)
-        self._settled = now = self.marks()
-        if self._optimizer.turns:
+            self._settle(rows, inside=inside)
+            if (gradient := rows.parameter.tensor.grad) is not None:
+                self._settled[rows.parameter.tensor] = _Mark.of(gradient)
+        if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
+        now = self.marks()
         same = now.keys() == self._taken.keys() and all(
             self._taken[p].is_tensor(p.grad) for p in now
         )
         if not same and now:
-            gradients = [g for g in map(gradient_of, now) if g is not None]
-            norm = total_norm(gradients) * unscale
+            norm = total_norm([g for g in map(gradient_of, now) if g is not None])
             unchanged = all(self._taken[p].is_still(p.grad) for p in now if p in self._taken)
-            self.total_norm = norm if unchanged else torch.full_like(norm, float("nan"))
+            known = unchanged and not self._doubtful
+            self.total_norm = norm if known else torch.full_like(norm, float("nan"))
             if not unchanged:
                 self._on_note(_NORM)
             else:
-                self._take_of_others(unscale)
+                self._take_of_others(1.0)
 
-    def _settle(self, rows: ParameterRows, unscale: float, *, noted: bool) -> None:
+    def skip(self, optimizer: Optimizer) -> None:
+        """Leave the gradients of a step that a gradient scaler skips as they were taken."""
+        if optimizer in self._scaled:
+            self._take_scaled(optimizer)
+        for rows in self._rows_of(optimizer):
+            if rows.parameter.tensor.grad is None:
+                rows.forget("grad", "grad_token_norm")
+        self.set_unknown_factor(optimizer)
+
+    def _settle(self, rows: ParameterRows, *, inside: bool) -> None:
         parameter = rows.parameter.tensor
-        taken = self._taken.get(parameter)
+        before, taken = self._settled.get(parameter), self._taken.get(parameter)
         gradient = gradient_of(parameter)
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
+            return
+        is_same = before is not None and before.is_still(parameter.grad)
+        if is_same and not (inside and taken is not None and self._has_changed(rows, gradient)):
             return
         owner = rows.parameter.optimizer
         if owner is not None and (sentence := why_unproven(owner, parameter)) is not None:
             self._on_note(sentence, unproven=True)
         if taken is None:
-            self._set(rows, own_rows(gradient), unscale)
-            if noted:
-                self._note(_ASSIGNED, rows)
-        elif is_sharded(parameter) or not taken.is_still(parameter.grad):
+            self._set(rows, own_rows(gradient))
+            again = self._before.get(parameter)
+            if again is not None and again.is_still(parameter.grad):
+                self._note(_AGAIN, rows)
+            elif not self._is_known(parameter.grad):
+                self._doubt([rows], _ASSIGNED)
+        elif is_sharded(parameter) or self._has_changed(rows, gradient):
             # If several processes hold the gradient, all compare, and the result has to agree.
             self._compare(rows, own_rows(gradient))
-            return
-        rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
+            if parameter not in self._doubtful:
+                return
+        if sentence := self._doubtful.get(parameter):
+            rows.set("clip_coef", self.as_norm(gradient.new_full((), float("nan"))))
+            self._note(sentence, rows)
+        else:
+            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
 
-    def _compare(
-        self, rows: ParameterRows, consumed: torch.Tensor, *, only_factor: bool = False
-    ) -> None:
+    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor) -> bool:
+        """Return True if a gradient has changed since it was taken.
+
+        A change of its `Tensor.data` is not counted, so on the CPU the bits are compared.
+        """
+        parameter = rows.parameter.tensor
+        if not self._taken[parameter].is_still(parameter.grad):
+            return True
+        raw = rows.copy_of("grad")
+        if raw is None or gradient.device.type != "cpu" or raw.dtype != gradient.dtype:
+            return False
+        if parameter in self._divided:
+            return False
+        return not same_bits(raw, rows.recorded_tokens(gradient))
+
+    def _compare(self, rows: ParameterRows, consumed: torch.Tensor) -> None:
         """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
         seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
-        if raw is not None and raw.device != seen.device:
-            raw = None  # the first row of a training on a device is on the host
+        clipping = self._clippings.get(parameter)
+        is_clipped = clipping is not None and clipping.after.is_still(parameter.grad)
         on_host = seen.device.type == "cpu" and not is_sharded(parameter)
-        wide = torch.promote_types(total.dtype, torch.float32)
+        is_elsewhere = raw is not None and raw.device != seen.device
+        if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
+            is_still = self._taken[parameter].is_still(parameter.grad)
+            known = self._factor(clipping) if is_clipped else torch.ones_like(total)
+            unknown = torch.full_like(total, float("nan"))
+            rows.set("clip_coef", self.as_norm(known if is_clipped or is_still else unknown))
+            if not (is_clipped or is_still):
+                self._note(_UNSEEN, rows)
+            return
+        if parameter in self._replaced:
+            rows.replace_gradient(seen)
+            return
+        if is_elsewhere:
+            seen = seen.cpu()
+            on_host = not is_sharded(parameter)
         lost = seen.isnan()
+        candidates: Any = (
+            [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
+        )
         factors, matches = [], []
-        for candidate, tolerance in self._candidates(total, raw, seen):
-            if raw is not None:
-                scaled = raw * candidate
-                if tolerance:
-                    same = torch.isclose(scaled, seen, rtol=tolerance, atol=0)
-                else:
-                    same = scaled == seen
-                same = (same | (scaled.isnan() & lost)).all()
-            else:
-                after = torch.linalg.vector_norm(consumed).float()
-                before = self._norms[parameter].float() * candidate.float()
-                same = torch.isclose(after, before, rtol=1e-2, atol=0)
-            same = agreed(same, parameter)
-            factors.append(candidate.to(wide))
+        for candidate in candidates:
+            factor = self.as_norm(candidate.to(total.dtype))
+            scaled = raw * factor
+            same = agreed(((scaled == seen) | (scaled.isnan() & lost)).all(), parameter)
+            factors.append(factor)
             matches.append(same)
             if on_host and same:
                 break
         found = torch.stack(matches).any()
         first = torch.stack(matches).to(torch.uint8).argmax().reshape(1)
         factor = torch.stack(factors).gather(0, first).reshape(()).where(found, float("nan"))
-        if only_factor and on_host and not found:
-            return
-        rows.set("clip_coef", self.as_norm(factor.to(total.dtype)))
-        if raw is None or only_factor:
-            return
-        if on_host and not found:
-            rows.replace_gradient(seen)
-            self._note(_CHANGED, rows)
-        elif not on_host:  # without a wait for the device
-            rows.replace_gradient(torch.where(found, raw, seen))
+        rows.set("clip_coef", factor)
+        if not on_host:  # without a wait for the device
             self._changed = (~found).to(torch.int64) + self._changed
+            rows.replace_gradient(torch.where(found, raw, seen))
+        elif found:
+            self._check_limit(rows, total, factor)
+        else:
+            self._note(_CHANGED, rows)
+            rows.replace_gradient(seen)
+            self._replaced.add(parameter)
+
+    def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
+        """Note a factor of clipping that does not follow from the recorded limit."""
+        limit = self._recording.loop.schedule.get("max_grad_norm") or 0.0
+        expected = self.as_norm(clip_coefficient(total, limit))
+        if limit <= 0 or factor == 1 or factor == expected:
+            return
+        is_new = rows.writer is None
+        if is_new and isinstance(self._recording.loop.schedule, dict):
+            self._recording.loop.schedule["max_grad_norm"] = 0.0  # the run has no limit
+        self._on_note(_OTHER_LIMIT.format(limit=limit), unproven=not is_new)
+
+    def _factor(self, clipping: _Clipping | None) -> torch.Tensor:
+        assert clipping is not None
+        return clip_coefficient(whole(clipping.total_norm), clipping.max_norm)
 
     def _candidates(
-        self, total: torch.Tensor, raw: torch.Tensor | None, seen: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, float]]:
-        """Yield possible factors, and the relative error to allow; the likeliest first."""
-        yield torch.ones_like(total), 0
+        self, total: torch.Tensor, raw: torch.Tensor, seen: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yield possible factors; the likeliest first."""
+        yield torch.ones_like(total)
         if self._max_grad_norm > 0:
-            yield clip_coefficient(total, self._max_grad_norm), 0
-        if raw is None:
-            return
+            yield clip_coefficient(total, self._max_grad_norm)
         # The best factor by least squares, and its neighbors in the type of a clipping factor.
         before, after = raw.double(), seen.double()
         best = (before * after).sum() / before.square().sum()
-        best = torch.where(best > 0, best, float("nan")).float()
-        near = best.to(total.dtype)
-        yield from ((one, 0) for one in (near, *_neighbors(near), best))
-        yield best, 2 * torch.finfo(seen.dtype).eps
+        near = self.as_norm(torch.where(best > 0, best, float("nan")).to(total.dtype))
+        yield near
+        yield from _neighbors(near)
 
-    def compare_again(self, optimizer: Optimizer, *, inside: bool = False) -> None:
-        """Find the factor of gradients that changed after `settle`, in a later hook of the step.
+    def compare_again(self, optimizer: Optimizer, *, has_kept: bool = False) -> None:
+        """Look at gradients that a step has changed; its use of them is not known.
 
-        Other changes are the optimizer's own. It is called after the step, and before the step of
-        a base class, `inside` that of the optimizer.
+        `has_kept` says that empty calls of the step may have kept gradients before.
         """
+        if not counts_versions():
+            return
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
-            mark = self._settled.get(parameter)
-            if mark is None or mark.is_still(parameter.grad) or parameter not in self._taken:
+            mark, gradient = self._settled.get(parameter), gradient_of(parameter)
+            if mark is None or parameter in self._doubtful:
                 continue
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                self._compare(rows, own_rows(gradient), only_factor=True)
-            elif not self._was_inside:
-                self.set_unknown_factor(optimizer)
-                self._note(_REMOVED, rows, unproven=True)
-        self._was_inside = inside
+            if has_kept:
+                rows.replace_gradient(torch.full_like(rows.own_W(), float("nan")))
+                self._note(_KEPT, rows)
+            elif mark.is_still(parameter.grad):
+                continue
+            elif gradient is not None:
+                clipping, raw = self._clippings.get(parameter), rows.copy_of("grad")
+                if clipping is not None and clipping.after.is_still(parameter.grad):
+                    rows.set("clip_coef", self.as_norm(self._factor(clipping)))
+                    continue
+                if raw is not None and parameter in self._divided:
+                    seen = rows.recorded_tokens(own_rows(gradient))
+                    if seen.device.type == "cpu" and not same_bits(raw, seen):
+                        rows.replace_gradient(seen)  # it divides with other roundings
+                    continue
+                self._note(_INSIDE, rows)
+            else:
+                self._note(_REMOVED, rows)
+            self.set_unknown_factor(optimizer)
 
     def set_unknown_factor(self, optimizer: Optimizer) -> None:
         """Set `clip_coef` of the matrices of an optimizer to NaN."""
@@ -338,7 +579,7 @@ class StepGradients:
     def release(self) -> None:
         """Release all tensors."""
         self.begin_step()
-        self._parameters, self._rows = (), ()
+        self._parameters, self._rows, self._before = (), (), {}
 
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""

@@ -7,16 +7,19 @@ forward hooks on the model                loss of every micro-batch, and of its 
 forward hooks on the unembedding          logits, hidden states, of every micro-batch; the hidden
                                           states also from the output of a named module
 hooks on the nodes of their graphs        the forward passes that a backward pass goes through
-`torch.autograd.backward`                 the root of the pass; at its end the raw gradients,
+the call of autograd's engine             the root of the pass; at its end the raw gradients,
                                           summed over the micro-batches and processes so far
-step pre-hook of the optimizer            the raw gradient compared with the optimizer's one
+`GradScaler.scale`, `unscale_`            the factor of the loss; the raw gradients without it
+`clip_grad_norm_`                         the factor of clipping
+step pre-hook of the optimizer            the raw gradient compared with the optimizer's one; again
+                                          at the beginning of each step inside the step
 step post-hook of the optimizer           the learning rate, W and the moments, the summaries of
                                           all parameters; the row is complete
 `GradScaler.step`                         the mark of a skipped step; the row is complete
 ========================================  ===================================================
 
 Group, rate, state, scaler and parameter are found again in each step. An error in a hook ends the
-recording, not the training, unless it is an interruption or the disk has failed.
+recording, not the training, unless it is an interruption or the disk is full or has failed.
 """
 
 from __future__ import annotations
@@ -27,36 +30,48 @@ import functools
 import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import InvalidArgument, RecordingError
-from trajstore.store.storage.remote_path import Location
+from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
+from trajstore.trainers.recording.flat_vectors import bit_sums
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import (
     BackwardPass,
     ForwardPass,
     ForwardPasses,
+    mark_scaled,
 )
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
-from trajstore.trainers.recording.joined_optimizer import unwrapped
 from trajstore.trainers.recording.module_hooks import ModuleHooks
-from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
+from trajstore.trainers.recording.optimizer_hooks import StepCalls
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.parameters import RecordedParameter, as_float64
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients
-from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile
-from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
+from trajstore.trainers.recording.torch_internals import (
+    counts_versions,
+    found_overflow,
+    scale_of,
+    version,
+)
+from trajstore.trainers.recording.watched_calls import (
+    BACKWARD,
+    CLIP,
+    SCALE,
+    SCALER_STEP,
+    UNSCALE,
+    WatchedCall,
+)
 
 _SEVERAL = (
     "optimizer.step() differentiates the loss several times; loss, logits and grad are those of "
@@ -73,10 +88,29 @@ _DIVIDED = (
 _SOME_SKIPPED = (
     "the GradScaler skipped the step of {idle} only; skipped is that of the matrix's optimizer"
 )
+_SUM = (
+    "loss is the sum of what {count} backward passes of a step differentiated; for their mean, "
+    "pass each loss with observe(loss=…)"
+)
+_LATE_SCALER = (
+    "the GradScaler skipped a step, which the run cannot mark, because no scaler was used in the "
+    "first step; pass it: capture(…, scaler=scaler)"
+)
+_SCALED_BY_HAND = (
+    "the GradScaler divides the gradients of a loss that the loop has multiplied itself, so loss "
+    "is NaN; pass it with observe(loss=…)"
+)
+_NO_STEP = (
+    "{count} backward passes have ended without a step of {names}; a row is recorded when its "
+    "step() is called"
+)
+_DROPPED, _ACCUMULATED = 20, 64  # backward passes without a step, before there is a note
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
     "of the step are not known; pass them with observe()"
 )
+
+_NAN = torch.tensor(float("nan"), device="cpu")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +134,7 @@ def _guarded(method: F) -> F:
 class Recorder:
     """Records parameters of a model while an optimizer trains it.
 
-    `trainers.capture` or the callback of a Trainer creates it.
+    `attach`, `capture` or the callback of a Trainer creates it.
 
     Parameters
     ----------
@@ -112,6 +146,8 @@ class Recorder:
         Matrix whose module gets the hidden states.
     on_step : callable, optional
         Called with the recorder after every step.
+    must_write : path-like, optional
+        Path of the run, if it is an error to complete the recording without a step.
 
     Attributes
     ----------
@@ -130,15 +166,17 @@ class Recorder:
         multiplied: RecordedParameter,
         *,
         on_step: Callable[[Recorder], None] | None = None,
+        must_write: RunPath | None = None,
     ) -> None:
         options, loop, notes = recording.options, recording.loop, recording.notes
         self.step = loop.first_step
-        self.loss = torch.tensor(float("nan"))
+        self.loss = _NAN
         self._recording = recording
         self._optimizer = recording.optimizer
         self._parameters = tuple(parameters)
         self._notes = notes
         self._on_step = on_step
+        self._must_write = must_write
         self._forward = ForwardPasses(
             logits_mode=options.logits_mode,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
@@ -149,7 +187,7 @@ class Recorder:
         receivers = (self._forward.hidden_part, self._examples.hidden_part)
         size = multiplied.tensor.shape[1]
         self._hidden = HiddenStates(self._forward, receivers, size, notes.add)
-        self._scaler = loop.scaler if loop.scaler and loop.scaler.is_enabled() else None
+        self._has_scaler = loop.scaler is not None and loop.scaler.is_enabled()
         self._gradients = StepGradients(recording, self._parameters)
         self._matrices = FollowedMatrices(recording, self._parameters)
         self.has_failed = False
@@ -157,10 +195,24 @@ class Recorder:
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
         self._backwards: list[BackwardPass] = []  # those that the step has used
         self._new_roots: list[weakref.ref[torch.Tensor]] = []  # of the step
-        self._steps = OuterStep(self._before_step, self._on_step_end, self._inside_step)
+        self._calls: dict[Optimizer, StepCalls] = {}
         self._has_closure = self._in_step = False
-        self._turns = 0  # of all optimizers
-        self._scale = 1.0  # factor of the loss in the last backward pass
+        self._begun = 0  # steps of all optimizers
+        self._has_begun = False  # a backward pass or a step has begun
+        self._has_gradients = True  # when a step began
+        self._backwards_before = 0  # passes when a step began
+        self._dropped = 0  # backward passes since the last step whose gradients were discarded
+        self._summands = 0  # of the loss, in the first step that adds some
+        self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
+        self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
+        self._before: list[tuple[int, int]] | None = None  # sums of the parameters then
+        self._watched: list[tuple[WatchedCall, Callable[..., Any]]] = [
+            (BACKWARD, self._on_backward),
+            (SCALE, self._on_scale),
+            (UNSCALE, self._on_unscale),
+            (SCALER_STEP, self._on_scaler_step),
+            *((clip, self._on_clip) for clip in CLIP),
+        ]
         self._handles: list[Any] = []
         self._begin_step()
         self._is_idle = False
@@ -171,7 +223,6 @@ class Recorder:
         self, model: torch.nn.Module, head: torch.nn.Module | None, hidden_from: str | None
     ) -> None:
         """Register all hooks."""
-        before, after = outside_compile(self._steps.before), outside_compile(self._steps.after)
         hooks = ModuleHooks(self._fail)
         watched = {name for rows in self._parameters for name in rows.watched}
         self._examples.watch(hooks, model, self._forward, self._notes.add)
@@ -183,10 +234,12 @@ class Recorder:
                 self._recording.state.watch(hooks, model, self._forward)
         self._forward.watch_model(hooks, model)
         self._handles = [hooks]
-        for optimizer in self._optimizer.members:
-            self._handles += watch_steps(optimizer, before, after)
-        BACKWARD.listen(self._on_backward)
-        SCALER_STEP.listen(self._on_scaler_step)
+        for chain in self._optimizer.chains:
+            calls = StepCalls(chain, self._before_step, self._on_step_end, self._inside_step)
+            self._calls[chain[-1]] = calls
+            self._handles.append(calls)
+        for call, listener in self._watched:
+            call.listen(listener)
 
     def __enter__(self) -> Self:
         return self
@@ -291,27 +344,64 @@ class Recorder:
             if any(root is not None and root.data_ptr() == loss.data_ptr() for root in alive):
                 self._notes.add(_STALE)
                 loss = None
+        others = [*self._examples.observe(batch=batch, example_loss=example_loss)]
         if hidden is not None:
-            self._hidden.observe(hidden)
-        self._forward.observe(loss=loss, logits=logits)
-        self._examples.observe(batch=batch, example_loss=example_loss)
+            others.append(self._hidden.observe(hidden))
+        self._forward.observe(loss=loss, logits=logits, others=others)
 
-    def close(self, *, complete: bool) -> None:
-        """Remove all hooks and commit all complete rows; further calls have no effect."""
+    @_guarded
+    def commit(self) -> None:
+        """Commit all rows so far, and return when they are on the disk, flushed if `fsync` is set.
+
+        Call it before you save a checkpoint, in every process of a sharded training. Then the run
+        has all rows up to the checkpoint, whatever ends the process.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full.
+        """
+        for rows in self._parameters:
+            rows.commit()
+
+    def close(self, *, complete: bool = True) -> None:
+        """End the recording, and commit all complete rows; further calls have no effect.
+
+        Parameters
+        ----------
+        complete : bool
+            Mark the run ``complete``, or ``interrupted``.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full, or a complete recording has no step.
+        """
         if not self._handles:
             return
         atexit.unregister(self.close)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        BACKWARD.ignore(self._on_backward)
-        SCALER_STEP.ignore(self._on_scaler_step)
-        with contextlib.ExitStack() as closing:  # closes each, also if another fails
-            closing.callback(self._release)
-            for rows in reversed(self._parameters):
-                closing.callback(rows.close, complete=complete)
-            closing.callback(self._gradients.last_note)
-            closing.callback(self._matrices.check_last)
+        for call, listener in self._watched:
+            call.ignore(listener)
+        try:
+            with contextlib.ExitStack() as closing:  # closes each, also if another fails
+                closing.callback(self._release)
+                for rows in reversed(self._parameters):
+                    closing.callback(rows.close, complete=complete)
+                closing.callback(self._gradients.last_note)
+                closing.callback(self._matrices.check_last)
+        except Exception as error:
+            if self.has_failed or self._ends_training(error):
+                raise
+            self._mention_end(error)
+        if complete and self._must_write is not None and self._parameters and self.writer is None:
+            raise RecordingError(
+                f"no step of {self._optimizer.named(self._optimizer.waiting)} was taken, so "
+                f"{self._must_write} was not written; call the step() of each given optimizer "
+                "while the recorder is open, or give those that step"
+            )
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
@@ -324,20 +414,26 @@ class Recorder:
     def _fail(self, error: BaseException) -> None:
         """End the recording after an error in a hook; raise it if the training has to know it.
 
-        That is so for an interruption, a failed disk, and every error if `strict` is set.
+        See `RunNotes.ends_training`.
         """
-        self.has_failed = True
-        shown = str(error) or type(error).__name__
-        self._notes.mention(
-            f"the recording ended in step {self.step + 1}: {shown}; the run keeps its complete rows"
-        )
+        ends_training = self._ends_training(error)
+        self._mention_end(error)
         try:
             self.close(complete=False)
         except Exception as failure:
             error.add_note(f"The recording ended with: {failure}")
-        own = isinstance(error, RecordingError | OSError) and not isinstance(error, CannotFollow)
-        if own or not isinstance(error, Exception) or self._notes.strict:
+        if ends_training:
             raise error
+
+    def _ends_training(self, error: BaseException) -> bool:
+        has_begun = all(rows.has_begun for rows in self._parameters)
+        return self._notes.ends_training(error, has_begun=has_begun)
+
+    def _mention_end(self, error: BaseException) -> None:
+        self.has_failed = True
+        shown = str(error) or type(error).__name__
+        rest = "" if isinstance(error, RunNotFound) else "; the run keeps its complete rows"
+        self._notes.mention(f"the recording ended in step {self.step + 1}: {shown}{rest}")
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -351,107 +447,184 @@ class Recorder:
         if one not in frame.passes:
             frame.passes.append(one)
 
-    @contextlib.contextmanager
     def _on_backward(
-        self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
-    ) -> Iterator[None]:
-        """Surround a call of `torch.autograd.backward`."""
+        self,
+        run: Callable[..., Any],
+        tensors: Any,
+        grad_tensors: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Surround a call of autograd's engine; `torch.autograd.grad` accumulates nothing."""
         thread = threading.get_ident()
-        if thread in self._passes or not self.is_recording:  # checkpointing calls it inside
-            yield
-            return
-        begun = self._begin_backward(tensors, grad_tensors)
-        if begun is None:
-            yield
-            return
+        begun = None
+        if not kwargs.get("accumulate_grad", True):
+            result = run(tensors, grad_tensors, *args, **kwargs)
+            self._remember_results(result)
+            return result
+        if thread not in self._passes:
+            begun = self._begin_backward(tensors, grad_tensors)
+        if begun is None:  # checkpointing calls it inside
+            return run(tensors, grad_tensors, *args, **kwargs)
         frame, before = begun
         self._passes[thread] = frame
         try:
-            yield
+            result = run(tensors, grad_tensors, *args, **kwargs)
         finally:
             del self._passes[thread]
         self._end_backward(frame, before)
+        return result
 
     @_guarded
+    def _remember_results(self, gradients: Any) -> None:
+        self._gradients.remember_results(gradients)
+
+    @_guarded
+    @torch.no_grad()
     def _begin_backward(self, tensors: Any, grad_tensors: Any) -> Any:
         """Return a new pass and the gradients before it; None if the step does not use it."""
-        if self._in_step and not self._steps.is_running:
+        self._notes.step = self.step + 1
+        if self._in_step and not self._is_stepping:
             self._in_step = False  # an exception has ended the step
         if self._gradients.are_discarded():
-            if self._in_step and self._backwards:
+            if self._in_step and len(self._backwards) > self._backwards_before:
                 self._is_several = True
             elif not self._optimizer.turns:
-                self._backwards.clear()
-                self._gradients.begin_step()
-        if self._backwards and not self._in_step and not self._optimizer.turns:
-            self._matrices.check_weights(quick=True)
+                self._drop_backwards()
+        if not self._in_step and not self._optimizer.turns:
+            for calls in self._calls.values():
+                calls.call_last()
+            if self._backwards:
+                self._matrices.check_weights(quick=True)
+            elif self._matrices.are_replaced():
+                self._gradients.find_parameters()
+            if not self._has_begun:
+                self._matrices.take_initial_again()
+            self._has_begun = True
         if self._is_several:
             return None
-        return self._with_root(tensors, grad_tensors), self._gradients.marks()
+        single = isinstance(tensors, torch.Tensor)
+        roots = [tensors] if single else list(tensors)
+        factors = [grad_tensors] if single or grad_tensors is None else list(grad_tensors)
+        factors += [None] * (len(roots) - len(factors))
+        self._new_roots += (weakref.ref(root) for root in roots if isinstance(root, torch.Tensor))
+        return BackwardPass.of(roots, factors), self._gradients.marks()
 
     @_guarded
+    @torch.no_grad()
     def _end_backward(self, frame: BackwardPass, before: Any) -> None:
         """Take the raw gradients before they can be clipped."""
-        if not self._gradients.are_changed_since(before):
+        is_scaled = frame.scale is not None
+        frame.reached = self._gradients.end_backward(
+            before, is_scaled=is_scaled, is_of_model=bool(frame.passes)
+        )
+        if not frame.reached:
             return  # it trains something else
+        self._has_scaler |= is_scaled
         self._is_idle = False
         self._backwards.append(frame)
-        self._gradients.take(1.0 / self._scale)
+        if len(self._backwards) == _ACCUMULATED:
+            self._mention_no_step(_ACCUMULATED)
 
-    def _with_root(self, tensors: Any, grad_tensors: Any) -> BackwardPass:
-        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(root.numel() != 1 for root in roots):
-            return BackwardPass()
-        values = [root.detach().reshape(()) for root in roots]
-        if grad_tensors is not None:
-            given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-            factors = [1 if one is None else one.detach().reshape(()) for one in given]
-            values = [value * factor for value, factor in zip(values, factors, strict=True)]
-        value = values[0] if len(values) == 1 else torch.stack(values).sum()
-        loss = self._forward.model_loss_of(roots[0]) if len(roots) == 1 else None
-        self._new_roots += map(weakref.ref, roots)
-        return BackwardPass(root=value.clone(), scale=self._scale, loss=loss)
+    def _drop_backwards(self) -> None:
+        """Forget the backward passes whose gradients the loop has discarded."""
+        self._dropped += len(self._backwards)
+        self._has_dropped = True
+        self._backwards.clear()
+        self._gradients.begin_step()
+        if self._dropped >= _DROPPED:
+            self._mention_no_step(_DROPPED)
+
+    def _mention_no_step(self, count: int) -> None:
+        names = self._optimizer.named(self._optimizer.members)
+        self._notes.mention(_NO_STEP.format(count=count, names=names))
+
+    @property
+    def _is_stepping(self) -> bool:
+        return any(calls.is_running for calls in self._calls.values())
+
+    # Calls of torch that change gradients --------------------------------------------------------
+
+    def _on_scale(self, run: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        """Mark the losses that a gradient scaler multiplies."""
+        result = run(scaler, outputs)
+        if scaler.is_enabled():
+            self._mark_scaled(result, scaler)
+        return result
+
+    @_guarded
+    def _mark_scaled(self, tensors: Any, scaler: Any) -> None:
+        mark_scaled(tensors, scale_of(scaler))
+
+    def _on_unscale(self, run: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        """Take the gradients that a gradient scaler has divided."""
+        member = self._optimizer.member_of(optimizer) if scaler.is_enabled() else None
+        if member is None:
+            return run(scaler, optimizer)
+        were_still = self._are_still(member)
+        result = run(scaler, optimizer)
+        self._after_unscale(member, were_still)
+        return result
+
+    @_guarded
+    def _are_still(self, optimizer: Optimizer) -> bool:
+        return self._gradients.are_still(optimizer)
+
+    @_guarded
+    @torch.no_grad()
+    def _after_unscale(self, optimizer: Optimizer, were_still: bool) -> None:
+        by_hand = [one for one in self._backwards if one.scale is None and one.is_quotient]
+        for one in by_hand:
+            if one.loss is None:
+                one.root = None
+                self._notes.mention(_SCALED_BY_HAND)
+        self._gradients.after_unscale(
+            optimizer, were_still=were_still, is_scaled_by_hand=bool(by_hand)
+        )
+
+    def _on_clip(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the factor of a call of `clip_grad_norm_`, and gradients that it will clip."""
+        named = {
+            **dict(zip(("parameters", "max_norm", "total_norm"), args, strict=False)),
+            **kwargs,
+        }
+        self._before_clipping()
+        result = run(*args, **kwargs)
+        self._after_clipping(named["max_norm"], named["total_norm"])
+        return result
+
+    @_guarded
+    @torch.no_grad()
+    def _before_clipping(self) -> None:
+        self._gradients.before_clipping()
+
+    @_guarded
+    @torch.no_grad()
+    def _after_clipping(self, max_norm: Any, total_norm: torch.Tensor) -> None:
+        self._gradients.after_clipping(max_norm, total_norm)
 
     # The optimizer's step ------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def _on_scaler_step(
-        self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Iterator[None]:
+        self, run: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Surround a call of `GradScaler.step`, to detect whether it calls the optimizer."""
-        optimizer = unwrapped(optimizer)
-        ours = optimizer in self._optimizer.members and scaler.is_enabled()
-        if ours and scaler is not self._scaler:
-            self._adopt(scaler)
-        before = self._turns
-        yield
-        if ours and self._turns == before:
-            self._after_turn(self._skip_step, optimizer)
-
-    @_guarded
-    def _adopt(self, scaler: Any) -> None:
-        """Use a scaler that was not passed, or that replaces the one that was."""
-        if len(self._optimizer.members) > 1:
-            raise RecordingError(
-                "the loop uses a GradScaler that was not passed, which may have unscaled some of "
-                "the gradients; pass it: capture(…, scaler=scaler)"
-            )
-        self._scaler = scaler
-        self._gradients.begin_step()
-        self._was_adopted = True
-        self._scale = scaler.get_scale()
-        for one in self._backwards:
-            one.scale = self._scale
-        self._notes.mention(
-            "the loop uses a GradScaler that was not passed as scaler=; the gradient of its first "
-            "step is recorded as the optimizer got it"
-        )
+        member = self._optimizer.member_of(optimizer) if scaler.is_enabled() else None
+        before = self._begun
+        result = run(scaler, optimizer, *args, **kwargs)
+        if member is not None and self._begun == before:
+            self._has_scaler = True
+            if self._is_stepping:  # of a wrapper, which calls it
+                self._is_skipped = True
+            else:
+                self._after_turn(self._skip_step, member)
+        return result
 
     @_guarded
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find the parameters again, and compare the optimizer's gradient with the raw one."""
+        self._begun += 1
         self._optimizer.check_turn(optimizer)
         self._begin_turn(optimizer)
         if optimizer not in self._optimizer.turns:
@@ -459,31 +632,46 @@ class Recorder:
                 self._recording.summaries.before_step(optimizer.param_groups)
             if self._parameters:
                 self._first_step.begin(optimizer.param_groups)
-        self._in_step = True
-        self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        self._in_step, self._is_skipped = True, False
+        self._backwards_before = len(self._backwards)
+        self._has_gradients = any(p.grad is not None for p in self._optimizer.parameters(optimizer))
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._has_closure = closure is not None  # accelerate passes None
+        if not self._calls[optimizer].is_plain:
+            self._versions = self._present_versions(optimizer)
+            self._before = self._sums(optimizer)
         if not self._has_closure:
             self._settle(optimizer)
 
     def _begin_turn(self, optimizer: Optimizer) -> None:
         self._notes.step = self.step + 1
         if not self._optimizer.turns:
-            self._matrices.find_again()
+            if not self._has_begun:
+                self._matrices.take_initial_again()
+            self._has_begun = True
+            if self._matrices.find_again():
+                self._gradients.find_parameters()
         self._matrices.begin_turn(optimizer)
 
     @_guarded
     @torch.no_grad()
-    def _inside_step(self, optimizer: Optimizer) -> None:
-        if not self._has_closure:
-            self._gradients.compare_again(optimizer, inside=True)
+    def _inside_step(self, optimizer: Optimizer, *, ended: bool = False) -> None:
+        """Compare the gradient that an inner step gets; look at what its wrapper changes."""
+        if self._calls[optimizer].wrapper is not None:
+            if ended:
+                self._matrices.end_inner_step()
+                return
+            self._matrices.check_inner_step(self._calls[optimizer].wrapper, begins=True)
+        if not (self._has_closure or ended):
+            self._gradients.settle(optimizer, inside=True)
+
+    def _present_versions(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
+        return {p: version(p) for p in self._optimizer.parameters(optimizer)}
 
     def _settle(self, optimizer: Optimizer) -> None:
         if not self._optimizer.turns and self._gradients.are_discarded():
-            self._backwards.clear()
-            self._gradients.begin_step()
-        fused = hasattr(optimizer, "grad_scale")
-        self._gradients.settle(
-            optimizer, 1.0 / self._scale if fused else 1.0, may_be_assigned=not self._was_adopted
-        )
+            self._drop_backwards()
+        self._gradients.settle(optimizer)
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._after_turn(self._after_step, optimizer)
@@ -498,30 +686,58 @@ class Recorder:
     @_guarded
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
+        calls = self._calls[optimizer]
+        if self._is_empty(optimizer):
+            self._in_step, self._has_kept = False, True
+            return
+        skipped = self._is_skipped or found_overflow(optimizer)
         if self._is_several:
             self._gradients.set_unknown_factor(optimizer)
             self._notes.mention(_SEVERAL, unproven=True)
         elif self._has_closure:
             self._settle(optimizer)
-        else:
-            self._gradients.compare_again(optimizer)
-        skipped = found_overflow(optimizer)
+        elif not skipped and (calls.is_plain or not calls.has_reached):
+            has_kept = self._has_kept and self._has_dropped and not calls.is_plain
+            self._gradients.compare_again(optimizer, has_kept=has_kept)
+        if calls.wrapper is not None:
+            self._matrices.check_inner_step(calls.wrapper, begins=False)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
+
+    def _is_empty(self, optimizer: Optimizer) -> bool:
+        """Return True if a call of `step` has changed no parameter, so that it is no step."""
+        if self._is_skipped or len(self._optimizer.members) > 1:
+            return False
+        if self._calls[optimizer].has_reached:
+            return not (self._has_gradients or self._has_closure)
+        if not counts_versions():
+            return False
+        before, self._before = self._before, None
+        if self._versions != self._present_versions(optimizer):
+            self._counting.add(optimizer)
+            return False
+        return before == self._sums(optimizer)
+
+    def _sums(self, optimizer: Optimizer) -> list[tuple[int, int]] | None:
+        """Return sums over the bits of the parameters; None for an optimizer that counts changes.
+
+        One that writes to `Tensor.data` does not.
+        """
+        if optimizer in self._counting:
+            return None
+        return bit_sums(self._optimizer.parameters(optimizer))
 
     @_guarded
     @torch.no_grad()
     def _skip_step(self, optimizer: Optimizer) -> None:
         """End the turn of an optimizer that the scaler has not called."""
         self._begin_turn(optimizer)
-        self._gradients.settle(optimizer, may_be_assigned=False)
-        self._gradients.set_unknown_factor(optimizer)
+        self._gradients.skip(optimizer)
         self._end_turn(optimizer, skipped=True)
 
     def _end_turn(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Take what the next optimizer may change; the last one ends the step."""
-        self._turns += 1
         self._matrices.end_turn(optimizer, may_change=self._has_closure)
         if self._recording.summaries is not None:
             groups = optimizer.param_groups
@@ -538,29 +754,33 @@ class Recorder:
             self._notes.mention(_SOME_SKIPPED.format(idle=idle))
         backwards = self._backwards
         passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
+        used = {*passes, *(one.number for one in self._loose.passes)}
         if not backwards and len(passes) > 1:
             passes = {}
             self._notes.mention(_LOOSE)
-        for number in sorted(passes):
-            passes[number].deliver()
+        self._forward.deliver(passes.values(), used)
         total = self._gradients.total_norm
         scalars = {
             **self._forward.values(backwards),
             **self._examples.values(),
             "grad_norm": None if total is None else self._gradients.as_norm(total),
         }
-        if self._scaler is not None and self._recording.state is not None:
-            scalars["scale"] = torch.tensor(self._scale, dtype=torch.float64)
+        if self._has_scaler and self._recording.state is not None:
+            scale = backwards[-1].scale if backwards else None
+            scalars["scale"] = as_float64(1.0 if scale is None else scale)
         if self._recording.summaries is not None:
             scalars |= self._recording.summaries.after_step()
         logits = scalars.pop("logits")
         found = {name: whole(value) for name, value in scalars.items() if value is not None}
-        self.loss = found.get("loss", torch.tensor(float("nan")))
+        self.loss = found.get("loss", _NAN)
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
-            if self._scaler is not None or self._optimizer.ends_step is not None:
-                rows.set("skipped", torch.tensor({0: 1.0, 1: 0.0}.get(taken, float("nan"))))
+            if self._has_scaler or self._optimizer.ends_step is not None:
+                skipped = {0: 1.0, 1: 0.0}.get(taken, float("nan"))
+                rows.set("skipped", torch.tensor(skipped, device="cpu"))
+                if not taken and "skipped" not in rows.variables:
+                    self._notes.mention(_LATE_SCALER)
             rows.set("W", parameter)
             rows.set_cells()
             rows.set_state()
@@ -581,6 +801,9 @@ class Recorder:
             self._notes.mention(note)
         if self._forward.loss.looks_divided:
             self._notes.mention(_DIVIDED)
+        if self._forward.loss.summands:
+            self._summands = self._summands or self._forward.loss.summands
+            self._notes.mention(_SUM.format(count=self._summands))
         self._begin_step()
         turns.clear()
         self.step += 1
@@ -594,5 +817,7 @@ class Recorder:
         self._loose = BackwardPass()
         self._roots, self._new_roots = self._new_roots, []
         self._matrices.begin_step()
+        self._has_kept = self._has_dropped = False  # calls of a step were empty; after discards
+        self._dropped = 0
         self._is_idle = True
-        self._in_step = self._is_several = self._was_adopted = False
+        self._in_step = self._is_several = self._is_skipped = False

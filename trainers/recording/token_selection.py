@@ -94,7 +94,7 @@ def read_tokens(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
         If the file cannot be read, is empty, or has anything else.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         near = did_you_mean(str(path), ("all", "dead", "live"))
         reason = getattr(error, "strerror", None) or error

@@ -11,10 +11,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trajstore.trainers.products import modes_of_products
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+ENGINE = "_engine_run_backward"
+"""Function of `torch.autograd` that `backward` calls with the same first arguments.
+
+Tools wrap `backward` itself, and loops import it; a wrapper of ours there would be lost.
+"""
+
+CLIPPING = "_clip_grads_with_norm_"
+"""Function of `torch.nn.utils.clip_grad` that `clip_grad_norm_` calls, which loops import."""
 
 
 def in_backward() -> bool:
@@ -37,8 +47,11 @@ def in_vmap() -> bool:
 def version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; it detects clipping without a read.
 
-    Autograd checks its saved tensors by this number, which has no public name.
+    Autograd checks its saved tensors by this number, which has no public name. FSDP2 accumulates
+    into the part of a sharded gradient that this process holds, which alone counts that.
     """
+    if type(tensor) is not torch.Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor._version
 
 
@@ -65,6 +78,14 @@ def name_outside_compile(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def own_parameter(module: torch.nn.Module, name: str = "weight") -> torch.nn.Parameter | None:
+    """Return a parameter that a module itself holds under a name; None if it holds none.
+
+    A parametrization computes an attribute when it is read, and may change the model with it.
+    """
+    return module._parameters.get(name)
+
+
 def outside_compile(hook: Hook) -> Hook:
     """Exclude a hook from compilation; in a model's graph it could not copy anything.
 
@@ -75,6 +96,31 @@ def outside_compile(hook: Hook) -> Hook:
         return hook
     disabled: Hook = torch.compiler.disable(hook)
     return disabled
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """Return a copy of the factor of a gradient scaler; `get_scale` would wait for the device."""
+    scale: torch.Tensor = scaler._scale.clone()  # type: ignore[union-attr]
+    return scale
+
+
+def call_last(optimizer: Optimizer, hook: RemovableHandle) -> None:
+    """Make a pre-hook of a step the last one, so that it sees what the others have changed.
+
+    torch calls hooks in the order of their registration.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    if next(reversed(hooks)) != hook.id:
+        hooks.move_to_end(hook.id)
+
+
+def scale_in_step(optimizer: Optimizer) -> float | None:
+    """Return the factor by which a fused step divides the gradients; None without it.
+
+    `GradScaler.step` passes it with this attribute, and does not unscale the gradients itself.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    return None if scale is None else float(scale)
 
 
 def is_compiled_call() -> bool:

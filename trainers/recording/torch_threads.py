@@ -38,7 +38,7 @@ def slower_threads() -> str | None:
     several = torch.get_num_threads()
     if several == 1:
         return None
-    matrix = torch.ones(_SIZE, _SIZE)
+    matrix = torch.ones(_SIZE, _SIZE, device="cpu")
     own = _seconds(matrix)
     with torch_threads(1):
         one = _seconds(matrix)
@@ -46,7 +46,7 @@ def slower_threads() -> str | None:
         return None
     return (
         f"one thread computes {own / one:.1f} times as fast as {several} threads now, so other "
-        "programs use the processors; --threads 1 would be faster, and changes the bits"
+        "programs use the processors; threads=1 would be faster, and changes the bits"
     )
 
 

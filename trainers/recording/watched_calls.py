@@ -1,20 +1,24 @@
-"""Calls of public functions of torch that have no hook, observed while somebody listens."""
+"""Calls of functions of torch that have no hook, observed while somebody listens."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Listener = Callable[..., contextlib.AbstractContextManager[None]]
-"""Called with the arguments of each call; the call runs inside its context."""
+from trajstore.trainers.recording.torch_internals import CLIPPING, ENGINE
+
+Listener = Callable[..., Any]
+"""Called with a function and the arguments of a call; it returns what the function returns."""
 
 
 class WatchedCall:
     """A function that is replaced while it has listeners.
+
+    Another library may wrap the function, too, and remove its wrapper at any time. So a listener
+    may be called twice for one call.
 
     Parameters
     ----------
@@ -31,20 +35,22 @@ class WatchedCall:
         self._listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        """Run each later call inside the context that the listener returns."""
+        """Pass each later call through a listener."""
         self._listeners.append(listener)
-        if self._replacement is None:
-            self._original = original = getattr(self._owner, self._name)
+        original = getattr(self._owner, self._name)
+        if original is self._replacement:
+            return
+        listeners = self._listeners
 
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with contextlib.ExitStack() as stack:
-                    for one in tuple(self._listeners):
-                        stack.enter_context(one(*args, **kwargs))
-                    return original(*args, **kwargs)
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = original
+            for one in listeners:
+                run = functools.partial(one, run)
+            return run(*args, **kwargs)
 
-            self._replacement = call
-            setattr(self._owner, self._name, call)
+        self._original, self._replacement = original, call
+        setattr(self._owner, self._name, call)
 
     def ignore(self, listener: Listener) -> None:
         """Remove a listener; without any, the owner has its own function again."""
@@ -52,11 +58,29 @@ class WatchedCall:
         # If another library has replaced the function since, it calls ours, which changes nothing.
         if not self._listeners and getattr(self._owner, self._name) is self._replacement:
             setattr(self._owner, self._name, self._original)
-            self._replacement = None
+            self._original = self._replacement = None
 
 
-BACKWARD = WatchedCall(torch.autograd, "backward")
-"""`torch.autograd.backward`, which `Tensor.backward` calls. No hook gets the root of a pass."""
+BACKWARD = WatchedCall(torch.autograd, ENGINE)
+"""The call of the engine behind every backward pass. No hook gets the root of a pass."""
+
+SCALE = WatchedCall(torch.amp.GradScaler, "scale")
+"""`GradScaler.scale`, which multiplies a loss."""
+
+UNSCALE = WatchedCall(torch.amp.GradScaler, "unscale_")
+"""`GradScaler.unscale_`, which `GradScaler.step` calls if the loop has not."""
 
 SCALER_STEP = WatchedCall(torch.amp.GradScaler, "step")
 """`GradScaler.step`, which does not call the optimizer after an overflow."""
+
+CLIP = (
+    WatchedCall(torch.nn.utils.clip_grad, CLIPPING),
+    WatchedCall(torch.nn.utils, "clip_grads_with_norm_"),
+)
+"""What multiplies gradients in `clip_grad_norm_`, also if the loop has imported that before."""
+
+
+@functools.cache
+def step_of(optimizer_class: type) -> WatchedCall:
+    """Return the watched `step` of a class, which the step of a subclass may call."""
+    return WatchedCall(optimizer_class, "step")

@@ -59,7 +59,7 @@ class Placement:
         """
         values = tensor_of(bits, native)
         if self.ids is not None:
-            whole = torch.zeros(self.shape, dtype=values.dtype)
+            whole = torch.zeros(self.shape, dtype=values.dtype, device="cpu")
             whole[torch.from_numpy(self.ids)] = values
             values = whole
         return values.to(self.device)

@@ -6,15 +6,18 @@ If its state has a separate type, it is a class of `rounded_optimizer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.parameters import NO_NUMBERS
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
+from trajstore.values.hyperparameters import numbers_of, with_numbers
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
@@ -41,6 +44,8 @@ class RecordedOptimizer:
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    largest : mapping of str to float
+        The largest number of any step, by the names in the rows.
     tensors : mapping of str to str, optional
         Types of the hyperparameters that are tensors, with which torch computes.
     sparse : bool
@@ -63,6 +68,7 @@ class RecordedOptimizer:
         hyperparameters: dict[str, Any],
         dtype: torch.dtype,
         device: torch.device,
+        largest: Mapping[str, float],
         *,
         tensors: Mapping[str, str] | None = None,
         sparse: bool = False,
@@ -72,7 +78,7 @@ class RecordedOptimizer:
         self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
         self._is_sparse = sparse or self.steps_some_rows
         self._class: Callable[..., Optimizer] = optimizer_class
-        self._taken = _taken(optimizer_class, hyperparameters)
+        self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
         if not self._taken["lr"]:  # each step sets it, but SparseAdam refuses 0, as of a warm-up
             self._taken["lr"] = 1.0
         self._taken = {name: self._of_type(name, value) for name, value in self._taken.items()}
@@ -80,7 +86,9 @@ class RecordedOptimizer:
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
         made = {name: float(value) for name, value in self._state().items()}
-        self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"])
+        self.step(
+            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"], {}
+        )
         self._count_type = type(self._optimizer.state[self._parameter].get(_STEP))
         self.example = self._state()
         self.starts = {
@@ -91,6 +99,17 @@ class RecordedOptimizer:
     def state_names(self) -> tuple[str, ...]:
         """Names of the state without the number of steps, such as ``exp_avg``."""
         return tuple(name for name in self.example if name != _STEP)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its numbers, apart from the rate, by the names in the rows of a run."""
+        names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
+        found = numbers_of((name, self.hyperparameters[name]) for name in names)
+        return {name: number for name, number in found.items() if name not in NO_NUMBERS}
+
+    def unknown(self, numbers: Mapping[str, float]) -> list[str]:
+        """Return which of its numbers are NaN in a row."""
+        return [name for name in self.numbers if math.isnan(numbers.get(name, 0.0))]
 
     @property
     def counts_steps(self) -> bool:
@@ -130,12 +149,17 @@ class RecordedOptimizer:
             if name in state
         }
         if self.counts_steps:
-            count = torch.full_like(self.example[_STEP], steps_taken)
-            as_kept: Any = count if self._count_type is torch.Tensor else count.item()
-            held[_STEP] = as_kept
+            count: Any = torch.full_like(self.example[_STEP], steps_taken)
+            held[_STEP] = count if self._count_type is torch.Tensor else count.item()
         self._optimizer.state[self._parameter] = held
 
-    def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
+    def step(
+        self,
+        gradient: torch.Tensor,
+        clip_coef: torch.Tensor,
+        lr: float,
+        numbers: Mapping[str, float],
+    ) -> None:
         """Take one step.
 
         Parameters
@@ -145,6 +169,8 @@ class RecordedOptimizer:
         clip_coef : tensor, ()
             Factor of clipping; NaN if the gradient is the one that the optimizer got.
         lr : float
+        numbers : mapping of str to float
+            Other hyperparameters that the step used.
         """
         # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
         # number would be rounded to the type of the gradient first.
@@ -159,7 +185,9 @@ class RecordedOptimizer:
         elif self._is_sparse:
             gradient = gradient.to_sparse(1)
         self._parameter.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = self._of_type("lr", lr)
+        group = self._optimizer.param_groups[0]
+        group |= with_numbers(group, numbers) | {"lr": lr}
+        group |= {name: self._of_type(name, group[name]) for name in self._tensors}
         self._optimizer.step()
 
     def value(self, name: str) -> torch.Tensor:
@@ -171,13 +199,17 @@ class RecordedOptimizer:
             return state[name]
         return torch.zeros_like(self._parameter, dtype=self.example[name].dtype)
 
+    def kept(self, names: Collection[str]) -> State:
+        """Return the states of some names that the parameter has so far."""
+        return {name: value for name, value in self._state().items() if name in names}
+
     def _of_type(self, name: str, value: Any) -> Any:
         """Return a hyperparameter as a tensor, if it was one."""
         if name not in self._tensors:
             return value
         if isinstance(value, tuple):
             return tuple(self._of_type(name, one) for one in value)
-        return torch.tensor(value, dtype=getattr(torch, self._tensors[name]))
+        return torch.as_tensor(value, dtype=getattr(torch, self._tensors[name]), device="cpu")
 
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]
@@ -189,7 +221,10 @@ class RecordedOptimizer:
 
 
 def recorded_optimizer(
-    attributes: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    largest: Mapping[str, float],
 ) -> RecordedOptimizer:
     """Return the optimizer of the attribute ``optimizer`` of a run.
 
@@ -202,6 +237,8 @@ def recorded_optimizer(
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    largest : mapping of str to float
+        `RecordedRows.largest_hyperparameters`.
 
     Raises
     ------
@@ -227,6 +264,7 @@ def recorded_optimizer(
             hyperparameters,
             dtype,
             device,
+            largest,
             tensors=recorded.get("tensors"),
             sparse=recorded.get("sparse_gradient") is True,
         )
@@ -254,7 +292,9 @@ def _optimizer_class(path: str) -> type[Optimizer]:
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0, **added)
+    optimizer = optimizer_class(
+        [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=1.0, **added
+    )
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters
     return {name for name, value in group.items() if not isinstance(value, flags)}

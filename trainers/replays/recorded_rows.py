@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,11 @@ class RecordedRows:
             for name, series in source.series.items()
             if series.dims == ("step",)
         }
+        self._hyperparameters: list[dict[str, float]] = []
+        if "hyperparameters" in source.series and "hyperparameter" in source.names:
+            names = source.names["hyperparameter"].tolist()
+            held = source.series["hyperparameters"].bits((slice(None),)).view(np.float64)
+            self._hyperparameters = [dict(zip(names, row, strict=True)) for row in held.tolist()]
         self.skipped = np.zeros(len(self), bool)
         if "skipped" in self:
             self.skipped[1:] = [self.value("skipped", row) == 1 for row in range(1, len(self))]
@@ -98,6 +104,17 @@ class RecordedRows:
     def clip_coefs(self) -> list[Array]:
         """Bits of the factor by which clipping multiplied the gradient of each row."""
         return [self.scalar("clip_coef", number) for number in range(len(self))]
+
+    def hyperparameters(self, number: int) -> dict[str, float]:
+        """Return the numbers that the step before a row used; empty if rows do not hold them."""
+        return self._hyperparameters[number] if self._hyperparameters else {}
+
+    @property
+    def largest_hyperparameters(self) -> dict[str, float]:
+        """The largest number that any step used; a momentum that is ever used has a state."""
+        names = {*itertools.chain(*self._hyperparameters)}
+        known = {n: [row[n] for row in self._hyperparameters if row[n] == row[n]] for n in names}
+        return {name: max(values) for name, values in known.items() if values}
 
     def steps_taken(self, number: int) -> int:
         """Return the optimizer's steps before a row; skipped ones do not count."""

@@ -180,7 +180,9 @@ class StepReplay:
                 "gradient of the parameter's type"
             )
         weights = getattr(torch, natives["W"].name)
-        self._optimizer = optimizer = recorded_optimizer(attributes, weights, device)
+        self._optimizer = optimizer = recorded_optimizer(
+            attributes, weights, device, rows.largest_hyperparameters
+        )
         self._placement = recorded_placement(source, device)
         optimizer.check_whole(self._placement)
         self.starts, self.counts_steps = optimizer.starts, optimizer.counts_steps
@@ -279,9 +281,11 @@ class StepReplay:
         self._optimizer.begin(before["W"], state, self._steps_taken(previous))
         factor = tensor_of(rows.scalar("clip_coef", row.number), natives["clip_coef"])
         gradient = place.parameter(row.bits["grad"], natives["grad"])
+        numbers = rows.hyperparameters(row.number)
         with torch_threads(self._devices[row.number].threads):
-            self._optimizer.step(gradient, factor, rows.value("lr", row.number))
-        self._carried = {name: self._optimizer.value(name) for name in self.rebuilt}
+            lr = rows.value("lr", row.number)
+            self._optimizer.step(gradient, factor, lr, numbers)
+        self._carried = self._optimizer.kept(self.rebuilt)
         computed = {
             name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded
         }
@@ -349,6 +353,8 @@ class StepReplay:
         rate = rows.value("lr", row.number)
         if np.isnan(rate):
             raise CannotReplay("the learning rate is NaN, so it is unknown")
+        if unknown := self._optimizer.unknown(rows.hyperparameters(row.number)):
+            raise CannotReplay(f"{', '.join(unknown)} of hyperparameters is NaN, so it is unknown")
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
             self._checks.findings.append(
                 Finding(kind="invalid", variable="lr", step=row.step, tokens=0)

@@ -26,7 +26,8 @@ class ReplayDevice:
     device : torch.device
         Device to replay on.
     exact : bool
-        True if both devices are of the same kind, so that every bit has to agree.
+        True if both devices are of the same kind, so that every bit has to agree. Processors are
+        if torch uses the same instructions on both.
     recorded_on, replayed_on : str
     threads : int, optional
         Threads of torch; None if irrelevant or unknown.

@@ -116,7 +116,8 @@ class RowChecks:
                 wrong = stored != values[counts.argmax()]
                 wrong |= ~tensor_of(stored, native).isnan().numpy()
             else:
-                start = torch.tensor(starts[name], dtype=getattr(torch, native.name))
+                dtype = getattr(torch, native.name)
+                start = torch.tensor(starts[name], dtype=dtype, device="cpu")
                 bits[name] = np.full_like(stored, as_bits(start, native, name))
                 wrong = stored != bits[name]
             if wrong.any():

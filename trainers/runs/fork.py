@@ -304,8 +304,8 @@ class _Source:
         group: Any = open_group(path)
         self.attributes: dict[str, Any] = group.attrs.asdict()
         self.provenance: dict[str, Any] = self.attributes.get("provenance", {})
-        self.config = recorded_config(path, after=at)
         check_recorded(path, self.attributes)
+        self.config = recorded_config(path, after=at)
         if not self.config.model.tied:
             raise InvalidArgument(
                 f"cannot fork {path}: it holds one of the two matrices of its training "
@@ -339,7 +339,7 @@ class _Source:
         if config.training.steps <= at:
             raise ConfigError(
                 f"training.steps = {config.training.steps}: no step remains after step {at}; give "
-                f"more: --steps {2 * at}"
+                f"more: training.steps={2 * at}"
             )
 
     def newest_checkpoint(self, until: int | None = None) -> RunState | None:
@@ -483,7 +483,7 @@ class _Source:
             found.append(
                 f"step {at} was trained with training.steps={self.config.training.steps}, which "
                 f"the fork keeps; {self.path} was extended later to {last} steps: for as many, "
-                f"give --steps {last}"
+                f"give training.steps={last}"
             )
         before, after = self.config.optimizer.name, config.optimizer.name
         if not keeps_state(self.config, config):

@@ -91,11 +91,12 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
     for name, native in held.items():
         if name not in VARIABLES and not keeps_state(recorded, config):
             continue
-        if name in MOMENTS and config.optimizer.name == "sgd":
+        of_other = name == "hyperparameters" and not keeps_state(recorded, config)
+        if of_other or (name in MOMENTS and config.optimizer.name == "sgd"):
             if name in set(config.recording.variables) - set(TIERS):
                 raise InvalidArgument(
-                    f"optimizer.name = 'sgd': the run records {name} by name, but sgd has none; "
-                    "fork with adam or adamw"
+                    f"optimizer.name = {config.optimizer.name!r}: the run records {name} of "
+                    f"{recorded.optimizer.name} by name; fork with the same optimizer"
                 )
             continue
         if name == "W_ulp_l1" and config.model.dtype != recorded.model.dtype:

@@ -65,8 +65,8 @@ def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) 
     for matrix in matrices:
         tokens, hidden = matrix.shape
         if config.kind == "point":
-            vector = torch.randn(hidden, dtype=dtype)
-            noise = torch.randn(tokens, hidden, dtype=dtype) * config.sigma
+            vector = torch.randn(hidden, dtype=dtype, device="cpu")
+            noise = torch.randn(tokens, hidden, dtype=dtype, device="cpu") * config.sigma
             matrix.copy_(vector / vector.norm() + noise)
         else:
-            matrix.copy_(torch.randn(tokens, hidden, dtype=dtype) * config.sigma)
+            matrix.copy_(torch.randn(tokens, hidden, dtype=dtype, device="cpu") * config.sigma)

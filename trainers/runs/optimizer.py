@@ -66,7 +66,7 @@ def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> 
 
 def learning_rate(config: RunConfig) -> Callable[[int], float]:
     """Return the learning rate as a function of the steps taken before."""
-    optimizer = SGD([torch.zeros(1)], lr=config.optimizer.lr)
+    optimizer = SGD([torch.zeros(1, device="cpu")], lr=config.optimizer.lr)
     schedule = build_schedule(optimizer, config.schedule, config.decay_steps)
     base, factor = schedule.base_lrs[0], schedule.lr_lambdas[0]
     return lambda step: float(base * factor(step))

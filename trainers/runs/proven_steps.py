@@ -211,8 +211,8 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     run = location(path)
     if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
-            f"the rows of {path} do not hold the whole state of the training; --gradients needs "
-            "--variables everything, without float16 autocast"
+            f"the rows of {path} do not hold the whole state of the training; gradients need "
+            "variables='everything', without float16 autocast"
         )
 
 

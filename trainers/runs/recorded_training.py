@@ -10,7 +10,7 @@ from trajstore.populations.files import populations_from
 from trajstore.schema import resolve_variables
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.capture import attach
+from trajstore.trainers.recording.capture import open_recorder
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -142,7 +142,7 @@ def run_recorded(
         schedule={"max_grad_norm": max_grad_norm},
         examples=training.config.examples,
     )
-    with attach(
+    with open_recorder(
         training.model,
         training.optimizer,
         target,

@@ -52,8 +52,9 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     config = attributes.get("config")
     if not config:
         raise NothingToResume(
-            f"{path} was not recorded by `trajstore record`, so it has no configuration; to extend "
-            "it, use resume=True in the program that recorded it"
+            f"{path} was not recorded by `trajstore record`, so it has no configuration; only the "
+            "program that recorded it can resume it, or restore() a step and continue there in a "
+            "new run; what_if() applies its gradients with other settings"
         )
     if after is not None:
         listed = listed_segments(attributes)
@@ -194,13 +195,13 @@ def check_text(path: Location, text: Corpus) -> None:
         raise CorpusError(
             f"the corpus {text.name} (sha256 {text.sha256[:12]}…) differs from that of {path}, "
             f"{corpus.get('name')} of {corpus.get('bytes')} bytes (sha256 "
-            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one with --corpus"
+            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one: corpus=…"
         )
     tokenizer = before.get("tokenizer", {})
     if _identity(tokenizer) != _identity(text.tokenizer):
         raise CorpusError(
             f"the tokenizer {_shown(text.tokenizer)} differs from that of {path}, "
-            f"{_shown(tokenizer)}; give the recorded one with --tokenizer"
+            f"{_shown(tokenizer)}; give the recorded one: tokenizer=…"
         )
 
 
@@ -226,8 +227,8 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
         f"the decay of the learning rate now ends at step {new.decay_steps} instead of "
         f"{old.decay_steps}, so the rate jumps at step {step + 1}, from "
         f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old decay, "
-        f"give --set schedule.steps={old.decay_steps}; for one decay without a jump, record the "
-        f"first part with --set schedule.steps={new.decay_steps}"
+        f"give schedule.steps={old.decay_steps}; for one decay without a jump, record the "
+        f"first part with schedule.steps={new.decay_steps}"
     )
 
 
@@ -282,7 +283,7 @@ def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) 
     if device.type != used:
         raise ConfigError(
             f"training.device = {config.training.device!r} is {device.type} here, but {path} was "
-            f"recorded on {used}; give --device {used}"
+            f"recorded on {used}; give training.device={used}"
         )
 
 

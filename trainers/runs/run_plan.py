@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
@@ -21,7 +22,7 @@ from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
     KEPT,
-    OF_PARAMETERS,
+    NAMES,
     POPULATION,
     TIERS,
     VARIABLES,
@@ -41,6 +42,7 @@ from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
+from trajstore.values.hyperparameters import numbers_of
 from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, OptimizerRule
 from trajstore.values.vector_rule import VECTORS
 
@@ -151,7 +153,7 @@ class RunPlan:
             *remarks,
             "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
             f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
-            f"(--variables cells) about {format_bytes(round(cells))}",
+            f"(variables='cells') about {format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, Any]:
@@ -209,6 +211,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
     types |= dict.fromkeys(MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
+    types |= {"hyperparameters": "float64"}
     types |= {"batch": "float64", "hidden_states": weights}
     types |= dict.fromkeys(("params", "params_grad"), weights)
     types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
@@ -305,6 +308,8 @@ def plan(
         "hyperparameters": config.optimizer.model_dump(),
     }
     attributes = {"optimizer": optimizer, "recording": {"every": every}}
+    real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1, device="cpu")], lr=0.0)
+    hyperparameters = len(numbers_of(real.defaults.items()).keys() - {"lr"})
     rule = compact_rule(attributes, types, remarks.append)
     computes = recording.encoding == "compact"
     runs = len(matrices(config) or ("",))
@@ -314,8 +319,12 @@ def plan(
         hidden=model.hidden,
         examples=config.examples,
         positions=model.context,
-        parameters=model.parameters,
-        lengths={"element": model.other_elements, "group": _GROUPS},
+        lengths={
+            "element": model.other_elements,
+            "group": _GROUPS,
+            "parameter": model.parameters,
+            "hyperparameter": hyperparameters,
+        },
         memory=parse_bytes(recording.memory) // runs,
         block_rows=recording.block_rows,
         encoding=recording.encoding,
@@ -327,9 +336,10 @@ def plan(
     for population in populations_from(recording.populations):
         coordinates.append(f"{POPULATION}{population}")
         native[coordinates[-1]] = tokens
-    if not types.keys().isdisjoint(OF_PARAMETERS):
-        coordinates.append("parameter")
-        native["parameter"] = model.parameters * _ITEMSIZE["parameter"]
+    for own, count in (("parameter", model.parameters), ("hyperparameter", hyperparameters)):
+        if not types.keys().isdisjoint(NAMES[own]):
+            coordinates.append(own)
+            native[own] = count * _ITEMSIZE[own]
     blocks = math.ceil(rows / layout.block_rows)
     return RunPlan(
         steps=steps,

@@ -320,7 +320,7 @@ def _count_steps(optimizer: Optimizer, taken: float) -> None:
     for group in optimizer.param_groups:
         if group["rounding"] == "stochastic":
             for parameter in group["params"]:
-                optimizer.state[parameter]["step"] = torch.tensor(taken)
+                optimizer.state[parameter]["step"] = torch.tensor(taken, device="cpu")
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

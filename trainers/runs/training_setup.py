@@ -71,7 +71,9 @@ class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
             "input_ids": self._ids[index:end],
             "labels": self._ids[index + self._shift : end + self._shift],
         }
-        return example | ({EXAMPLE_INDEX: torch.tensor(index)} if self._with_index else {})
+        return example | (
+            {EXAMPLE_INDEX: torch.tensor(index, device="cpu")} if self._with_index else {}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

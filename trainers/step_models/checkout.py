@@ -143,7 +143,7 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
     if target.exists() or target.is_symlink():
         if not overwrite:
             raise RunExists(
-                f"{path} already exists; choose another path, or overwrite it (--overwrite)"
+                f"{path} already exists; choose another path, or replace it with overwrite=True"
             )
         if target.is_symlink() or not (target / "config.json").is_file():
             raise RunExists(f"{path} is not a checkout and is not overwritten; choose another path")
@@ -152,7 +152,7 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
 
 def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
     if not has_tokenizer:
-        yield "the run has no tokenizer, so the folder has none; to add one, give --tokenizer"
+        yield "the run has no tokenizer, so the folder has none; to add one, give tokenizer=…"
     if attribute(stored.attributes, "config", "data", "target_offset") == 2:
         yield (
             "the model predicts the token after next (data.target_offset = 2), so model.generate "

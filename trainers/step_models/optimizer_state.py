@@ -20,6 +20,7 @@ from trajstore.trainers.step_models.recorded_parameters import (
     StoredParameter,
     variable_of,
 )
+from trajstore.values.hyperparameters import with_numbers
 from trajstore.values.optimizer_rule import ADAM
 
 
@@ -28,8 +29,9 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[st
     """Return the optimizer's state after a step, as `load_state_dict` takes it.
 
     Tensors and numbers have the recorded bits and types. The learning rate of a group is the one
-    that the step used; at step 0 it is the initial one. Load it into an optimizer of the same class
-    with the same parameter groups.
+    that the step used, and so are the hyperparameters of the group of W; at step 0, and in other
+    groups, they are the initial ones. Load it into an optimizer of the same class with the same
+    parameter groups.
 
     Parameters
     ----------
@@ -75,6 +77,7 @@ def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
     states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
     rates = stored.value("params_lr", step).tolist()
+    group_of_W = next(one.group for one in stored.parameters if one.variable == "W")
     found: dict[str | None, dict[str, Any]] = {}
     for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
         made = found.setdefault(group.get("name"), {"state": {}, "param_groups": []})
@@ -85,7 +88,8 @@ def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
         made["state"] |= {
             n: states[one] for n, one in zip(numbers, own, strict=True) if one in states
         }
-        made["param_groups"].append({**_settings(group, rate), "params": [*numbers]})
+        of_step = stored.hyperparameters(step) if number == group_of_W else {}
+        made["param_groups"].append({**_settings(group, rate, of_step), "params": [*numbers]})
     return [*found.values()]
 
 
@@ -168,12 +172,16 @@ def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str
 def _number(value: float, kind: str) -> Any:
     """Return a number in the type in which the optimizer keeps it."""
     python = {"bool": bool, "int": int, "float": float}.get(kind)
-    return torch.tensor(value, dtype=getattr(torch, kind)) if python is None else python(value)
+    if python is not None:
+        return python(value)
+    return torch.tensor(value, dtype=getattr(torch, kind), device="cpu")
 
 
-def _settings(group: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """Return the settings of a parameter group with the rate of a step."""
-    settings = group["hyperparameters"].items()
+def _settings(
+    group: Mapping[str, Any], rate: float, of_step: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the settings of a parameter group with the rate and other numbers of a step."""
+    settings = with_numbers(group["hyperparameters"], of_step).items()
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
     # NaN at step 0, which took no step
     return values if math.isnan(rate) else values | {"lr": rate}

@@ -226,6 +226,17 @@ class RunParameters:
         """Read one row of a variable that is not a parameter, such as ``params_lr``."""
         return np.asarray(self._arrays[variable][self.number(step)])
 
+    def hyperparameters(self, step: int) -> dict[str, float]:
+        """Return the known numbers that the step used for W; empty if the run does not hold them.
+
+        Their names are those of `trajstore.values.hyperparameters`.
+        """
+        if not {"hyperparameters", "hyperparameter"} <= self._arrays.keys():
+            return {}
+        names = map(str, self._arrays["hyperparameter"][...])
+        values = self.value("hyperparameters", step).tolist()
+        return {name: one for name, one in zip(names, values, strict=True) if not math.isnan(one)}
+
     def _read(self, name: str, first: int, stop: int) -> Array:
         array, native = self._arrays[name], self.native(name)
         if name not in self._stored:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from trajstore.trainers.recording.random_states import set_random_state
 from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
+from trajstore.values.hyperparameters import with_numbers
 
 
 @checks_types
@@ -34,10 +35,12 @@ def restore(
 ) -> int:
     """Set a model and its optimizer to the state after a recorded step.
 
-    Weights, recorded buffers, and all that the optimizer keeps get the recorded bits. The settings
-    of the optimizer stay, with its learning rates. If the model draws random numbers, the
-    generators of the CPU and of its device get their states before the first forward pass of the
-    next step. The schedule and the order of the data are those of the caller.
+    Weights, recorded buffers, and all that the optimizer keeps get the recorded bits. The learning
+    rates, and the hyperparameters of the group of the recorded matrix, become those that the next
+    step used; after the last step of the run they stay as they are. Set a schedule to the step
+    before. If the model draws random numbers, the generators of the CPU and of its device get
+    their states before the first forward pass of the next step. The order of the data is that of
+    the caller.
 
     Parameters
     ----------
@@ -121,9 +124,26 @@ def restore(
             if isinstance(value, torch.Tensor) and kept[name].dtype != value.dtype:
                 # torch has converted it to the type of the parameter.
                 kept[name] = value.to(kept[name].device)
+    if stored.number(step) in _followed(stored):
+        rates, numbers = stored.value("params_lr", step + 1), stored.hyperparameters(step + 1)
+        for one, parameter in trained.items():
+            if one.group is not None and one.group < len(rates):
+                own = numbers if one.variable == "W" else {}
+                if not np.isnan(rates[one.group]):
+                    own = {**own, "lr": float(rates[one.group])}
+                _set_numbers(find_group(joined, parameter) or {}, own)
     if draws:
         set_generators(model, stored.value("random_state", step + 1))
     return step
+
+
+def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
+    """Set settings of a parameter group; a tensor, which a program may hold, in place."""
+    for key, value in with_numbers(group, numbers).items():
+        if isinstance(held := group[key], torch.Tensor):
+            held.fill_(value)
+        else:
+            group[key] = value
 
 
 def _followed(stored: RunParameters) -> npt.NDArray[Any]:

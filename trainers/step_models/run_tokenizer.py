@@ -60,7 +60,5 @@ def run_tokenizer(
     if found is None:
         name = attribute(attributes, "provenance", "tokenizer", "name")
         reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
-        raise InvalidArgument(
-            f"the run {reason}; give one: --tokenizer ascii, or --tokenizer FOLDER"
-        )
+        raise InvalidArgument(f"the run {reason}; give one: tokenizer='ascii', or tokenizer=FOLDER")
     return found

@@ -183,10 +183,10 @@ def load_corpus(
     if path is not None:
         if maker is None:
             raise ConfigError(
-                "data.tokenizer = 'none': a text needs a tokenizer; give --tokenizer PATH"
+                "data.tokenizer = 'none': a text needs a tokenizer; give tokenizer=PATH"
                 if data.tokenizer == "none"
                 else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, which is "
-                "not in the cache; give --tokenizer PATH, or run: trajstore fetch gpt2"
+                "not in the cache; give tokenizer=PATH, or run: trajstore fetch gpt2"
             )
         loaded = tokenize_file(path, maker)
     elif isinstance(maker, AsciiTokenizer):

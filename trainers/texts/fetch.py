@@ -164,7 +164,7 @@ def _check_reachable(address: str) -> None:
         reason = getattr(error, "reason", None) or error
         raise CorpusError(
             f"cannot reach {server} ({reason}); fetch on a machine with a network, or give a local "
-            "copy with --source"
+            "copy as source=…"
         ) from error
 
 

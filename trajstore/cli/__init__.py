@@ -11,6 +11,8 @@ command opens a library object, calls one method and prints the result.
     The command `info`.
 ``integrity_commands``
     The commands `verify` and `repair`.
+``lacking_characters``
+    Similar signs for characters that the encoding of a terminal lacks.
 ``main``
     The command `trajstore`, which finds all commands through their entry points.
 ``options``

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import signal
 
-from trajstore.cli.tables import err
+from trajstore.cli.tables import err, in_options
 from trajstore.errors import TrajstoreError
 
 
@@ -22,13 +21,3 @@ def print_error(error: BaseException) -> int:
         sentence, code = f"out of memory: {error}" if str(error) else "out of memory", 1
     err.print(f"trajstore: {sentence}")
     return code
-
-
-def in_options(sentence: str) -> str:
-    """Name options as the command does: errors name the keywords of Python.
-
-    >>> in_options("choose another path, or replace it with overwrite=True")
-    'choose another path, or replace it with --overwrite'
-    """
-    sentence = re.sub(r"\btraining\.steps=(\d+)\b", r"--steps \1", sentence)
-    return re.sub(r"\b(overwrite|resume)=True\b", r"--\1", sentence)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--layout",
     default="native",
     show_default=True,
-    help="native, a notebook whose scripts read the file (14.1a, 15.1a, thimble-7, …), or a TOML "
+    help="native, a notebook whose scripts read the file (14.1a, 15.1a, thimble-7, ...), or a TOML "
     "file of a layout. `trajstore import` lists all names.",
 )
 @click.option(
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
 @SELECT("step", "token")
 @click.option(
-    "--variables", "variables", metavar="W,grad,…", help="Variables to write; default: all."
+    "--variables", "variables", metavar="W,grad,...", help="Variables to write; default: all."
 )
 @click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
 @ENCODING(help="Encoding of the run to write, delta or compact; default: that of RUN.")
@@ -147,7 +147,7 @@ def _format_of(output: str) -> str:
 )
 @click.option(
     "--labels",
-    metavar="steps=…",
+    metavar="steps=...",
     help="Steps of the rows: an array name, 0:2001:50, or 0,10,50.",
 )
 @click.option(

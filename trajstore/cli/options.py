@@ -29,7 +29,7 @@ class Choice(click.Choice[str]):
 
 
 RUN = click.argument("run", type=click.Path())
-RUNS = click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
+RUNS = click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 LATTICE = click.option(
     "--lattice",
@@ -123,7 +123,7 @@ def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
     )
 
 
-RECORD = click.option("--variables", "variables", metavar="matrix,batch,…", help=_recordable())
+RECORD = click.option("--variables", "variables", metavar="matrix,batch,...", help=_recordable())
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -17,6 +18,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+_FIELDS = r"(?:data|model|optimizer|schedule|training|recording)\.\w+"
+_KEYWORDS = "variables|encoding|tokenizer|corpus|source|at|threads|every"
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -123,10 +127,24 @@ def print_table(*parts: Any, **options: Any) -> None:
     out.print(table(*parts, **options), soft_wrap=False)
 
 
+def in_options(sentence: str) -> str:
+    """Name options as commands do: errors and notes name the keywords of Python.
+
+    >>> in_options("choose another path, or replace it with overwrite=True")
+    'choose another path, or replace it with --overwrite'
+    >>> in_options("record it with variables='matrix,batch' and model.dtype=float32")
+    'record it with --variables matrix,batch and --set model.dtype=float32'
+    """
+    sentence = re.sub(r"\btraining\.(steps|device)=(\w+)", r"--\1 \2", sentence)
+    sentence = re.sub(rf"(?<!--set )(?<!--set ')\b({_FIELDS})=", r"--set \1=", sentence)
+    sentence = re.sub(rf"(?<![.\w])({_KEYWORDS})=(?:'([^']+)'|([\w…]+))", r"--\1 \2\3", sentence)
+    return re.sub(r"\b(overwrite|resume)=True\b", r"--\1", sentence)
+
+
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes about a result, one per line."""
     for note in notes:
-        out.print(f"Note: {note}.")
+        out.print(f"Note: {in_options(note)}.")
 
 
 def recorded_notes(notes: Iterable[Mapping[str, Any]]) -> Iterator[str]:

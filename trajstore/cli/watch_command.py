@@ -80,8 +80,7 @@ def _live(followed: FollowedRuns, interval: float) -> dict[str, Look]:
     with Live(console=screen, auto_refresh=False) as live:
         while True:
             looks = followed.look()
-            plain = not screen.encoding.startswith("utf")
-            live.update(_view(looks, screen.width, plain=plain), refresh=True)
+            live.update(_view(looks, screen.width), refresh=True)
             if all(map(_ended, looks.values())):
                 return looks
             time.sleep(interval)  # --interval
@@ -106,11 +105,11 @@ def _print(looks: dict[str, Look], *, as_json: bool) -> None:
         click.echo(json.dumps(json_value(facts(run, look))) if as_json else line(run, look))
 
 
-def _view(looks: dict[str, Look], width: int, *, plain: bool = False) -> RenderableType:
+def _view(looks: dict[str, Look], width: int) -> RenderableType:
     if len(looks) > 1:
         return overview(looks, width)
     ((run, look),) = looks.items()
-    return view(run, look, width, plain=plain)
+    return view(run, look, width)
 
 
 def _ended(look: Look) -> bool:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from trajstore.watching.run_follower import Look
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_PLAIN_BLOCKS = "_.-=+*#"
 _COLORS = {"loss": "default", "dead": "magenta", "live": "cyan", "all": "cyan"}
 _LATE = 4  # multiple of the seconds between two commits
 _LONGEST = 24  # characters of a token's text
@@ -35,7 +34,7 @@ _STATUSES = {
 }
 
 
-def view(run: str, look: Look, width: int, *, plain: bool = False) -> Group:
+def view(run: str, look: Look, width: int) -> Group:
     """View of one run for a terminal.
 
     Parameters
@@ -45,14 +44,12 @@ def view(run: str, look: Look, width: int, *, plain: bool = False) -> Group:
     look : Look
     width : int
         Columns of the terminal.
-    plain : bool
-        Use ASCII characters only.
     """
     if look.status == "absent":
         return Group(Text(f"{printable(run)}: waiting; the run does not exist yet"))
     lines: list[Any] = [_title(run, look), _progress(look, width)]
     if look.curves:
-        lines.append(_curves(look, width, plain=plain))
+        lines.append(_curves(look, width))
     for number, text in enumerate(_tail(look)):
         lines.append(Text(text, "dim" if number else "", no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
@@ -108,27 +105,26 @@ def facts(run: str, look: Look) -> dict[str, Any]:
     return {"run": run, **kept, "last": last, "largest_gradient": largest}
 
 
-def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool = False) -> str:
+def sparkline(curve: BoundedCurve, width: int, *, log: bool = False) -> str:
     """A curve in `width` characters, scaled from its least mean to its largest; gaps are blank.
 
     >>> from trajstore.watching.measures import BoundedCurve
     >>> curve = BoundedCurve()
     >>> curve.add(0, [1, 10, 100, float("nan"), 1000])
-    >>> sparkline(curve, 5, log=True, plain=True)
-    '_-+ #'
+    >>> sparkline(curve, 5, log=True)
+    '▁▃▆ █'
     """
     means = curve.means(width).tolist()
     heights = [_height(mean, log=log) for mean in means]
     finite = [height for height in heights if math.isfinite(height)]
     least, largest = min(finite, default=0.0), max(finite, default=0.0)
-    signs = _PLAIN_BLOCKS if plain else _BLOCKS
 
     def sign(mean: float, height: float) -> str:
         if math.isnan(mean):
             return " "
         if height == -math.inf or largest == least:
-            return signs[0]
-        return signs[round((height - least) / (largest - least) * (len(signs) - 1))]
+            return _BLOCKS[0]
+        return _BLOCKS[round((height - least) / (largest - least) * (len(_BLOCKS) - 1))]
 
     return "".join(map(sign, means, heights))
 
@@ -170,14 +166,14 @@ def _progress(look: Look, width: int) -> Table:
     return grid
 
 
-def _curves(look: Look, width: int, *, plain: bool) -> Table:
+def _curves(look: Look, width: int) -> Table:
     grid = Table.grid(padding=(0, 1))
     for justify in ("left", "right", "left", "right"):
         grid.add_column(justify=justify, no_wrap=True)
     rows = [_curve_cells(name, curve) for name, curve in look.curves.items()]
     taken = sum(max(len(row[at]) for row in rows) for at in range(3)) + 3
     for (label, value, span), (name, curve) in zip(rows, look.curves.items(), strict=True):
-        drawn = sparkline(curve, width - taken - 1, log=name.startswith("gradient"), plain=plain)
+        drawn = sparkline(curve, width - taken - 1, log=name.startswith("gradient"))
         color = _COLORS.get(name.rpartition(" ")[2], "default")
         style = "bold red" if not math.isfinite(curve.last) else "bold"
         grid.add_row(label, Text(value, style), Text(drawn, color), Text(span, "dim"))

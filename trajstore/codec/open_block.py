@@ -6,6 +6,7 @@ same block of these, too.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -22,7 +23,7 @@ from trajstore.codec.block_form import BlockForm, FewerRows, Part, Tail
 from trajstore.codec.block_object import BlockObject
 from trajstore.codec.computed_rows import cache, unit_of
 from trajstore.codec.selected_parts import Pick, picks, positions
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.threads import default_threads, submit
 
 _CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
@@ -40,6 +41,31 @@ def with_consequence(error: ValueError) -> str:
             "again; otherwise it is damaged"
         )
     return f"{error}; the run is damaged"
+
+
+def change_since_opened(
+    run: object, form: BlockForm, metadata: bytes | None
+) -> FormatError | RunNotFound | None:
+    """Error that explains why a block of a run cannot be read; None if the run is still there.
+
+    Parameters
+    ----------
+    run : object
+        Place of the run, for the message.
+    form : BlockForm
+        Storage form of the blocks when the run was opened.
+    metadata : bytes or None
+        Present metadata of the root; None if there is no run any more.
+    """
+    if metadata is None:
+        return RunNotFound(f"{run} was moved, removed or unmounted since it was opened")
+    try:
+        identity = json.loads(metadata)["attributes"]["runs"][-1][1]
+    except (ValueError, LookupError, TypeError):  # damaged, or a copy by another program
+        return None
+    if identity == form.runs[-1][1]:
+        return None
+    return FormatError(f"{run} was replaced by another run since it was opened; open it again")
 
 
 @contextmanager

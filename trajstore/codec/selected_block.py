@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from zarr.storage import StorePath
 
 from trajstore.codec.block_form import BlockForm, FewerRows
 from trajstore.codec.block_label import ANYWHERE
 from trajstore.codec.block_object import BlockObject, BytesObject, LocalObject, StoreObject, at_once
-from trajstore.codec.open_block import OpenBlock, named, with_consequence
+from trajstore.codec.open_block import OpenBlock, change_since_opened, named, with_consequence
 from trajstore.codec.selected_parts import (
     Pick,
     hull_of,
@@ -33,6 +34,8 @@ from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
 
 _FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # folder of the array, in an object's key
+
+_ROOT = "zarr.json"
 
 Array = npt.NDArray[Any]
 Axes = list[dict[int, Pick]]
@@ -47,6 +50,8 @@ class SelectedBlock:
         self._place = _place(key, len(form.shape))
         folder = _FOLDER.fullmatch(key)
         self._folder = form.array if folder is None else folder[1]
+        # Length of the end of the key that follows the run, if the array is in a group.
+        self._within_run = 0 if folder is None else len(key) - folder.start(1)
         block = "a block" if self._place is None else f"block {self._place[0]}"
         self._name = f"{form.array}, {block}{f' ({key})' if key else ''}"
         selection = selection if isinstance(selection, tuple) else (selection,)
@@ -70,8 +75,14 @@ class SelectedBlock:
 
     def from_file(self, path: str) -> Array:
         """Read the values from a local file."""
-        with self._named_if_missing(), LocalObject(path) as source:
-            return self._decoded(at_once(self._opened(source)))
+        try:
+            with self._named_if_missing(), LocalObject(path) as source:
+                return self._decoded(at_once(self._opened(source)))
+        except FormatError as error:
+            if self._within_run:
+                run = path[: -self._within_run].rstrip("/")
+                self._raise_if_changed(run, root_metadata(run), error)
+            raise
 
     def from_bytes(self, data: bytes) -> Array:
         """Decode the values of a whole object."""
@@ -84,7 +95,21 @@ class SelectedBlock:
             return await self._from_ranges(byte_getter, prototype)
         except FormatError:
             # A growing block is replaced, possibly between two of the requests.
-            return await self._from_ranges(byte_getter, prototype)
+            try:
+                return await self._from_ranges(byte_getter, prototype)
+            except FormatError as error:
+                if self._within_run and isinstance(byte_getter, StorePath):
+                    run = StorePath(byte_getter.store, byte_getter.path[: -self._within_run])
+                    found = await (run / _ROOT).get(prototype)
+                    if found is not None or not await (run / self._folder / _ROOT).exists():
+                        metadata = None if found is None else found.to_bytes()
+                        self._raise_if_changed(run.path or "the run", metadata, error)
+                raise
+
+    def _raise_if_changed(self, run: object, metadata: bytes | None, error: FormatError) -> None:
+        change = change_since_opened(run, self._form, metadata)
+        if change is not None:
+            raise change from error
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
         with self._named_if_missing():
@@ -117,6 +142,15 @@ class SelectedBlock:
             yield
         except FileNotFoundError:
             raise FormatError(f"{self._name} {with_consequence(FewerRows('is missing'))}") from None
+
+
+def root_metadata(run: str | os.PathLike[str]) -> bytes | None:
+    """Present metadata of the root of a local run; None if its folder is gone."""
+    try:
+        with open(os.path.join(run, _ROOT), "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b"" if os.path.exists(run) else None
 
 
 def _place(key: str, ndim: int) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from trajstore.errors import ObjectStoreError
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.problem import Problem
-from trajstore.schema import along_token
+from trajstore.schema import NAMES, along_token
 from trajstore.store.metadata.array_metadata import open_metadata
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
@@ -31,7 +31,7 @@ def check_coordinates(metadata: CheckedMetadata) -> CheckedChunks:
     found = CheckedChunks()
     values = {
         name: array
-        for name in (*along_token(metadata.arrays), "parameter")
+        for name in (*along_token(metadata.arrays), *NAMES)
         if name in metadata.arrays
         if (array := _read(metadata, name, found)) is not None
     }
@@ -73,7 +73,7 @@ def _contradictions(metadata: CheckedMetadata, values: dict[str, Array]) -> Iter
         path = metadata.path / chunk_key(name, 0, 1)
         return Problem(array=name, path=path, message=message)
 
-    for name, what in (("token", "ids"), ("parameter", "names")):
+    for name, what in (("token", "ids"), *((one, "names") for one in NAMES)):
         if name in values and (twice := values[name].size - len(np.unique(values[name]))):
             yield problem(name, f"{twice} of {values[name].size} {what} occur twice")
     dead, count = values.get("is_dead"), values.get("token_count")

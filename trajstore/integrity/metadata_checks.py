@@ -28,7 +28,7 @@ from trajstore.integrity.root_attribute_checks import (
 )
 from trajstore.schema import (
     EXPORTED,
-    OF_PARAMETERS,
+    NAMES,
     STEP,
     TRAJECTORIES,
     VARIABLES,
@@ -407,8 +407,9 @@ def _check_lengths(found: CheckedMetadata) -> None:
     """Check that required arrays exist, and that all lengths agree."""
     there = found.arrays.keys() | found.own.keys()
     needed = {STEP.name: "every run needs it", "token": "every run needs it"}
-    if not there.isdisjoint(OF_PARAMETERS):
-        needed["parameter"] = "it names the parameters of the model"
+    for name, needing in NAMES.items():
+        if not there.isdisjoint(needing):
+            needed[name] = f"it holds the names of the {name}s"
     if there.isdisjoint(TRAJECTORIES):
         needed["W"] = "every run needs W, or delta, or cells"
     for name in sorted(needed.keys() - there):

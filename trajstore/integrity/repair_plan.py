@@ -19,7 +19,7 @@ from trajstore.integrity.leftovers import find_leftovers
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import FORMAT, STEP, TRAJECTORIES, belongs, coordinate
+from trajstore.schema import FORMAT, NAMES, STEP, TRAJECTORIES, belongs, coordinate
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.metadata_form import (
@@ -191,7 +191,7 @@ def _exports(
         for problem in checked.found.problems
         if problem.array is not None
     )
-    if not damaged or is_closed or {STEP.name, "token", "parameter"} & damaged.keys():
+    if not damaged or is_closed or {STEP.name, "token", *NAMES} & damaged.keys():
         return ()
     found = []
     if all(map(is_series, damaged)) and not set(whole).isdisjoint(TRAJECTORIES):

@@ -56,7 +56,7 @@ def _from_file(path: str) -> npt.NDArray[Any]:
 
     if Path(path).suffix == ".txt":
         try:
-            lines = [line.partition("#")[0] for line in Path(path).read_text().splitlines()]
+            lines = [line.partition("#")[0] for line in Path(path).read_text("utf-8").splitlines()]
             return np.array([int(line) for line in lines if line.strip()], np.int64)
         except ValueError as error:
             raise FormatError(f"{path}: expected one whole number per line") from error

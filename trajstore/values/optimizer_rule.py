@@ -12,7 +12,7 @@ from __future__ import annotations
 import decimal
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Literal, Self
@@ -43,6 +43,9 @@ ADAM = ("Adam", "AdamW")
 """Names of the classes with Adam's rule, without the prefix ``Rounded``."""
 
 _SGD = "SGD"
+
+NUMBERS = np.dtype([(name, np.float64) for name in ("beta1", "beta2", "eps", "weight_decay")])
+"""Numbers of Adam's rule that may change from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,19 @@ class OptimizerRule:
         except (TypeError, InvalidArgument) as error:
             raise ValueError(f"no optimizer's rule has {dict(facts)!r}: {error}") from None
 
+    def at(self, numbers: npt.NDArray[np.void] | np.void) -> Self:
+        """The rule of rows with other numbers, for all methods but `next_row`.
+
+        Parameters
+        ----------
+        numbers : ndarray of `NUMBERS`, or one element
+            Broadcasts like the learning rate.
+        """
+        if numbers.size > 1 and (numbers == numbers.flat[0]).all():
+            numbers = numbers.flat[0]
+        given: dict[str, Any] = {name: numbers[name] for name in NUMBERS.names or ()}
+        return replace(self, **given)
+
     @property
     def state(self) -> tuple[str, ...]:
         """Names of the recorded variables that a step makes, W first."""
@@ -200,15 +216,13 @@ class OptimizerRule:
         float64 or ndarray of float64, shape of `step`
             NaN where they are 0 or imaginary: torch raises there.
         """
-        counts = np.asarray(step)
-        if counts.ndim:
-            each, place = np.unique(counts, return_inverse=True)
-            pairs = np.array([self.corrections(one) for one in each.tolist()]).reshape(-1, 2)
-            first, second = pairs[place.reshape(counts.shape)].transpose(-1, *range(counts.ndim))
-            return first, second
-        first = 1 - _power(self.beta1, int(counts))
-        second = 1 - _power(self.beta2, int(counts))
-        return first or math.nan, math.sqrt(second) if second > 0 else math.nan
+        inputs = np.stack(np.broadcast_arrays(step, self.beta1, self.beta2), axis=-1)
+        if inputs.ndim == 1:
+            return _corrections(*inputs.tolist())
+        each, place = np.unique(inputs.reshape(-1, 3), axis=0, return_inverse=True)
+        pairs = np.array([_corrections(*one) for one in each.tolist()]).reshape(-1, 2)
+        first, second = np.moveaxis(pairs[place.reshape(inputs.shape[:-1])], -1, 0)
+        return first, second
 
     @np.errstate(all="ignore")  # NaN and infinity are results
     def gradient(self, grad: Array, clip: npt.ArrayLike, native: str) -> Array:
@@ -263,7 +277,7 @@ class OptimizerRule:
         """
         kind = np.result_type(W, exp_avg)
         moved = self._move(exp_avg.astype(kind, copy=False), exp_avg_sq, lr, step, native)
-        if not self.weight_decay or not self.decoupled:
+        if not (self.decoupled and np.any(self.weight_decay)):
             return moved
         decayed = self._decayed(W.astype(kind, copy=False), lr, native)
         # In float64 the difference of neighbors and the sum are nearly exact, so that the result is
@@ -383,6 +397,11 @@ def next_weights(W: Array, change: Array, native: str) -> Array:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return cast((W.astype(np.float64) + change).astype(W.dtype), native)
+
+
+def _corrections(step: float, beta1: float, beta2: float) -> tuple[float, float]:
+    first, second = 1 - _power(beta1, int(step)), 1 - _power(beta2, int(step))
+    return first or math.nan, math.sqrt(second) if second > 0 else math.nan
 
 
 @lru_cache(maxsize=1 << 12)

@@ -22,7 +22,7 @@ from trajstore.trainers import (  # noqa: E402
     record,
     recorded_config,
 )
-from trajstore.trainers.products import modes_of_products  # noqa: E402
+from trajstore.trainers.products import modes_of_products, native_is_slow  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.runs.proven_steps import prove  # noqa: E402
 
@@ -139,6 +139,13 @@ def test_a_run_keeps_its_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert found.blocks.values.tolist() == [chosen == "float32"]
         runs[chosen] = W
     assert not np.array_equal(runs["float32"], runs["native"])
+
+
+def test_the_speed_of_products_is_measured() -> None:
+    threads = torch.get_num_threads()
+    assert native_is_slow(torch.int64)  # on every processor
+    assert not native_is_slow(torch.float32)
+    assert torch.get_num_threads() == threads
 
 
 def test_a_loop_of_ones_own_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def test_arguments_of_the_annotated_types_pass(given):
     [
         ({"ds": xr.DataArray([1])}, "got ds=DataArray .*, expected a Dataset or None"),
         ({"k": "a"}, "got k='a', expected a whole number$"),
-        ({"k": 1.0}, "got k=1.0, expected a whole number$"),
+        ({"k": 1.5}, "got k=1.5, expected a whole number$"),
+        ({"window": 1.0}, "got window=1.0, expected a whole number of at least 2 or None$"),
         ({"k": True}, "got k=True, expected a whole number$"),
         ({"k": np.array([1])}, r"got k=ndarray of shape \(1,\) and type int64, expected a whole"),
         ({"window": 1}, "got window=1, expected a whole number of at least 2 or None$"),
@@ -123,3 +124,9 @@ def test_positional_arguments_and_errors_of_python():
         ask(None, "a")
     with pytest.raises(TypeError, match="multiple values for argument 'ds'"):
         ask(None, ds=None)
+
+
+def test_whole_floats_are_counts() -> None:
+    for number in (3.0, np.float32(3)):
+        found = ask(k=number)  # type: ignore[arg-type]
+        assert (found, type(found)) == (3, int)

@@ -9,9 +9,9 @@ from trajstore.errors import ConfigError
 from trajstore.optimizer_advice import advise, advise_run, require_sound
 
 REMEDY = (
-    "Keep the optimizer's state in float32 (--set optimizer.state_dtype=float32; in your own loop "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
     'RoundedAdamW(…, state_dtype="float32")), or train float32 weights under autocast '
-    "(--set model.dtype=float32; in your own loop model.float() with torch.autocast)"
+    "(model.dtype=float32; in your own loop model.float() with torch.autocast)"
 )
 
 

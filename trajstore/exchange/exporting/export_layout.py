@@ -30,7 +30,7 @@ from trajstore.exchange.layouts import (
 )
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
-from trajstore.schema import OF_PARAMETERS
+from trajstore.schema import NAMES
 from trajstore.store.reading.run_settings import attribute
 from trajstore.version import __version__
 
@@ -155,8 +155,11 @@ def _descriptions(layout: Layout, part: Selection) -> dict[str, str]:
     }
     if "token_text" in part.coordinates:
         texts["token_text"] = part.coordinates["token_text"].tolist()
-    if run.parameters is not None and not set(names).isdisjoint(OF_PARAMETERS):
-        texts["parameter"] = run.parameters.tolist()
+    texts |= {
+        name: values.tolist()
+        for name, values in run.names.items()
+        if not set(names).isdisjoint(NAMES[name])
+    }
     return {text_key(layout, name): json.dumps(value) for name, value in texts.items()}
 
 

@@ -65,7 +65,7 @@ def write_run(
     run, populations = selection.run, selection.run.populations
     coordinates: dict[str, Any] = {
         name: values for name, values in selection.coordinates.items() if name not in populations
-    }
+    } | {name: [str(one) for one in values] for name, values in run.names.items()}
     dropped = {*OF_THE_STORE, *CHANGING}
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
     with RunWriter.create(
@@ -82,7 +82,6 @@ def write_run(
         on_note=on_note,
         attributes={name: run.attributes[name] for name in run.attributes if name not in dropped},
         populations={name: selection.coordinates[name] for name in populations},
-        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
         **coordinates,
     ) as new:
         _copy(selection, new, parse_bytes(memory) - new.layout.memory, on_progress)

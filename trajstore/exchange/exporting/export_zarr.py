@@ -169,8 +169,7 @@ def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Datas
         entry = coordinate(name)
         attributes = {} if entry is None else dict(entry.attributes)
         coordinates[name] = ("token", _plain(values), attributes)
-    if run.parameters is not None:
-        coordinates["parameter"] = ("parameter", _plain(run.parameters))
+    coordinates |= {name: (name, _plain(values)) for name, values in run.names.items()}
     return xr.Dataset(
         {
             name: (

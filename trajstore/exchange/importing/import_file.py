@@ -307,13 +307,14 @@ def _notes(run: ImportedRun) -> Iterator[str]:
 
 
 def _writer(place: Path, run: ImportedRun, origin: dict[str, Any], **options: Any) -> RunWriter:
+    names: Mapping[str, Any] = run.names
     return RunWriter.create(
         place,
         token=run.token,
         hidden=run.hidden,
         variables=_types(run),
         **row_lengths({held.variable: held.row_shape for held in run.variables}),
-        parameter=run.parameters,
+        **names,
         populations=run.populations,
         attributes=run.attributes | {"imported": origin},
         buffers=1,

@@ -24,7 +24,7 @@ from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.schema import (
     COORDINATES,
-    OF_PARAMETERS,
+    NAMES,
     STEP,
     TRAJECTORIES,
     VARIABLES,
@@ -35,7 +35,7 @@ from trajstore.values.native_types import NATIVE_TYPES
 
 Array = npt.NDArray[Any]
 
-_TEXTS = ("attributes", "variables", "token_text", "parameter")
+_TEXTS = ("attributes", "variables", "token_text", *NAMES)
 
 
 def whole_layout(file: ArrayFile) -> Layout | None:
@@ -62,7 +62,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
             raise FormatError(f"{file.path}: {key} is empty")
     keys = {name: name for name in variables_of(attributes)}
     keys |= {one.variable: one.key for one in layout.columns}
-    names = _parameters(file, texts)
+    names = _names(file, texts)
     populations = {
         name: _vector(file, name, ("bool",), len(token))
         for name in along_token(file.keys)
@@ -73,9 +73,12 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
         token=checked_tokens(file, token),
         coordinates=_coordinates(file, layout, texts, len(token)),
         variables=_variables(
-            file, keys, {"step": len(steps), "token": len(token), "parameter": len(names)}
+            file,
+            keys,
+            {"step": len(steps), "token": len(token)}
+            | {name: len(values) for name, values in names.items()},
         ),
-        parameters=names,
+        names=names,
         populations=populations,
         attributes=attributes,
     )
@@ -128,21 +131,22 @@ def _coordinates(
     return found
 
 
-def _parameters(file: ArrayFile, texts: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the parameters, for variables of the model."""
-    for key in OF_PARAMETERS:
-        if key in file.keys:
+def _names(file: ArrayFile, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Coordinates of names, for variables along them."""
+    found = {}
+    for name, needing in NAMES.items():
+        for key in [key for key in needing if key in file.keys][:1]:
             shape = file.shape(key)
-            if len(shape) != 2 or "parameter" not in texts:
+            if len(shape) != 2 or name not in texts:
                 raise FormatError(
                     f"{file.path}: {key} has shape {shape}, but the file does not name its "
-                    "parameters (text parameter)"
+                    f"{name}s (text {name})"
                 )
-            names = checked_texts(file, "parameter", texts["parameter"], shape[1])
+            names = checked_texts(file, name, texts[name], shape[1])
             if len(set(names)) != len(names):
-                raise FormatError(f"{file.path}: parameter repeats a name, expected distinct names")
-            return tuple(names)
-    return ()
+                raise FormatError(f"{file.path}: {name} repeats a name, expected distinct names")
+            found[name] = tuple(names)
+    return found
 
 
 def _variables(

@@ -164,8 +164,8 @@ class ImportedRun:
         Attributes for the root of the run.
     notes : tuple of str
         Notes on corrections, omissions and missing information.
-    parameters : tuple of str
-        Names of the model's parameters, if variables need them.
+    names : dict of str to tuple of str
+        Coordinates of names, such as ``parameter``, if variables need them.
     populations : dict of str to ndarray of bool, (token,)
         Populations by the names of their coordinates.
     """
@@ -177,7 +177,7 @@ class ImportedRun:
     attributes: dict[str, Any]
     label: str = ""
     notes: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     populations: dict[str, Array] = field(default_factory=dict)
 
     @property

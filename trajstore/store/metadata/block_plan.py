@@ -171,7 +171,6 @@ def plan(
     hidden: int,
     examples: int | None = None,
     positions: int | None = None,
-    parameters: int = 1,
     lengths: Mapping[str, int] | None = None,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
@@ -187,13 +186,13 @@ def plan(
     ----------
     variables : mapping of str to str
         Native type of each variable.
-    tokens, hidden, parameters : int
+    tokens, hidden : int
         Lengths of the dimensions.
     examples, positions : int, optional
         Lengths of ``example`` and ``position``, if a variable has them.
     lengths : mapping of str to int, optional
-        Lengths of the dimensions of the model's state: ``element``, ``group``, ``byte``,
-        ``buffer_element``.
+        Lengths of the other dimensions: ``parameter``, ``hyperparameter``, ``element``, ``group``,
+        ``byte``, ``buffer_element``.
     memory : int, default 1 GiB
         Memory budget of a writer in bytes.
     block_rows : int, optional
@@ -219,7 +218,7 @@ def plan(
     """
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (VARIABLES[name], native_type(dtype)) for name, dtype in variables.items()}
-    lengths = dict(lengths or {}) | {"token": tokens, "hidden": hidden, "parameter": parameters}
+    lengths = dict(lengths or {}) | {"token": tokens, "hidden": hidden}
     lengths |= {
         dim: given
         for dim, given in (("example", examples), ("position", positions))

@@ -25,10 +25,12 @@ from trajstore.codec.block_label import digest_of
 from trajstore.codec.block_object import at_once
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.open_block import OpenBlock
+from trajstore.codec.open_block import OpenBlock, change_since_opened
+from trajstore.codec.selected_block import root_metadata
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.codec.shard import UnitChunks, encoded_chunks
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.storage.object_file import opened
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.threads import in_parallel
@@ -148,7 +150,8 @@ class StoredArray:
         Raises
         ------
         FormatError
-            If it is missing or broken, or the shard of another place.
+            If it is missing or broken, or the shard of another place; or if the whole run was
+            replaced.
         RunNotFound
             If the whole run was removed.
         """
@@ -157,15 +160,24 @@ class StoredArray:
         try:
             with opened(path) as source:
                 yield at_once(OpenBlock.opened(name, self.form, source, (block, part), axes))
-        except FileNotFoundError:
-            if isinstance(self.path, Path) and not self.path.exists():
-                raise RunNotFound(
-                    f"{self.path} was moved, removed or unmounted since it was opened"
-                ) from None
+        except (FileNotFoundError, FormatError) as error:
+            change = change_since_opened(self.path, self.form, self._root_metadata())
+            if change is not None:
+                raise change from error
+            if isinstance(error, FormatError):
+                raise
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
                 f"with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
+
+    def _root_metadata(self) -> bytes | None:
+        if isinstance(self.path, Path):
+            return root_metadata(self.path)
+        try:
+            return (self.path / METADATA_KEY).read_bytes()
+        except FileNotFoundError:
+            return None if self.path.listed else b""
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
         """Digest of a shard reduced to its first `rows` rows, computed from these rows.

@@ -28,7 +28,7 @@ def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     if table is None:
         raise VariableNotRecorded(
             "the run holds one matrix only, not all parameters; record it with "
-            "--variables everything"
+            "variables='everything'"
         )
     return table
 
@@ -79,9 +79,9 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
         row, column), as far as they are recorded, in dask arrays. Their attribute ``native_dtype``
         is the type of the parameter. A vector has one column; dimensions after the first are one
         column axis. ``row`` is the row number. Further: the variables along ``step`` only, with the
-        ``lr`` of the parameter's group; ``skipped`` is 1 also in steps in which the optimizer did
-        not count the parameter, such as those without a gradient. The attributes ``recording`` and
-        ``optimizer`` are those of the parameter.
+        ``lr`` of the parameter's group, and ``hyperparameters`` in the group of W; ``skipped`` is 1
+        also in steps in which the optimizer did not count the parameter, such as those without a
+        gradient. The attributes ``recording`` and ``optimizer`` are those of the parameter.
 
     Raises
     ------
@@ -103,6 +103,10 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
             found[short] = _matrix(ds, stored, entry, short)
     if "params_lr" in ds and entry["group"] is not None:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
+    names = {}
+    if "hyperparameters" in ds and entry["group"] in _groups_of_matrix(ds):
+        found["hyperparameters"] = ds["hyperparameters"].variable
+        names["hyperparameter"] = ds["hyperparameter"].variable
     if "params_count" in ds:
         count = ds["params_count"].sel(parameter=entry["name"]).values
         not_taken = np.diff(count, prepend=np.nan) == 0
@@ -114,10 +118,15 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     optimizer = attributes.get("optimizer", {})
     if entry["group"] is not None and "groups" in optimizer:
         attributes["optimizer"] = {**optimizer, **optimizer["groups"][entry["group"]]}
-    coords = {"step": ds["step"].variable, "row": np.arange((entry["shape"] or [1])[0])}
+    coords = {"step": ds["step"].variable, "row": np.arange((entry["shape"] or [1])[0]), **names}
     result = xr.Dataset(found, coords=coords, attrs=attributes)
     result.encoding = dict(ds.encoding)
     return result
+
+
+def _groups_of_matrix(ds: xr.Dataset) -> set[int]:
+    """The parameter group of W, whose hyperparameters the run holds."""
+    return {one["group"] for one in ds.attrs["parameters"] if one["variable"] == "W"} - {None}
 
 
 def _never_kept(ds: xr.Dataset, group: int | None) -> set[str]:

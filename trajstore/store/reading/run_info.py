@@ -82,8 +82,12 @@ def information(path: RunPath) -> dict[str, Any]:
     attributes = dict(group.attrs)
     types = {name: arrays[name]["native_dtype"] for name in arrays}
     advice = advise_run(attributes, types)
-    if "lr" in arrays and any(one.variable == "W" for one in advice):  # it depends on the rates
-        advice = advise_run(attributes, types, whole(path, group, "lr"))
+    if "lr" in arrays and advice:  # it depends on the rates and the hyperparameters
+        numbers = {}
+        if {"hyperparameters", "hyperparameter"} <= arrays.keys():
+            names, values = (whole(path, group, f"hyperparameter{end}") for end in ("", "s"))
+            numbers = dict(zip(names.tolist(), values.T, strict=True))
+        advice = advise_run(attributes, types, whole(path, group, "lr"), numbers)
     return {
         **attributes,
         "steps": first_last and dict(zip(("first", "last"), first_last, strict=True)),

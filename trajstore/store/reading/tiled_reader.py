@@ -20,6 +20,7 @@ import xarray as xr
 from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded
 from trajstore.schema import (
     COORDINATES,
+    NAMES,
     STEP,
     VARIABLES,
     along_token,
@@ -155,15 +156,15 @@ class TiledRun:
     coordinates : dict of str to ndarray, (token,)
         Coordinates along ``token``, always including ``token``.
     series : dict of str to TiledVariable
-    parameters : ndarray of str, (parameter,), optional
-        Names of the model's parameters, if there are variables of them.
+    names : dict of str to ndarray of str
+        Coordinates of names, such as ``parameter``, if there are variables along them.
     """
 
     attributes: dict[str, Any]
     steps: Array
     coordinates: dict[str, Array]
     series: dict[str, TiledVariable]
-    parameters: Array | None = None
+    names: dict[str, Array]
 
     @property
     def populations(self) -> dict[str, Array]:
@@ -240,7 +241,7 @@ def _of_path(path: RunPath, on_lost: Callable[[str, FormatError], None] | None =
         steps=coordinates.pop(STEP.name),
         coordinates=coordinates,
         series=series,
-        parameters=whole(path, group, "parameter") if "parameter" in arrays else None,
+        names={name: whole(path, group, name) for name in NAMES if name in arrays},
     )
 
 
@@ -276,7 +277,7 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
             if ds[name].dims == ("token",) and (name in COORDINATES or ds[name].dtype == bool)
         },
         series=series,
-        parameters=ds["parameter"].values if "parameter" in ds.coords else None,
+        names={name: ds[name].values for name in NAMES if name in ds.coords},
     )
 
 

@@ -141,6 +141,15 @@ class BlockCommits:
             if len(steps) and self.rows % self.layout.block_rows == 0:
                 self._full.append(self._submit("recording"))
 
+    def commit(self) -> None:
+        """Write and commit all rows, and wait."""
+        with self._rows_lock:
+            if self.rows % self.layout.block_rows and self.rows > self.committed_rows:
+                self._submit("recording")
+            last = self._last
+        if last is not None:
+            last.result()
+
     def finish(self, status: Status) -> None:
         """Write and commit all rows with a status, and wait. Remove what a cut left past them.
 
@@ -197,23 +206,31 @@ class BlockCommits:
                     return False
                 if self._failure is None and self.rows > self.committed_rows:
                     # No buffer waits for it, as the write of the full block comes later.
-                    self._submit("recording")
+                    self._submit("recording", by_time=True)
         except BaseException as error:
             self._failure = error
         return True
 
-    def _submit(self, status: Status, *, block: bool = True) -> Future[None]:
-        """Start to write the current block, unless `block` is False, and to commit all rows."""
+    def _submit(self, status: Status, *, block: bool = True, by_time: bool = False) -> Future[None]:
+        """Start to write the current block, unless `block` is False, and to commit all rows.
+
+        `by_time` is True if the timer starts it.
+        """
         number, last = divmod(self.rows - 1, self.layout.block_rows)
         if block:
             filled = {name: array[: last + 1] for name, array in self._block(self.rows - 1).items()}
             self._shards.encode(number, filled)
         place = (number, last + 1) if block else None
-        self._last = submit(self._thread, self._write, self._last, place, (self.rows, status))
+        change = self.rows, status
+        self._last = submit(self._thread, self._write, self._last, place, change, by_time)
         return self._last
 
     def _write(
-        self, before: Future[None] | None, place: tuple[int, int] | None, change: tuple[int, Status]
+        self,
+        before: Future[None] | None,
+        place: tuple[int, int] | None,
+        change: tuple[int, Status],
+        by_time: bool,
     ) -> None:
         """Write a block, and make it visible to readers. Runs in the writing thread."""
         if before is not None:
@@ -222,7 +239,13 @@ class BlockCommits:
             wait([before])
         self.check()
         try:
-            self._commit(change, None if place is None else self._written(*place))
+            try:
+                self._committer.commit(change, None if place is None else self._written(*place))
+            except FileNotFoundError:
+                self._committer.check_place()  # its error is clearer if the run is gone
+                raise
+            if self._timer is not None:
+                self._timer.committed(by_time=by_time)
         except BaseException as error:
             self._failure = error
             self._shards.forget()
@@ -230,14 +253,8 @@ class BlockCommits:
 
     def _written(self, number: int, rows: int) -> Written:
         try:
+            self._committer.check_place()
             return self._shards.write(number, rows)
         except BaseException as error:
             self._committer.fail(error)
             raise
-
-    def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        self._committer.commit(change, written)
-        if self._timer is not None:
-            rows, status = change
-            unfinished = rows % self.layout.block_rows != 0 and status == "recording"
-            self._timer.committed(by_time=unfinished)

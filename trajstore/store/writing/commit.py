@@ -8,11 +8,13 @@ it.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from trajstore.errors import RecordingError
+from trajstore.errors import RecordingError, RunNotFound
 from trajstore.store.metadata.fingerprint import ShardDigest, block_digest
 from trajstore.store.metadata.metadata_form import Status
 from trajstore.store.metadata.object_keys import METADATA_KEY
@@ -20,6 +22,7 @@ from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.store.writing.resumed_run import ResumedRun
+from trajstore.store.writing.shared_run import holds_run
 from trajstore.store.writing.token_share import in_all_processes, raise_failure, sentence
 from trajstore.threads import in_parallel
 
@@ -65,6 +68,37 @@ class Committer:
         self._share = run.share
         self._fsync = fsync
         self._root_tag = _tag_of(run.path / METADATA_KEY) if run.share.is_first else None
+        self._root_file: tuple[int, ...] | None = None  # the root of the last check or commit
+
+    def check_place(self) -> None:
+        """Check that the folder still holds this run, before anything is written into it.
+
+        The path may lead to another run: its folder, or one above it, can be renamed or removed,
+        and created again, while this writer works. Commits to an object store are conditional.
+
+        Raises
+        ------
+        RunNotFound
+            If the run is gone.
+        """
+        path, root = self._path, self._path / METADATA_KEY
+        if not isinstance(path, Path) or not self._share.is_first:
+            return
+        try:
+            if self._root_file == _file_of(root):
+                return
+            if holds_run(path, self._run.layout.runs):
+                self._root_file = _file_of(root)
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        raise self._gone()
+
+    def _gone(self) -> RunNotFound:
+        return RunNotFound(
+            f"{self._path} was moved, removed or replaced while it was written; its first "
+            f"{self.rows} rows were committed before"
+        )
 
     def commit(self, change: tuple[int, Status], written: Written | None) -> None:
         """Make rows visible after all processes have written their tokens, and set the status.
@@ -133,9 +167,12 @@ class Committer:
             try:
                 self._root_tag = root.write_bytes(metadata, instead_of=self._root_tag)
             except FileExistsError as error:
-                raise taken_over(self._path) from error
+                removed = root.stat() is None
+                raise (self._gone() if removed else taken_over(self._path)) from error
         else:
+            self.check_place()
             put(root, [metadata], fsync=self._fsync)
+            self._root_file = _file_of(root)
         # Only after success: another commit of fewer rows may follow a failed one.
         self.rows, self._fingerprint = rows, fingerprint
 
@@ -144,6 +181,12 @@ def _tag_of(root: Location) -> str | None:
     """Tag of the present root of a remote run, whose lock another writer may take over."""
     found = root.stat() if isinstance(root, RemotePath) else None
     return None if found is None else str(found["e_tag"])
+
+
+def _file_of(root: Location) -> tuple[int, ...]:
+    """Return what tells a metadata file from the one that replaces it."""
+    found = os.stat(str(root))
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:

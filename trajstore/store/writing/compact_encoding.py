@@ -32,7 +32,7 @@ def check_encoding(encoding: str, *, shared: bool) -> None:
     if encoding == "compact" and shared:
         raise InvalidArgument(
             "encoding: got 'compact' for a run that several processes write; use 'delta', and "
-            "export the run afterwards with --encoding compact"
+            "export the run afterwards with encoding='compact'"
         )
 
 

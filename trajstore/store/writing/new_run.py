@@ -16,7 +16,7 @@ from trajstore.exact_values import exact, exact_json
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
-    OF_PARAMETERS,
+    NAMES,
     POPULATION,
     STEP,
     TRAJECTORIES,
@@ -97,31 +97,35 @@ def token_coordinates(
     return coordinates
 
 
-def parameter_coordinate(
-    names: Sequence[str] | None, variables: Collection[str]
+def name_coordinates(
+    variables: Collection[str], **given: Sequence[str] | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """Coordinate of a model's parameters, if a new run has variables of them.
+    """Coordinates of names, such as those of the model's parameters, that a new run needs.
 
     Parameters
     ----------
-    names : sequence of str or None
     variables : collection of str
         Variables of the run.
+    **given : sequence of str or None
+        Names of each of `NAMES`.
 
     Raises
     ------
     InvalidArgument
         If they are missing, or two are equal.
     """
-    held = [name for name in OF_PARAMETERS if name in variables]
-    if not held:
-        return {}
-    if not names or len(set(names)) != len(names):
-        raise InvalidArgument(
-            f"parameter: got {len(names or ())} names of parameters, expected at least one and all "
-            f"distinct, for {', '.join(held)}"
-        )
-    return {"parameter": exact("parameter", names, "string")}
+    found = {}
+    for coordinate_name, needing in NAMES.items():
+        held = [name for name in needing if name in variables]
+        names = given.get(coordinate_name) or ()
+        if held and not len(names) == len(set(names)) > 0:
+            raise InvalidArgument(
+                f"{coordinate_name}: got {len(names)} names of {coordinate_name}s, expected at "
+                f"least one and all distinct, for {', '.join(held)}"
+            )
+        if held:
+            found[coordinate_name] = exact(coordinate_name, names, "string")
+    return found
 
 
 def check_variables(names: Collection[str], attributes: Mapping[str, Any]) -> None:
@@ -160,7 +164,7 @@ def new_run(
     ----------
     path : Path or RemotePath
     coordinates : mapping of str to ndarray
-        Results of `token_coordinates` and `parameter_coordinate`.
+        Results of `token_coordinates` and `name_coordinates`.
     variables : mapping of str to str
         Native type of each variable.
     config : mapping or None
@@ -192,11 +196,12 @@ def new_run(
     if encoding == "compact":
         sizes["rule"] = compact_rule(attributes, variables, on_note)
         sizes["vectors"] = vector_rule(attributes, variables, on_note)
+    named = {name: len(coordinates[name]) for name in NAMES if name in coordinates}
+    sizes["lengths"] = {**(sizes.get("lengths") or {}), **named}
     layout = plan_shared(
         share,
         variables,
         tokens=np.size(coordinates["token"]),
-        parameters=np.size(coordinates.get("parameter", "")),
         encoding=encoding,
         **sizes,
     )
@@ -248,7 +253,7 @@ def coordinate_objects(
     Parameters
     ----------
     coordinates : mapping of str to ndarray
-        Values of `token_coordinates` and `parameter_coordinate`.
+        Values of `token_coordinates` and `name_coordinates`.
     """
     arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from trajstore.byte_sizes import DEFAULT_MEMORY
+from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
 from trajstore.store.metadata.object_keys import METADATA_KEY
@@ -162,11 +163,18 @@ def _check_seen(path: Location, layout: Layout) -> None:
     InvalidArgument
         If it does not.
     """
-    found = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
-    if found != [list(entry) for entry in layout.runs]:
+    if not holds_run(path, layout.runs):
         raise InvalidArgument(
             f"{path} is not the run that the first process created there; processes that record "
             "one run together need a shared folder or an object store"
         )
+
+
+def holds_run(path: Location, runs: Runs) -> bool:
+    """True if the run at a path has these identities of its blocks."""
+    with contextlib.suppress(
+        FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError
+    ):
+        found = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
+        return bool(found == [list(entry) for entry in runs])
+    return False

@@ -34,7 +34,7 @@ from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.block_commits import BlockCommits
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
-from trajstore.store.writing.new_run import new_run, parameter_coordinate, token_coordinates
+from trajstore.store.writing.new_run import name_coordinates, new_run, token_coordinates
 from trajstore.store.writing.resumed_run import ResumedRun, check_run, resumed_run
 from trajstore.store.writing.shared_run import announce_run, joined_run
 from trajstore.store.writing.token_share import ALONE, TokenShare, in_all_processes
@@ -135,6 +135,7 @@ class RunWriter:
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
         parameter: Sequence[str] | None = None,
+        hyperparameter: Sequence[str] | None = None,
         lengths: Mapping[str, Count] | None = None,
         populations: Mapping[str, npt.ArrayLike] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -168,6 +169,8 @@ class RunWriter:
             Coordinates. Without `is_dead`, tokens that occur 0 times are dead.
         parameter : sequence of str, optional
             Names of the model's parameters, if there are variables of them.
+        hyperparameter : sequence of str, optional
+            Names of the hyperparameters, for the variable ``hyperparameters``.
         lengths : mapping of str to int, optional
             The same for ``element``, ``group``, ``byte`` and ``buffer_element``.
         populations : mapping of str to array_like of bool, (token,), optional
@@ -222,9 +225,12 @@ class RunWriter:
                 place = check_target(path, overwrite=overwrite)
                 named = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
                 coordinates = token_coordinates(token, populations, **named)
+                names = name_coordinates(
+                    variables, parameter=parameter, hyperparameter=hyperparameter
+                )
                 new, chunks = new_run(
                     place,
-                    coordinates | parameter_coordinate(parameter, variables),
+                    coordinates | names,
                     variables,
                     config=config,
                     attributes=attributes,
@@ -432,6 +438,19 @@ class RunWriter:
                 raise InvalidArgument(f"{name}: got shape {bits.shape}, expected {row[name].shape}")
             row[name][...] = bits
         self.commit_row(step)
+
+    def commit(self) -> None:
+        """Commit all rows, also those of an unfinished block, and wait until they are stored.
+
+        If several processes write the run, all call this method after the same row.
+
+        Raises
+        ------
+        OSError
+            If a block could not be written. Rows committed before are kept.
+        """
+        self._check_open()
+        self._blocks.commit()
 
     def close(self, status: Literal["complete", "interrupted"] = "complete") -> None:
         """Commit all rows, including those of the unfinished block, and set the status.

@@ -231,7 +231,7 @@ def test_recorded_norms_serve_for_the_frobenius_norm(run):
     found = analysis.layers(alone, "grad", "frobenius", steps=[4])
     assert found.frobenius.values.tolist() == [[2.0] * 5]
     assert (found.frobenius.dtype, found.frobenius.attrs["units"]) == ("f8", "nat")
-    with pytest.raises(VariableNotRecorded, match=r"param_norm.*--variables norms"):
+    with pytest.raises(VariableNotRecorded, match=r"param_norm.*variables='norms'"):
         analysis.layers(alone, metrics="frobenius")
 
 
@@ -244,7 +244,7 @@ def test_what_is_refused(run):
         analysis.layers(run, steps=3)
     with pytest.raises(VariableNotRecorded, match="one matrix only"):
         analysis.layers(run.drop_attrs())
-    with pytest.raises(VariableNotRecorded, match=r"params_grad.*--variables everything"):
+    with pytest.raises(VariableNotRecorded, match=r"params_grad.*variables='everything'"):
         analysis.layers(run.drop_vars("params_grad"), "grad")
     names = {"query": "q", "key": "k", "value": "v", "output": "o"}
     with pytest.raises(InvalidArgument, match="got attention for of='params'"):

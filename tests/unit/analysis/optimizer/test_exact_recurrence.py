@@ -8,16 +8,9 @@ import pytest
 from trajstore import compiled_loop
 from trajstore.analysis.optimizer import exact_recurrence
 from trajstore.compiled_loop import CompiledLoop
-from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
+from trajstore.values.optimizer_rule import MOMENTS
 
 pytest.importorskip("numba")
-
-RULE = OptimizerRule.of(
-    {
-        "class": "AdamW",
-        "hyperparameters": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
-    }
-)
 
 
 def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
@@ -32,7 +25,8 @@ def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
         patch.setattr(compiled_loop, "_ENOUGH", 0)
         patch.setattr(exact_recurrence, "_LOOP", Spy(exact_recurrence.__name__, "follow_rows"))
         out = np.full(gradient.shape, -1.0)
-        exact_recurrence.follow(RULE, moment, before, gradient, taken, out)
+        betas = np.linspace(0.9, 0.999, len(gradient))
+        exact_recurrence.follow(moment, betas, before, gradient, taken, out)
     return out, any(made)
 
 

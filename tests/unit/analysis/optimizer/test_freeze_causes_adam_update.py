@@ -157,7 +157,7 @@ def test_rows_whose_previous_step_is_missing_are_nan():
 
 def test_missing_inputs_are_reported():
     ds = trained_run("AdamW", {}, "float32", rows=3)
-    with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*--variables matrix"):
+    with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*variables='matrix'"):
         analysis.adam_update(ds.drop_vars("exp_avg_sq"))
     imported = ds.drop_vars("lr").assign_attrs(imported={"file": "f"})
     with pytest.raises(VariableNotRecorded, match=r"lr, .*; assign the rate of each step"):

@@ -21,7 +21,7 @@ from trajstore.errors import StepNotFound, VariableNotRecorded
     ids=str,
 )
 def test_what_to_record(missing, recorded, make_run, walk):
-    with pytest.raises(VariableNotRecorded, match=f"; record it with --variables {recorded}$"):
+    with pytest.raises(VariableNotRecorded, match=f"; record it with variables='{recorded}'$"):
         input_checks.variables(make_run(walk(2, 2, 2)), *missing)
 
 

@@ -81,7 +81,7 @@ def test_processes_of_their_own_give_the_same(recorded: Any, tmp_path: Path, pro
 @pytest.mark.usefixtures("forked")
 def test_a_killed_process_is_named(recorded: Any, tmp_path: Path, probe: str) -> None:
     (tmp_path / "dies 0").touch()
-    with pytest.raises(TrajstoreError, match=r"step 0 or a later one was killed.*fewer --jobs"):
+    with pytest.raises(TrajstoreError, match=r"step 0 or a later one was killed.*fewer jobs"):
         evaluate(recorded.path, probe, tmp_path / "out.zarr", jobs=2)
 
 

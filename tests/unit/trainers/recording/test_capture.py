@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import re
+import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,9 @@ from still_timer import StillTimer, commit_now  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
-from trajstore.errors import InvalidArgument, RecordingError, RunExists  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound  # noqa: E402
 from trajstore.store.writing import block_writer  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers import attach, capture  # noqa: E402
 from trajstore.trainers.recording import device_to_host, parameter_rows  # noqa: E402
 from trajstore.values import token_norms  # noqa: E402
 
@@ -74,7 +78,9 @@ def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, tmp_path: Path)
     path = tmp_path / "run.zarr"
     options = {"max_grad_norm": 0.3, "encoding": "compact"}
     train(tiny, optimizer, path, clip=0.3, **options).agree_with(path)
-    assert not stored_forms(path)["exp_avg"]["corrected"]
+    form = stored_forms(path)["exp_avg"]
+    # torch fuses a product and a sum on some processors only.
+    assert form["corrected"] < form["elements"] / 4
     assert verify(path).clean
 
 
@@ -105,7 +111,9 @@ def test_clipping_is_known_where_the_gradient_is_not_recorded(tiny: Any, tmp_pat
     lists = train(tiny, optimizer, path, clip=0.3, max_grad_norm=0.3, variables="weights")
     del lists.rows["grad"], lists.rows["exp_avg"], lists.rows["exp_avg_sq"]
     ds = lists.agree_with(path)
-    assert set(ds) == {"W", "logits", "loss", "lr", "grad_norm", "clip_coef", "step_count"}
+    assert set(ds) == {
+        "W", "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef", "step_count",
+    }  # fmt: skip
     expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
 
@@ -214,7 +222,7 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
 
     run(tmp_path / "tier.zarr", "matrix")
     assert set(xr.open_zarr(tmp_path / "tier.zarr")) == {
-        "W", "grad", "logits", "loss", "lr", "grad_norm", "clip_coef",
+        "W", "grad", "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef",
     }  # fmt: skip
     with pytest.raises(
         RecordingError,
@@ -222,6 +230,27 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
     ):
         run(tmp_path / "named.zarr", ("W", "batch"))
     assert not (tmp_path / "named.zarr").exists()
+
+
+def test_without_a_block(tiny: Any, tmp_path: Path) -> None:
+    lists, optimizer = Lists(tiny.embedding.weight), torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    run = attach(tiny, optimizer, tmp_path / "run.zarr", every=2)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        tiny(**batch)["loss"].backward()
+        optimizer.step()
+        lists.add(W=lists.parameter)
+    run.close()
+    run.close()  # nothing is open
+    del lists.rows["grad"], lists.rows["W"][1]
+    ds = lists.agree_with(tmp_path / "run.zarr")
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [0, 2, 3])
+    run = attach(tiny, optimizer, tmp_path / "none.zarr")
+    with pytest.raises(
+        RecordingError, match=r"no step of AdamW was taken, so .*none\.zarr was not"
+    ):
+        run.close()
+    assert not tiny._forward_hooks
 
 
 def test_every_third_row_and_the_last_are_recorded(tiny: Any, tmp_path: Path) -> None:
@@ -374,7 +403,7 @@ def test_what_cannot_be_recorded_is_reported(tiny: Any, tmp_path: Path) -> None:
         attempt(tiny, parameter="head.wait")
     with pytest.raises(RecordingError, match=r"mix\.bias has shape"):
         attempt(tiny, parameter="mix.bias")
-    with pytest.raises(RecordingError, match=r"has no get_output_embeddings.*0\.weight"):
+    with pytest.raises(RecordingError, match=r"has no embedding that the optimizer.*0\.weight"):
         attempt(torch.nn.Sequential(torch.nn.Embedding(3, 2)))
     with pytest.raises(RecordingError, match="is not in the optimizer"):
         attempt(TinyModel())
@@ -392,9 +421,30 @@ def test_what_cannot_be_recorded_is_reported(tiny: Any, tmp_path: Path) -> None:
         attempt(tiny)
 
 
+@pytest.fixture
+def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the third block of every run fail with an error of the system."""
+
+    def install(code: int) -> None:
+        real = block_writer.put_all
+
+        def put_all(objects: Iterable[Any], **kwargs: Any) -> int:
+            def written() -> Iterator[Any]:
+                for path, parts in objects:
+                    if path.name.startswith("c.2"):
+                        raise OSError(code, os.strerror(code), str(path))
+                    yield path, parts
+
+            return real(written(), **kwargs)
+
+        monkeypatch.setattr(block_writer, "put_all", put_all)
+
+    return install
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
-    deferred: bool, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deferred: bool, tiny: Any, tmp_path: Path, failing_writes: Any, monkeypatch: Any
 ) -> None:
     opened: list[Any] = []
     if deferred:
@@ -408,18 +458,7 @@ def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
 
         monkeypatch.setattr(parameter_rows, "open_transfer", deferred_transfer)
 
-    real = block_writer.put_all
-
-    def full_at_the_third_block(objects: Iterable[Any], **kwargs: Any) -> int:
-        def written() -> Iterator[Any]:
-            for path, parts in objects:
-                if path.name.startswith("c.2"):
-                    raise OSError(errno.ENOSPC, "No space left on device", str(path))
-                yield path, parts
-
-        return real(written(), **kwargs)
-
-    monkeypatch.setattr(block_writer, "put_all", full_at_the_third_block)
+    failing_writes(errno.ENOSPC)
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
     with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are committed; free"):
@@ -431,6 +470,99 @@ def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
         assert not transfer._thread.is_alive()
         assert not transfer._slots
         assert not transfer._staging
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOENT, errno.EACCES, errno.EMFILE, errno.EIO, errno.EROFS, errno.ENOSPC]
+)
+@pytest.mark.parametrize("steps", [9, 30])  # found when the run is closed, or in a step
+def test_only_a_full_or_failed_disk_ends_a_training(
+    code: int, steps: int, tiny: Any, tmp_path: Path, failing_writes: Any
+) -> None:
+    failing_writes(code)
+    notes: list[str] = []
+    ends = code in (errno.EIO, errno.EROFS, errno.ENOSPC)
+    options = {"variables": "weights", "block_rows": 4, "on_note": notes.append}
+    with pytest.raises((OSError, RecordingError)) if ends else contextlib.nullcontext():
+        lists = train(tiny, torch.optim.SGD(tiny.parameters()), tmp_path / "run.zarr",
+                      steps=steps, **options)  # fmt: skip
+        assert len(lists.rows["W"]) == steps + 1
+    said = [note for note in notes if "the recording ended" in note]
+    assert len(said) == (not ends or steps > 9)
+    assert all(os.strerror(code) in note or ends for note in said)
+    assert open_run(tmp_path / "run.zarr").step.values.tolist() == list(range(8))
+
+
+def test_a_training_goes_on_when_the_folder_of_its_run_is_renamed(
+    tiny: Any, tmp_path: Path
+) -> None:
+    path, notes, optimizer = tmp_path / "run.zarr", [], torch.optim.SGD(tiny.parameters())
+    options = {"variables": "weights", "block_rows": 4}
+
+    def loop(**others: Any) -> Any:
+        with capture(tiny, optimizer, path, on_note=notes.append, **options, **others) as run:
+            for step, batch in enumerate(batches(20)):
+                if step == 9:
+                    path.rename(tmp_path / "renamed.zarr")
+                tiny(**batch)["loss"].backward()
+                optimizer.step()
+        return run
+
+    assert loop().has_failed
+    assert step_of_end(notes) <= 20
+    assert open_run(tmp_path / "renamed.zarr").sizes["step"] in (0, 4, 8)
+    shutil.rmtree(tmp_path / "renamed.zarr")
+    with pytest.raises(RunNotFound, match="was moved, removed or replaced"):
+        loop(strict=True)
+
+
+def step_of_end(notes: list[str]) -> int:
+    """Return the step of the only note about the end of a recording."""
+    ends = [re.match(r"the recording ended in step (\d+): .* was moved", note) for note in notes]
+    (step,) = [int(end[1]) for end in ends if end]
+    return step
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variables": "everything"},
+        {"variables": ["W", "W_step_norm", "W_ulp_l1", "grad_token_norm", "cells", "skipped",
+                       "batch", "example_loss"], "tokens": [1, 5], "every": 2},
+        {"variables": "norms"},
+    ],
+)  # fmt: skip
+def test_the_default_device_of_torch_changes_nothing(options: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    models = {device: TinyModel() for device in ("meta", "cpu")}
+    models["cpu"].load_state_dict(models["meta"].state_dict())
+    recorded = []
+    for device, model in models.items():
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+        model(**batches(1)[0])["loss"].backward()
+        adam.step()  # its own number of steps would be on the default device
+        data = batches(5)
+        with capture(
+            model, adam, tmp_path / f"{device}.zarr", scaler=scaler, first_step=1, **options
+        ) as run:
+            torch.set_default_device(device)
+            try:
+                for batch in data:
+                    adam.zero_grad()
+                    loss = model(**batch)["loss"]
+                    run.observe(loss=loss, batch=[3, 1, 4], example_loss=[0.5, loss.item(), 2])
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(adam)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.step(adam)
+                    scaler.update()
+            finally:
+                torch.set_default_device(None)
+        assert not run.has_failed
+        recorded.append(open_run(tmp_path / f"{device}.zarr"))
+    assert recorded[0].sizes == recorded[1].sizes
+    xr.testing.assert_identical(*(ds.load().drop_attrs() for ds in recorded))
 
 
 def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:

@@ -42,12 +42,16 @@ def test_a_failure_behind_the_back_of_training_is_raised_in_it(
     monkeypatch.setattr(device_to_host, "torch", LazyTorch(streams))
     run = writer(tmp_path / "run.zarr")
     transfer = DeferredTransfer(run, CUDA)
-    for _ in range(2):  # a step must increase: the writer refuses
+    for number in range(2):  # a step must increase: the writer refuses
         transfer.put("W", torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16))
         transfer.put("loss", torch.tensor(0.0))
         transfer.commit(5)
-    with pytest.raises(RecordingError, match="the recording stopped: got step 5 after step 5"):
-        transfer.close()
+        if number == 0:
+            transfer.flush()
+            assert run.rows == 1
+    for call in (transfer.flush, transfer.close):
+        with pytest.raises(RecordingError, match="the recording stopped: got step 5 after step 5"):
+            call()
     run.close("interrupted")
     assert xr.open_zarr(tmp_path / "run.zarr").step.values.tolist() == [5]
 

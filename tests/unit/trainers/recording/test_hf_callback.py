@@ -182,6 +182,28 @@ def test_after_a_training_that_failed_the_next_one_begins_anew(tmp_path: Path, t
     assert xr.open_zarr(path).attrs["status"] == "complete"
 
 
+def test_an_interrupted_training_has_its_rows_and_is_resumed_in_its_process(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.zarr"
+
+    def trainer(*callbacks: Any) -> Any:
+        torch.manual_seed(1)
+        saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 7}
+        return trainer_of(tiny_gpt2(), tmp_path, *callbacks, **saved)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(TrajectoryCallback(path), FailAfter(5)).train()
+    ds = xr.open_zarr(path)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4, 5])
+
+    resumed = TrajectoryCallback(path, resume=True)
+    trainer(resumed).train(resume_from_checkpoint=True)
+    ds = xr.open_zarr(path)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [*range(8)])
+    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [4]
+
+
 def test_in_a_notebook_it_is_closed_when_the_cell_ends(
     tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,3 +223,23 @@ def test_in_a_notebook_it_is_closed_when_the_cell_ends(
     assert xr.open_zarr(path).attrs["status"] == "interrupted"
     assert xr.open_zarr(path).sizes["step"] == 3
     assert registered == []
+
+
+class Committed(TrainerCallback):
+    """Keeps the last committed step whenever the Trainer has saved a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[int] = []
+
+    def on_save(self, *_: Any, **kwargs: Any) -> None:
+        self.steps.append(int(xr.open_zarr(self.path).step[-1]))
+
+
+def test_the_rows_up_to_a_checkpoint_are_committed(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    committed = Committed(path)
+    callbacks = TrajectoryCallback(path, commit_every=None), committed
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer_of(tiny_gpt2(), tmp_path, *callbacks, max_steps=5, **saving).train()
+    assert committed.steps == [2, 4, 5]

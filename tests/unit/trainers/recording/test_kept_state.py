@@ -204,3 +204,66 @@ def test_what_no_row_can_hold_is_named(
     if rows == 3:
         with pytest.raises(VariableNotRecorded, match=r"does not hold the .* of its optimizer"):
             optimizer_state_at(path, 2)
+
+
+class EightBits(torch.optim.Optimizer):
+    """Keeps its state in blocks of 8 bits, of some parameters in float32, as bitsandbytes does.
+
+    Its kernel writes to the memory of a parameter, which torch does not notice.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        for p in group["params"]:
+            state = self.state[p]
+            if not state and p.numel() in group["quantized"]:
+                state["state1"] = torch.zeros_like(p, dtype=torch.uint8)
+                state |= {"qmap1": torch.ones(256), "absmax1": torch.ones(1)}
+            elif not state:
+                state["state1"] = torch.zeros_like(p)
+            state["step"] = state.get("step", 0) + 1
+            state["state1"].add_(1)
+            p.numpy()[...] -= group["lr"] * p.grad.numpy()
+
+
+@pytest.mark.parametrize("variables", ["matrix", "everything"])
+@pytest.mark.parametrize("quantized", [{28}, {16}, {28, 16, 4}])  # the matrix, others, all
+def test_state_in_8_bits_is_named_and_ends_no_recording(
+    variables: str, quantized: set[int], tmp_path: Path, notes: list[str]
+) -> None:
+    model, path = Model(), tmp_path / "run.zarr"
+    model.late.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = EightBits(trained, {"lr": 0.1, "quantized": quantized})
+    whole = train(model, optimizer, path, 0, 3, variables=variables, on_note=notes.append)
+    ds = open_run(path)
+    assert ds.step.values.tolist() == [0, 1, 2, 3]
+    for step, (weights, _) in enumerate(whole, 1):
+        assert torch.equal(torch.from_numpy(ds.W.values[step]), weights["embedding.weight"])
+    assert np.isfinite(ds[["grad", "loss", "lr"]].isel(step=slice(1, None)).to_array()).all()
+    is_kept = variables == "matrix" and 28 not in quantized
+    assert ("state1" in ds) == is_kept
+    assert not is_kept or (ds.state1.values[1:] == [[[1]], [[2]], [[3]]]).all()
+    named = [note for note in notes if "not recorded: the optimizer keeps them in another" in note]
+    assert [note.startswith("state1") for note in named] == [True] * (not is_kept)
+    assert not any("exp_avg" in note for note in notes)
+    if variables == "everything":
+        with pytest.raises(VariableNotRecorded, match="does not hold the state1"):
+            optimizer_state_at(path, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("bitsandbytes.optim", "AdamW8bit"), ("torchao.optim", "AdamW8bit")]
+)
+def test_an_8_bit_optimizer_of_a_library(module: str, name: str, tmp_path: Path) -> None:
+    library = pytest.importorskip(module, reason=f"needs {module}, which no extra installs")
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
+    optimizer = getattr(library, name)(model.parameters())
+    with capture(model, optimizer, tmp_path / "run.zarr", parameter="0.weight") as run:
+        model(torch.arange(64)).square().sum().backward()
+        optimizer.step()
+    assert not run.has_failed
+    ds = open_run(tmp_path / "run.zarr")
+    assert torch.equal(torch.from_numpy(ds.W.values[1]), model[0].weight.detach())
+    assert ds.lr.values[1] == np.float32(1e-3) or ds.lr.values[1] == 1e-3

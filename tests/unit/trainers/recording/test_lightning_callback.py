@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 
 torch = pytest.importorskip("torch")
 lightning = pytest.importorskip("lightning.pytorch")
@@ -135,3 +136,15 @@ def test_after_an_exception_it_resumes_from_a_checkpoint(tmp_path: Path) -> None
 def test_manual_optimization(tmp_path: Path) -> None:
     model = trained(tmp_path / "run.zarr", Lit(manual=True))
     model.lists.agree_with(tmp_path / "run.zarr")
+
+
+def test_the_rows_up_to_a_checkpoint_are_committed(tmp_path: Path) -> None:
+    path, committed = tmp_path / "run.zarr", []
+
+    def save(trainer: Any, _: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        committed.append(int(xr.open_zarr(path).step[-1]))
+
+    saving = lightning.callbacks.LambdaCallback(on_train_epoch_end=save)
+    trained(path, options={"commit_every": None}, callbacks=[saving])
+    assert committed == [EPOCH, 2 * EPOCH]

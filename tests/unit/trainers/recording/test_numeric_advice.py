@@ -24,12 +24,6 @@ pytestmark = pytest.mark.torch
 NEVER = "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
 
 
-@pytest.fixture(autouse=True)
-def fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors without bfloat16 instructions, a note about their speed would come, too."""
-    monkeypatch.setattr("trajstore.trainers.products.native_is_slow", lambda kind: False)
-
-
 def train(model: Any, path: Path, **options: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     with capture(model, optimizer, path, is_dead=np.arange(VOCAB) > 12, **options):

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from trajstore.errors import InvalidArgument  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, attach, capture  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -35,7 +35,7 @@ def keywords(function: Any) -> dict[str, Any]:
 
 
 def test_what_users_may_write_is_shown_with_its_defaults() -> None:
-    assert keywords(capture) == OPTIONS | OF_A_LOOP
+    assert keywords(capture) == keywords(attach) == OPTIONS | OF_A_LOOP
     assert keywords(TrajectoryCallback) == OPTIONS | {"on_step": None, "on_note": None}
     assert list(inspect.signature(capture).parameters)[:3] == ["model", "optimizer", "path"]
     assert list(inspect.signature(TrajectoryCallback).parameters)[:2] == ["path", "variables"]
@@ -49,7 +49,7 @@ def test_the_callback_of_lightning_takes_the_same() -> None:
     assert keywords(LightningCallback) == OPTIONS | own
 
 
-@pytest.mark.parametrize("function", [capture, TrajectoryCallback.__init__])
+@pytest.mark.parametrize("function", [attach, capture, TrajectoryCallback.__init__])
 def test_every_option_is_documented_where_it_is_taken(function: Any) -> None:
     documented = inspect.getdoc(function) or ""
     names = documented.partition("----------\n")[2].partition("\n\n")[0]
@@ -87,6 +87,10 @@ def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -
 def test_what_is_impossible_is_refused_where_it_is_written(wrong: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         RecordingOptions(**wrong)
+
+
+def test_a_whole_float_is_a_count() -> None:
+    assert range(RecordingOptions(every=2.0).every) == range(2)  # type: ignore[arg-type]
 
 
 def test_named_variables_are_required_and_those_of_tiers_optional() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 
+from trajstore import verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
@@ -137,8 +140,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
             loop.run(path, 5, 6, **{"resume": True, "first_step": 5, **options})
         assert (path / "zarr.json").read_bytes() == before
 
-    refused(NothingToResume, "ends at step 5, but the training continues after step 6",
-            first_step=6)  # fmt: skip
     refused(NothingToResume, "the weights of the training differ from .* at step 4", first_step=4)
     refused(InvalidArgument, "every: .* recorded with 1, got 2", every=2)
     refused(InvalidArgument, "logits_mode: .* recorded with last, got mean", logits_mode="mean")
@@ -147,8 +148,53 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     refused(InvalidArgument, "correct W_step_norm", variables="matrix,W_ulp_l1")
     refused(InvalidArgument, "correct hidden_mean", variables=f"{RECORD},hidden_mean")
     refused(InvalidArgument, "both", overwrite=True)
+    late = tmp_path / "late.zarr"
+    loop.run(late, 5, 6, first_step=5)
+    with pytest.raises(NothingToResume, match=r"has the steps 5 to 6, but the .* after step 4"):
+        loop.run(late, 5, 6, resume=True, first_step=4)
     with pytest.raises(RunNotFound):
         loop.run(tmp_path / "nowhere.zarr", 5, 6, resume=True, first_step=5)
+
+
+@pytest.mark.parametrize(
+    ("every", "options"), [(1, {}), (3, {}), (1, {"encoding": "compact", "variables": "matrix"})]
+)
+def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
+    every: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options |= {"every": every, "commit_every": None}
+    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
+    straight = xr.open_zarr(tmp_path / "straight.zarr").load()
+    path, loop = tmp_path / "run.zarr", Loop()
+
+    def at_step(run: Any) -> None:
+        if run.step == 6:
+            run.commit()
+            run.commit()  # there is nothing new
+            shutil.copytree(tmp_path / "lost.zarr", path)
+
+    loop.run(tmp_path / "lost.zarr", 0, 10, on_step=at_step, **options)
+    assert xr.open_zarr(path).step.values.tolist() == [*range(0, 7, every)]
+    checkpoint = loop.checkpoint()
+    for _ in range(2):  # it may die again before its next checkpoint
+        loop.restore(copy.deepcopy(checkpoint))
+        loop.run(path, 10, STEPS, resume=True, first_step=10, **options)
+        ds = xr.open_zarr(path).load()
+        steps = [step for step in range(0, STEPS + 1, every) if not 6 < step <= 10]
+        assert ds.step.values.tolist() == steps
+        for name in ds.data_vars.keys() - {"W_step_norm", "W_ulp_l1"}:
+            expected = straight[name].sel(step=steps).values
+            assert ds[name].values.tobytes() == expected.tobytes(), name
+        (gap,) = [one for one in ds.attrs["notes"] if one["note"].startswith("there are no rows")]
+        first, last = (7, 10) if every == 1 else (9, 9)
+        assert f"steps {first} to {last} of embedding.weight" in gap["note"]
+        assert (gap["first_step"], gap["last_step"]) == (first, last)
+    assert verify(path).clean
+    again = Loop()
+    again.run(tmp_path / "other.zarr", 0, 6)
+    again.run(path, 6, STEPS, resume=True, first_step=6, **options)
+    ds = same(tmp_path / "straight.zarr", path)
+    assert not any("there are no rows" in one["note"] for one in ds.attrs["notes"])
 
 
 TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "variables": "weights"}

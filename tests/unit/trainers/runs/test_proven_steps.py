@@ -103,7 +103,7 @@ def test_options_of_the_proof_need_it() -> None:
 
 def test_runs_without_the_state_are_refused(run: Path, text: Path, tmp_path: Path) -> None:
     path = record(small_config(["gatsby"], steps=1), tmp_path / "all.zarr", corpus=text)
-    with pytest.raises(VariableNotRecorded, match="--variables everything"):
+    with pytest.raises(VariableNotRecorded, match="variables='everything'"):
         prove(path)
     own = tmp_path / "own.zarr"
     with RunWriter.create(own, token=[0], hidden=1, variables={"W": "float32"}):

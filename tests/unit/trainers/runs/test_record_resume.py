@@ -276,7 +276,7 @@ def test_an_extension_that_moves_the_decay_says_so(text: Path, tmp_path: Path) -
     record(longer, path, resume=True, on_note=notes.append)
     assert len(notes) == 1
     assert "jumps at step 9, from 0 to 0.0005" in notes[0]
-    assert "--set schedule.steps=16" in notes[0]
+    assert "with schedule.steps=16" in notes[0]
     ds = xr.open_zarr(path)
     assert ds.lr.values[8:11].tolist() == [1e-3 / 8, 1e-3 * 8 / 16, 1e-3 * 7 / 16]
     assert ds.attrs["optimizer"]["schedule"]["steps"] == 16
@@ -335,9 +335,9 @@ def test_other_versions_are_reported(interrupted: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"device": "cuda:0"}, ConfigError, r"recorded on cuda.*--device cuda"),
+        ({"device": "cuda:0"}, ConfigError, r"recorded on cuda.*training.device=cuda"),
         ({"tokenizer": {"name": "ascii", "sha256": "0" * 64}}, CorpusError,
-         "give the recorded one with --tokenizer"),
+         "give the recorded one: tokenizer=…"),
     ],
 )  # fmt: skip
 def test_another_device_and_another_tokenizer_are_refused(

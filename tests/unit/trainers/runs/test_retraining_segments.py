@@ -86,7 +86,7 @@ def test_a_fork_repeats_every_segment_until_there(
     before = [entry for entry in listed(extended) if entry[0] < at]
     assert listed(other) == [*before, (at, steps)]
     assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 3e-3}
-    assert any("for as many, give --steps 12" in note for note in notes) == (at < 8)
+    assert any("for as many, give training.steps=12" in note for note in notes) == (at < 8)
     assert verify(other).clean
 
 

@@ -86,7 +86,7 @@ def test_a_tokenizer_and_a_text_from_disk(tmp_path: Path) -> None:
         load_corpus(bird(vocab_size=5), corpus=text, tokenizer=tokenizer)
     without = bird(vocab_size=4).with_values(["data.tokenizer=none"])
     assert (load_corpus(without, corpus=text, tokenizer=tokenizer).ids == corpus.ids).all()
-    with pytest.raises(ConfigError, match="'none': a text needs a tokenizer; give --tokenizer"):
+    with pytest.raises(ConfigError, match="'none': a text needs a tokenizer; give tokenizer="):
         load_corpus(without, corpus=text)
     with pytest.raises(ConfigError, match="a text needs its tokenizer"):
         load_corpus(bird(vocab_size=4), corpus=text)

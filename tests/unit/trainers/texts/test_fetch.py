@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pooch")
+from trajstore.cli.tables import in_options
 from trajstore.errors import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
 from trajstore.trainers.texts.fetch import (
@@ -141,6 +142,8 @@ def test_a_server_that_is_not_there_is_reported_at_once(
 ) -> None:
     monkeypatch.setattr("trajstore.trainers.texts.fetch._GATSBY", "http://127.0.0.1:9/book.txt")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CorpusError, match=r"cannot reach http://127\.0\.0\.1:9 .*--source"):
+    match = r"cannot reach http://127\.0\.0\.1:9 .* local copy as source=…"
+    with pytest.raises(CorpusError, match=match) as raised:
         fetch(name)
+    assert "local copy as --source …" in in_options(str(raised.value))
     assert not cache.exists()

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.torch
 
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 TOKENS, HIDDEN, STEPS = 32, 16, 40  # whole vectors of every processor
+SUM = torch.add(torch.full((64,), -1 - 2.0**-11), torch.full((64,), 1 + 2.0**-12), alpha=1 + 2**-12)
+on_fusing_processors = pytest.mark.skipif(
+    not SUM.any(), reason="torch rounds a product before it adds it on this processor"
+)
 
 
 def stored(tensor: Any) -> Any:
@@ -63,6 +67,7 @@ def differing(dtype: Any, kind: Any, **settings: Any) -> int:
     return wrong
 
 
+@on_fusing_processors
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -82,6 +87,7 @@ def test_the_rule_gives_the_bits_of_torch(dtype: Any, kind: Any, settings: dict[
     assert differing(dtype, kind, **settings) == 0
 
 
+@on_fusing_processors
 def test_float32_differs_by_the_square_root_of_torch_alone() -> None:
     """torch takes it of a library that does not always round it correctly."""
     assert differing(torch.float32, torch.optim.SGD, weight_decay=0.1) == 0
@@ -96,6 +102,7 @@ def every_bfloat16() -> Any:
     return finite[torch.randperm(len(finite))]
 
 
+@on_fusing_processors
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

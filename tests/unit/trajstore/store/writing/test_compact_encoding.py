@@ -64,5 +64,5 @@ def test_without_a_function_the_note_is_logged(
 
 
 def test_several_processes_cannot_write_the_encoding_compact() -> None:
-    with pytest.raises(InvalidArgument, match=r"several processes write.* --encoding compact"):
+    with pytest.raises(InvalidArgument, match=r"several processes write.* encoding='compact'"):
         check_encoding("compact", shared=True)

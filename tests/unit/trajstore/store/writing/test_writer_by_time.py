@@ -292,3 +292,17 @@ def test_a_writer_that_is_dropped_is_not_held_by_its_timer(tmp_path: Path) -> No
     assert gone() is None
     timer.now = 10.0
     assert timer.commit_if_due() is None
+
+
+def test_rows_are_seen_after_a_commit(tmp_path: Path) -> None:
+    with create(tmp_path / "run.zarr") as run:
+        for step in range(BLOCK + 1):
+            run.commit()
+            check(run.path, step)
+            run.append(step, **row(step))
+        run.commit()
+        run.commit()  # there is nothing new
+        check(run.path, BLOCK + 1)
+        assert ask(run, 9.0) == 1.0  # this was a commit as one by time
+    check(run.path, BLOCK + 1)
+    assert verify(run.path).clean

@@ -1,0 +1,204 @@
+"""Hyperparameters that a schedule changes are those of each step, in all that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+
+from trajstore import export, import_file, open_run, verify  # noqa: E402
+from trajstore.analysis import adam_update, compare, moment_error  # noqa: E402
+from trajstore.trainers import (  # noqa: E402
+    capture,
+    optimizer_state_at,
+    replay,
+    restore,
+    what_if,
+)
+
+pytestmark = pytest.mark.torch
+
+STEPS = 8
+
+
+def cycled(optimizer: Any) -> Callable[[int], None]:
+    """OneCycleLR, which changes the rate and beta1, or the momentum."""
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=2 * STEPS)
+    return lambda step: schedule.step() if step else None
+
+
+def varied(key: str, values: Callable[[int], Any]) -> Callable[[Any], Callable[[int], None]]:
+    """Change of a setting of the first group before each step."""
+    return lambda optimizer: lambda step: optimizer.param_groups[0].update({key: values(step)})
+
+
+def built() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(29, 8), torch.nn.Linear(8, 29))
+    return model, [
+        {"params": [*model[0].parameters()]},
+        {"params": [*model[1].parameters()], "weight_decay": 0.2},
+    ]
+
+
+def train(
+    path: Path, make: Callable[[Any], Any], change: Callable[[Any], Any], **options: Any
+) -> tuple[xr.Dataset, list[str]]:
+    """A run of some steps, and its notes."""
+    notes: list[str] = []
+    model, groups = built()
+    optimizer = make(groups)
+    before_step = change(optimizer)
+    options = {"parameter": "0.weight", "on_note": notes.append} | options
+    with capture(model, optimizer, path, **options):
+        for step in range(STEPS):
+            before_step(step)
+            ids = torch.randint(29, (3, 6))
+            torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return open_run(path).load(), notes
+
+
+def adamw(groups: Any) -> Any:
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def sgd(momentum: float) -> Callable[[Any], Any]:
+    return lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "one cycle": (adamw, cycled),
+    "weight decay": (adamw, varied("weight_decay", lambda step: 0.1 * step)),
+    "coupled decay": (
+        lambda groups: torch.optim.Adam(groups, lr=0.01),
+        varied("weight_decay", lambda step: 0.1 * step),
+    ),
+    "momentum": (sgd(0.5), varied("momentum", lambda step: min(0.9, 0.5 + 0.1 * step))),
+    "momentum from 0": (sgd(0.0), varied("momentum", lambda step: 0.1 * max(step - 3, 0))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("encoding", ["delta", "compact"])
+def test_every_step_follows_from_the_row_before(name: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    ds, notes = train(path, *CHANGES[name], encoding=encoding)
+    assert not any("changed" in note for note in notes)
+    assert verify(path).problems == ()
+    found = replay(path)
+    assert (found.clean, found.replayed, found.unreplayed) == (True, STEPS, ())
+    what_if(path, tmp_path / "same.zarr")
+    assert (compare(ds, open_run(tmp_path / "same.zarr")).first_difference == -1).all()
+
+
+def test_the_update_of_adam_is_the_step(tmp_path: Path) -> None:
+    ds, _ = train(tmp_path / "run.zarr", adamw, cycled)
+    assert ds.hyperparameter.values.tolist() == ["beta1", "beta2", "eps", "weight_decay"]
+    assert np.isnan(ds.hyperparameters[0]).all()
+    beta1 = ds.hyperparameters.sel(hyperparameter="beta1")[1:]
+    assert len(np.unique(beta1)) == STEPS
+    taken = ds.W.astype(float).diff("step")
+    np.testing.assert_allclose(adam_update(ds).adam_update, taken, rtol=0, atol=3e-7)
+    error = moment_error(ds).norm_ratio.sel(population="all", step=STEPS)
+    np.testing.assert_allclose(error, 1, atol=1e-6)
+    fixed = {"class": "AdamW", "hyperparameters": ds.attrs["optimizer"]["hyperparameters"]}
+    assert abs(adam_update(ds, optimizer=fixed).adam_update - taken).max() > 1e-3
+
+
+def test_a_list_that_changes_in_place_is_read_again(tmp_path: Path) -> None:
+    def change(optimizer: Any) -> Callable[[int], None]:
+        betas = optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+        return lambda step: betas.__setitem__(0, 0.9 - step / 100)
+
+    ds, _ = train(tmp_path / "run.zarr", adamw, change)
+    beta1 = ds.hyperparameters.sel(hyperparameter="beta1")[1:].values
+    assert beta1.tolist() == [0.9 - step / 100 for step in range(STEPS)]
+
+
+def test_chunks_do_not_matter(tmp_path: Path) -> None:
+    ds, _ = train(tmp_path / "run.zarr", *CHANGES["coupled decay"])
+    parts = ds.chunk({"step": 3, "token": 10})
+    for quantity in (adam_update, moment_error):
+        assert quantity(ds).identical(quantity(parts).compute())
+
+
+def test_a_setting_of_what_if_holds_in_all_steps(tmp_path: Path) -> None:
+    path, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
+    train(path, adamw, cycled)
+    what_if(path, other, ["optimizer.weight_decay=0.3"])
+    numbers = open_run(other).hyperparameters
+    assert (numbers.sel(hyperparameter="weight_decay")[1:] == 0.3).all()
+    beta1 = numbers.sel(hyperparameter="beta1")
+    assert beta1.equals(open_run(path).hyperparameters.sel(hyperparameter="beta1"))
+    assert replay(other).clean
+    what_if(path, tmp_path / "sgd.zarr", ["optimizer.name=sgd", "optimizer.momentum=0.5"])
+    named = open_run(tmp_path / "sgd.zarr").hyperparameters[-1].to_series().to_dict()
+    assert named == {"momentum": 0.5, "dampening": 0.0, "weight_decay": 0.01}
+
+
+def test_restore_sets_what_the_next_step_used(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    ds, _ = train(path, adamw, cycled, variables="everything")
+    model, groups = built()
+    optimizer = adamw(groups)
+    restore(path, model, optimizer, step=4)
+    own, other = optimizer.param_groups
+    used = ds.hyperparameters.sel(step=5, hyperparameter=["beta1", "beta2"]).values
+    assert (own["lr"], own["betas"]) == (ds.lr.sel(step=5), tuple(used))
+    assert (other["lr"], other["betas"]) == (ds.params_lr.sel(step=5)[1], (0.9, 0.999))
+    (held, _) = optimizer_state_at(path, 4)["param_groups"]
+    assert held["betas"][0] == ds.hyperparameters.sel(step=4, hyperparameter="beta1")
+
+
+def test_changes_of_other_groups_matter_only_to_the_whole_state(tmp_path: Path) -> None:
+    def other(optimizer: Any) -> Callable[[int], None]:
+        return lambda step: optimizer.param_groups[1].update(weight_decay=0.2 / (step + 1))
+
+    _, notes = train(tmp_path / "matrix.zarr", adamw, other)
+    assert not any("changed" in note for note in notes)
+    _, notes = train(tmp_path / "all.zarr", adamw, other, variables="everything")
+    (note,) = (note for note in notes if "changed" in note)
+    assert note.startswith("weight_decay of parameter groups without the recorded parameter")
+
+
+def test_what_no_row_holds_is_named(tmp_path: Path) -> None:
+    named = ("W", "grad", "lr", "clip_coef")
+    ds, notes = train(tmp_path / "named.zarr", adamw, cycled, variables=named)
+    assert "hyperparameters" not in ds
+    assert any(note.startswith("beta1 of the optimizer's group") for note in notes)
+    _, notes = train(tmp_path / "flag.zarr", adamw, varied("maximize", lambda step: bool(step % 2)))
+    assert any(note.startswith("maximize of the optimizer's group") for note in notes)
+
+
+def test_numbers_that_a_step_changes_are_missing(tmp_path: Path) -> None:
+    class Warming(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["betas"] = (self.param_groups[0]["betas"][0] - 0.01, 0.999)
+            return super().step(closure)
+
+    path = tmp_path / "run.zarr"
+    ds, notes = train(path, lambda groups: Warming(groups, lr=0.01), lambda _: lambda step: None)
+    assert np.isnan(ds.hyperparameters.sel(hyperparameter="beta1")).all()
+    assert (ds.hyperparameters.sel(hyperparameter="beta2")[1:] == 0.999).all()
+    assert any(note.startswith("beta1 changed while optimizer.step() ran") for note in notes)
+
+
+def test_files_hold_the_names(tmp_path: Path) -> None:
+    ds, _ = train(tmp_path / "run.zarr", adamw, cycled)
+    for name, options in {
+        "native.safetensors": {}, "run.hdf5": {"format": "hdf5"}
+    }.items():  # fmt: skip
+        export(tmp_path / "run.zarr", tmp_path / name, **options)
+        import_file(tmp_path / name, tmp_path / f"{name}.zarr")
+        again = open_run(tmp_path / f"{name}.zarr").load()
+        assert again.hyperparameters.equals(ds.hyperparameters)
+    export(tmp_path / "run.zarr", tmp_path / "plain.zarr", format="zarr")
+    assert xr.open_zarr(tmp_path / "plain.zarr").hyperparameters.equals(ds.hyperparameters)
