@@ -316,7 +316,7 @@ class ParameterRows:
         return self._row.get(name)
 
     def is_W_unchanged(self, *, waits: bool = False) -> bool:
-        """Return False if W has other bits than at the end of the last step.
+        """Return False if W has other bits than at the end of the last step, or at the start.
 
         A device would have to be waited for. Without `waits`, True is returned for it.
         """

@@ -209,7 +209,7 @@ class RecordedOptimizer:
             return value
         if isinstance(value, tuple):
             return tuple(self._of_type(name, one) for one in value)
-        return torch.as_tensor(value, dtype=getattr(torch, self._tensors[name]))
+        return torch.as_tensor(value, dtype=getattr(torch, self._tensors[name]), device="cpu")
 
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]

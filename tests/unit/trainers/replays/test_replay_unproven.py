@@ -82,6 +82,20 @@ def test_weights_that_the_loop_sets_between_steps(tmp_path: Path) -> None:
     assert steps == (2, 4, 7)
 
 
+def test_weights_that_the_loop_sets_before_the_first_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(9, 7, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # only marks the steps
+    with capture(model, optimizer, tmp_path / "run.zarr", parameter="weight"):
+        for _ in range(4):
+            model(torch.randn(3, 9)).square().sum().backward()
+            model.weight.data.add_(model.weight.grad, alpha=-0.1)  # which torch does not count
+            optimizer.step()
+            optimizer.zero_grad()
+    ((reason, steps),) = reasons(tmp_path / "run.zarr").items()
+    assert "changed outside optimizer.step()" in reason
+    assert steps == (4, 1, 4)
+
+
 class Bag:
     """A sum of sparse embeddings, trained step by step."""
 
@@ -262,9 +276,7 @@ OF_FIRST_STEP = ("W", "grad", "exp_avg", "exp_avg_sq", "lr", "clip_coef")
 def recorded_elsewhere(path: Path, **facts: Any) -> Any:
     """The replay of a run whose machine had rounded otherwise."""
     change_attributes(path, lambda root: root["provenance"].update(facts))
-    change_attributes(
-        path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101)
-    )
+    flip(path, "W", (2, 3, 1), 1)
     found = replay(path)
     assert found.clean
     assert found.differing
