@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -236,7 +237,7 @@ def fail(path: Path, waits: Callable[[], int]) -> str:
         nonlocal rows
         rows += 1
         if rows == 4:
-            raise FullDisk("no room")
+            raise FullDisk(errno.ENOSPC, "no room")
         commit(writer, step)
 
     RunWriter.commit_row = commit_some  # type: ignore[method-assign]

@@ -67,6 +67,9 @@ def test_killed_in_the_middle_and_started_again(
 
 
 def run_command(*arguments: Any) -> None:
+    from trajstore.trainers import products
+
+    products.native_is_slow = lambda kind: False  # as in the process of the tests
     main([*map(str, arguments)])
 
 
