@@ -22,6 +22,7 @@ from trajstore.trainers.recording.torch_threads import torch_threads
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 FIELDS = (
+    "training.products=float32",  # the same in every process
     "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=2",
     "training.device=cpu", "recording.block_rows=8",
 )  # fmt: skip
@@ -67,9 +68,6 @@ def test_killed_in_the_middle_and_started_again(
 
 
 def run_command(*arguments: Any) -> None:
-    from trajstore.trainers import products
-
-    products.native_is_slow = lambda kind: False  # as in the process of the tests
     main([*map(str, arguments)])
 
 
