@@ -43,7 +43,7 @@ def test_rows_waits_and_memory(tmp_path: Path) -> None:
     found = measured(tmp_path)
     for branch in BRANCHES:
         failed = found[branch].pop("failing disk")
-        assert "no room" in failed.pop("raised")
+        assert "no space is left" in failed.pop("raised")
         assert failed == NONE_LEFT, branch
     late = found["cuda"].pop("without wait_event")
     assert late.pop("mutant"), "rows are wrong where the device does not wait for the last row"
