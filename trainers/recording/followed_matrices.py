@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import (
-    RecordedParameter,
     Settings,
     declared_settings,
     find_group,
@@ -39,7 +38,7 @@ _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
 )
-_WRAPPED = "{wrapper} changed {name} itself, beside the step of the optimizer that it wraps"
+_WRAPPED = "{wrapper} changed {name} beside the update of the optimizer"
 _WRITTEN = (
     "{name} was written outside optimizer.step() after the step before; whether its values changed "
     "was not read from the device"
@@ -91,6 +90,7 @@ class FollowedMatrices:
         self._rates_before: list[Any] = []
         self._own: set[str] = set()  # settings that a step itself changes
         self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
+        self._names: dict[ParameterRows, str] = {}  # of matrices with another name in the model
         self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self._stepped: dict[int, Settings] = {}  # the same for all settings
@@ -125,9 +125,11 @@ class FollowedMatrices:
         CannotFollow
             If a matrix has another shape or type, or is no parameter any more.
         """
-        replaced = [self._find_again(rows) for rows in self._rows]
+        replaced = self.follow()
+        for rows in self._rows:
+            self._find_group(rows)
         self.check_weights()
-        return any(replaced)
+        return replaced
 
     def take_initial_again(self) -> None:
         """Take the state before the first step again if the loop has loaded another one."""
@@ -170,22 +172,10 @@ class FollowedMatrices:
                 self._seen[id(group)] = held, settings
         return settings
 
-    def _find_again(self, rows: ParameterRows) -> bool:
-        """Find the parameter and its group, which the loop may have replaced."""
+    def _find_group(self, rows: ParameterRows) -> None:
+        """Find the group of a parameter, which the loop may have replaced."""
         parameter = rows.parameter
-        found = self._present(parameter)
-        if found is None:  # another name, as in a compiled submodule or a parametrization
-            self._find_by_tensor(rows)
-            found = parameter.tensor
-        if found is not parameter.tensor:
-            before, now = parameter.tensor, found
-            if now.shape != before.shape or now.dtype != before.dtype:
-                raise CannotFollow(
-                    f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
-                    f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
-                )
-            self._on_note(f"{parameter.name} is another tensor from this step on", unproven=True)
-        group = find_group(self._optimizer, found)
+        group = find_group(self._optimizer, parameter.tensor)
         if group is None:
             self._on_note(
                 f"{parameter.name} is not in the optimizer in a step; lr and hyperparameters are "
@@ -193,30 +183,50 @@ class FollowedMatrices:
             )
         group = group or {}
         owner = self._optimizer.owner(group)
-        rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
-        return found is not parameter.tensor
+        rows.parameter = replace(parameter, group=group, optimizer=owner)
 
-    def _present(self, parameter: RecordedParameter) -> torch.nn.Parameter | None:
+    def _present(self, rows: ParameterRows) -> torch.nn.Parameter | None:
         """Return the parameter that has the name now; None if the model has no such parameter."""
-        owner, _, name = parameter.name.rpartition(".")
+        owner, _, name = self._names.get(rows, rows.parameter.name).rpartition(".")
         try:
             return own_parameter(self._model.get_submodule(owner), name)
         except AttributeError:
             return None
 
-    def are_replaced(self) -> bool:
-        """Return True if a matrix is another tensor than in the step before."""
-        now = [(self._present(rows.parameter), rows.parameter.tensor) for rows in self._rows]
-        return any(one is not None and one is not before for one, before in now)
+    def follow(self) -> bool:
+        """Find the matrices again; return True if one is another tensor now.
+
+        Raises
+        ------
+        CannotFollow
+            If a matrix has another shape or type, or is no parameter any more.
+        """
+        replaced = False
+        for rows in self._rows:
+            parameter, now = rows.parameter, self._present(rows)
+            if now is None:  # another name, as in a compiled submodule or a parametrization
+                self._find_by_tensor(rows)
+            elif now is not parameter.tensor:
+                before = parameter.tensor
+                if now.shape != before.shape or now.dtype != before.dtype:
+                    raise CannotFollow(
+                        f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
+                        f"{before.dtype} of shape {tuple(before.shape)}; record a new run"
+                    )
+                sentence = f"{parameter.name} is another tensor from this step on"
+                self._on_note(sentence, unproven=True)
+                rows.parameter = replace(parameter, tensor=now)
+                replaced = True
+        return replaced
 
     def _find_by_tensor(self, rows: ParameterRows) -> None:
         """Find the new name of a parameter, from which the model computes that of the old name."""
         name, tensor = rows.parameter.name, rows.parameter.tensor
-        names = (name_outside_compile(n) for n, p in self._model.named_parameters() if p is tensor)
-        now = next(names, None)
+        now = next((n for n, p in self._model.named_parameters() if p is tensor), None)
         if now is None:
             raise CannotFollow(f"the model has no parameter {name} any more; record a new run")
-        if now != name:
+        self._names[rows] = now
+        if (now := name_outside_compile(now)) != name:
             self._on_note(
                 f"the model computes {name} from {now} from this step on; the run holds {now}"
             )
@@ -309,12 +319,12 @@ class FollowedMatrices:
             self._inside[rows.parameter.tensor] = rows.own_W().clone()
 
     def check_inner_step(self, wrapper: str | None, *, begins: bool) -> None:
-        """Note weights that a wrapper changes before or after the step of the inner optimizer."""
+        """Note weights that a wrapper or a hook changes before or after the update."""
         for rows in self._rows:
             inside = self._inside.pop(rows.parameter.tensor, None)
             if begins:
                 same = rows.is_W_unchanged()
-            else:  # without a copy, the loop has called the inner step itself
+            else:  # without a copy, nothing else has run
                 same = inside is None or same_bits(inside, rows.own_W())
             if not same:
                 sentence = _WRAPPED.format(wrapper=wrapper, name=rows.parameter.name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class BackwardPass:
         True if the loop has divided or multiplied the value.
     passes : list of ForwardPass
         All passes that it went through.
+    is_dropped : bool
+        True if the loop has discarded its gradients.
     reached : set of tensor
         Parameters whose gradients it has changed.
     """
@@ -99,6 +102,7 @@ class BackwardPass:
     source: object = None
     is_quotient: bool = False
     passes: list[ForwardPass] = field(default_factory=list)
+    is_dropped: bool = False
     reached: Set[torch.Tensor] = frozenset()
 
     @classmethod
@@ -234,6 +238,7 @@ class ForwardPasses:
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
         self._observations: list[Observation] = []
+        self._events: list[Observation | BackwardPass] = []
         self._first = self._number
         self._watched: set[int] = set()  # passes whose use a backward pass tells
         self.loss = StepLoss()
@@ -314,22 +319,42 @@ class ForwardPasses:
             deliver.append(functools.partial(self._use_logits, *part))
         before = self._observations[-1].number if self._observations else self._first
         self._observations.append(Observation(before, self._number, deliver))
+        self._events.append(self._observations[-1])
+
+    def end_backward(self, one: BackwardPass) -> None:
+        """Take note of the place of a backward pass among the observed values."""
+        self._events.append(one)
 
     def deliver(self, passes: Collection[ForwardPass], used: Set[int]) -> None:
         """Deliver the values of some passes, and the observed ones.
 
         An observed value is left out if backward passes have gone through the passes `used`, given
-        by their numbers, but through none of its own.
+        by their numbers, but through none of its own. If its own are not known, its neighbors among
+        the backward passes decide.
         """
         ends = [*(one.number for one in self._observations[1:]), self._number]
         for one, end in zip(self._observations, ends, strict=False):
             own = range(one.before, one.number) or range(one.number, end)
             watched = self._watched.intersection(own)
-            if not (used and watched) or watched & used:
+            if watched & used if used and watched else self._is_next_to_use(one):
                 for call in one.deliver:
                     call()
         for used_pass in sorted(passes, key=lambda one: one.number):
             used_pass.deliver()
+
+    def _is_next_to_use(self, one: Observation) -> bool:
+        """Return True if the backward pass after an observation is used, or that before it.
+
+        It is that before it in a loop that observes after the backward pass.
+        """
+        events, place = self._events, self._events.index(one)
+        after = isinstance(events[0], BackwardPass)
+        side = reversed(events[:place]) if after else iter(events[place + 1 :])
+        near = list(itertools.takewhile(lambda event: isinstance(event, BackwardPass), side))
+        backwards = [event for event in events if isinstance(event, BackwardPass)]
+        if not near:  # a pass for each, in another order, or none that was seen
+            return not backwards or len(self._observations) <= len(backwards)
+        return not all(event.is_dropped for event in near if isinstance(event, BackwardPass))
 
     def _use_logits(self, last: torch.Tensor, count: int) -> None:
         if not self._logits_are_observed:

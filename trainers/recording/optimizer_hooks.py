@@ -15,7 +15,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.torch_internals import call_last, outside_compile
+from trajstore.trainers.recording.torch_internals import (
+    call_first,
+    call_last,
+    has_other_hooks,
+    outside_compile,
+)
 from trajstore.trainers.recording.watched_calls import step_of
 
 _CALLERS = (inspect.getfile(Optimizer), __file__)
@@ -75,6 +80,9 @@ class StepCalls:
                 self._handles += [before_hook, after_hook]
                 if one is self._member:
                     self._pre_hook = before_hook
+                    first = one.register_step_post_hook(outside_compile(self._on_update))
+                    call_first(one, first)
+                    self._handles.append(first)
         if not _is_of_torch(type(self._member)):
             for base in type(self._member).__mro__[1:]:
                 if "step" in vars(base) and base is not Optimizer:
@@ -122,6 +130,11 @@ class StepCalls:
                 break
         self._frame, self._depth, self._has_reached = frame, 1, False
         self._before(self._member, args, kwargs)
+
+    def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Look at the weights before another hook after the step can change them."""
+        if has_other_hooks(optimizer, own=2) and self.is_running:
+            self._inside(self._member, ended=True)
 
     def _on_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1

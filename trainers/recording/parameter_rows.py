@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +184,10 @@ class ParameterRows:
 
     def is_state_unchanged(self) -> bool:
         """Return False if what the optimizer keeps has changed since the end of the last step."""
-        before, now = self._state_marks, self._marks_of_state()
+        before, now = self._state_marks, self.marks_of_state()
         return before is None or before == now
 
-    def _marks_of_state(self) -> dict[str, tuple[int, int]]:
+    def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""
         kept = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
         return {
@@ -281,7 +281,7 @@ class ParameterRows:
         """Set what the optimizer keeps of the parameter: tensors of its shape, and its count."""
         for name, value in (self._kept_elements() | self._count()).items():
             self.set(name, value)
-        self._state_marks = self._marks_of_state()
+        self._state_marks = self.marks_of_state()
 
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
@@ -534,7 +534,9 @@ class ParameterRows:
     def _expected(self, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
         W, owner = self._initial_W, self.parameter.optimizer
-        state = {} if owner is None else owner.state
+        whole: Mapping[Any, Any] = {} if owner is None else owner.state
+        # Some optimizers also keep a count under a name.
+        state = {own: kept for own, kept in whole.items() if isinstance(own, torch.Tensor)}
         found = {
             "grad": torch.full_like(W, float("nan")),
             "loss": W.new_full((), float("nan"), dtype=torch.float64),  # holds a loss of any type

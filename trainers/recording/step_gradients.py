@@ -9,6 +9,7 @@ times `clip_coef` is that gradient in every bit, or `grad` is that gradient itse
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -137,7 +138,7 @@ class StepGradients:
         self._max_grad_norm = recording.loop.max_grad_norm
         self._on_note = recording.notes.mention
         self._parameters: tuple[torch.Tensor, ...] = tuple(self._model.parameters())
-        self._of_optimizer = 0
+        self._of_optimizer: list[torch.Tensor] = []
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
@@ -167,14 +168,19 @@ class StepGradients:
     def find_parameters(self) -> None:
         """Find the parameters of the model and of the optimizer again."""
         trained = self._optimizer.parameters(*self._optimizer.members)
-        self._of_optimizer = len(trained)
+        self._of_optimizer = trained
         self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
+
+    def are_others_trained(self) -> bool:
+        """Return True if the optimizer has other parameters than before."""
+        now = self._optimizer.parameters(*self._optimizer.members)
+        same = len(now) == len(self._of_optimizer) and all(
+            map(operator.is_, now, self._of_optimizer)
+        )
+        return not same
 
     def marks(self) -> Marks:
         """Return the present gradient of each parameter of the model and of the optimizer."""
-        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        if count != self._of_optimizer:
-            self.find_parameters()
         return {
             parameter: _Mark.of(gradient)
             for parameter in self._parameters

@@ -206,6 +206,7 @@ class Recorder:
         self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
         self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
         self._before: list[tuple[int, int]] | None = None  # sums of the parameters then
+        self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices then
         self._watched: list[tuple[WatchedCall, Callable[..., Any]]] = [
             (BACKWARD, self._on_backward),
             (SCALE, self._on_scale),
@@ -478,6 +479,7 @@ class Recorder:
     @_guarded
     def _remember_results(self, gradients: Any) -> None:
         self._gradients.remember_results(gradients)
+        self._forward.end_backward(BackwardPass())
 
     @_guarded
     @torch.no_grad()
@@ -496,7 +498,7 @@ class Recorder:
                 calls.call_last()
             if self._backwards:
                 self._matrices.check_weights(quick=True)
-            elif self._matrices.are_replaced():
+            elif self._matrices.follow() or self._gradients.are_others_trained():
                 self._gradients.find_parameters()
             if not self._has_begun:
                 self._matrices.take_initial_again()
@@ -523,12 +525,15 @@ class Recorder:
         self._has_scaler |= is_scaled
         self._is_idle = False
         self._backwards.append(frame)
+        self._forward.end_backward(frame)
         if len(self._backwards) == _ACCUMULATED:
             self._mention_no_step(_ACCUMULATED)
 
     def _drop_backwards(self) -> None:
         """Forget the backward passes whose gradients the loop has discarded."""
         self._dropped += len(self._backwards)
+        for one in self._backwards:
+            one.is_dropped = True
         self._has_dropped = True
         self._backwards.clear()
         self._gradients.begin_step()
@@ -640,6 +645,7 @@ class Recorder:
         if not self._calls[optimizer].is_plain:
             self._versions = self._present_versions(optimizer)
             self._before = self._sums(optimizer)
+            self._states = [rows.marks_of_state() for rows in self._parameters]
         if not self._has_closure:
             self._settle(optimizer)
 
@@ -657,12 +663,12 @@ class Recorder:
     @torch.no_grad()
     def _inside_step(self, optimizer: Optimizer, *, ended: bool = False) -> None:
         """Compare the gradient that an inner step gets; look at what its wrapper changes."""
+        if ended:
+            self._matrices.end_inner_step()
+            return
         if self._calls[optimizer].wrapper is not None:
-            if ended:
-                self._matrices.end_inner_step()
-                return
             self._matrices.check_inner_step(self._calls[optimizer].wrapper, begins=True)
-        if not (self._has_closure or ended):
+        if not self._has_closure:
             self._gradients.settle(optimizer, inside=True)
 
     def _present_versions(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
@@ -699,8 +705,7 @@ class Recorder:
         elif not skipped and (calls.is_plain or not calls.has_reached):
             has_kept = self._has_kept and self._has_dropped and not calls.is_plain
             self._gradients.compare_again(optimizer, has_kept=has_kept)
-        if calls.wrapper is not None:
-            self._matrices.check_inner_step(calls.wrapper, begins=False)
+        self._matrices.check_inner_step(calls.wrapper or "a hook after the step", begins=False)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
@@ -716,6 +721,8 @@ class Recorder:
         before, self._before = self._before, None
         if self._versions != self._present_versions(optimizer):
             self._counting.add(optimizer)
+            return False
+        if self._states != [rows.marks_of_state() for rows in self._parameters]:
             return False
         return before == self._sums(optimizer)
 

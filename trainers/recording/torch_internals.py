@@ -114,6 +114,17 @@ def call_last(optimizer: Optimizer, hook: RemovableHandle) -> None:
         hooks.move_to_end(hook.id)
 
 
+def call_first(optimizer: Optimizer, hook: RemovableHandle) -> None:
+    """Make a hook after a step the first one, so that it sees the update alone."""
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(hook.id, last=False)
+
+
+def has_other_hooks(optimizer: Optimizer, *, own: int) -> bool:
+    """Return True if an optimizer has more hooks after a step than `own` ones."""
+    return len(optimizer._optimizer_step_post_hooks) > own
+
+
 def scale_in_step(optimizer: Optimizer) -> float | None:
     """Return the factor by which a fused step divides the gradients; None without it.
 
