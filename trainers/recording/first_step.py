@@ -60,16 +60,15 @@ class FirstStep:
             return
         self.is_over = True
         now = {name_outside_compile(name): p for name, p in self._model.named_parameters()}
-        stuck = [
-            name
-            for name, (before, used) in self._before.items()
-            if bool(used) and torch.equal(before, _part(now[name]))
-        ]
+        used = [name for name, (_, is_used) in self._before.items() if bool(is_used)]
+        stuck = [name for name in used if torch.equal(self._before[name][0], _part(now[name]))]
         self._before.clear()
         if stuck:
+            reason = "the updates round away in the type of the weights"
+            if stuck == used:
+                reason += ", or the optimizer only collects gradients at first"
             yield (
-                f"the first step changed nothing in {_named(stuck)}, which had a gradient: the "
-                "updates round away in the type of the weights"
+                f"the first step changed nothing in {_named(stuck)}, which had a gradient: {reason}"
             )
         known = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         outside = [name for name, p in now.items() if p.requires_grad and id(p) not in known]

@@ -185,13 +185,13 @@ class Observation(NamedTuple):
         Number of the first forward pass since the observation before.
     number : int
         Number of the first forward pass after it.
-    deliver : sequence of callable
-        Called if the step uses the values.
+    deliver : dict of str to callable
+        Called if the step uses the values; by the names of the values.
     """
 
     before: int
     number: int
-    deliver: Sequence[Callable[[], None]]
+    deliver: dict[str, Callable[[], None]]
 
 
 class ForwardPasses:
@@ -305,18 +305,24 @@ class ForwardPasses:
         *,
         loss: torch.Tensor | None,
         logits: torch.Tensor | None,
-        others: Iterable[Callable[[], None]],
+        others: Mapping[str, Callable[[], None]],
     ) -> None:
         """Use values from the loop in place of those from the hooks, if the step uses their pass.
 
-        `others` deliver further values of the same micro-batch.
+        `others` deliver further values of the same micro-batch. Several calls may pass different
+        values of it.
         """
-        deliver = [*others]
+        deliver = dict(others)
         if loss is not None:
-            deliver.append(self.loss.observed(loss))
+            deliver["loss"] = self.loss.observed(loss)
         if logits is not None:
             part = self._logits.part(logits)
-            deliver.append(functools.partial(self._use_logits, *part))
+            deliver["logits"] = functools.partial(self._use_logits, *part)
+        last = self._events[-1] if self._events else None
+        is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
+        if isinstance(last, Observation) and is_other and last.number == self._number:
+            last.deliver.update(deliver)
+            return
         before = self._observations[-1].number if self._observations else self._first
         self._observations.append(Observation(before, self._number, deliver))
         self._events.append(self._observations[-1])
@@ -337,7 +343,7 @@ class ForwardPasses:
             own = range(one.before, one.number) or range(one.number, end)
             watched = self._watched.intersection(own)
             if watched & used if used and watched else self._is_next_to_use(one):
-                for call in one.deliver:
+                for call in one.deliver.values():
                     call()
         for used_pass in sorted(passes, key=lambda one: one.number):
             used_pass.deliver()

@@ -72,8 +72,8 @@ class StepExamples:
         if "example_loss" in self.variables:
             hooks.after(model, self._on_model_output)
 
-    def observe(self, *, batch: Any, example_loss: Any) -> Iterator[Callable[[], None]]:
-        """Yield functions that use values from the loop in place of those from the hooks.
+    def observe(self, *, batch: Any, example_loss: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield names, and functions that use values from the loop in place of the hooks'.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class StepExamples:
                 continue
             values = _observed(name, given)
             if name in self.variables:
-                yield functools.partial(self._use, name, _as_recorded(name, values))
+                yield name, functools.partial(self._use, name, _as_recorded(name, values))
 
     def _use(self, name: str, values: torch.Tensor) -> None:
         if name not in self._observed:

@@ -35,6 +35,10 @@ from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
@@ -197,6 +201,7 @@ class Recorder:
         self._new_roots: list[weakref.ref[torch.Tensor]] = []  # of the step
         self._calls: dict[Optimizer, StepCalls] = {}
         self._has_closure = self._in_step = False
+        self._has_new_parameters = False  # some module has, perhaps one of the model
         self._begun = 0  # steps of all optimizers
         self._has_begun = False  # a backward pass or a step has begun
         self._has_gradients = True  # when a step began
@@ -234,13 +239,21 @@ class Recorder:
             if self._recording.state is not None:
                 self._recording.state.watch(hooks, model, self._forward)
         self._forward.watch_model(hooks, model)
-        self._handles = [hooks]
+        self._handles = [
+            hooks,
+            register_module_parameter_registration_hook(self._on_registration),
+            register_module_module_registration_hook(self._on_registration),
+        ]
         for chain in self._optimizer.chains:
             calls = StepCalls(chain, self._before_step, self._on_step_end, self._inside_step)
             self._calls[chain[-1]] = calls
             self._handles.append(calls)
-        for call, listener in self._watched:
-            call.listen(listener)
+        for watched_call, listener in self._watched:
+            watched_call.listen(listener)
+
+    def _on_registration(self, module: torch.nn.Module, name: str, part: Any) -> None:
+        """Take note that some module has got a parameter or a module."""
+        self._has_new_parameters = True
 
     def __enter__(self) -> Self:
         return self
@@ -345,9 +358,9 @@ class Recorder:
             if any(root is not None and root.data_ptr() == loss.data_ptr() for root in alive):
                 self._notes.add(_STALE)
                 loss = None
-        others = [*self._examples.observe(batch=batch, example_loss=example_loss)]
+        others = dict(self._examples.observe(batch=batch, example_loss=example_loss))
         if hidden is not None:
-            others.append(self._hidden.observe(hidden))
+            others["hidden"] = self._hidden.observe(hidden)
         self._forward.observe(loss=loss, logits=logits, others=others)
 
     @_guarded
@@ -498,8 +511,13 @@ class Recorder:
                 calls.call_last()
             if self._backwards:
                 self._matrices.check_weights(quick=True)
-            elif self._matrices.follow() or self._gradients.are_others_trained():
+            elif (
+                self._matrices.follow()
+                or self._gradients.are_others_trained()
+                or self._has_new_parameters
+            ):
                 self._gradients.find_parameters()
+                self._has_new_parameters = False
             if not self._has_begun:
                 self._matrices.take_initial_again()
             self._has_begun = True
