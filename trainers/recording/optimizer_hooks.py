@@ -40,8 +40,8 @@ class StepCalls:
     before, after : callable
         Called with the innermost optimizer, args and kwargs of the outermost step.
     inside : callable
-        Called with the innermost optimizer when a step inside a step begins, and with
-        ``ended=True`` when it has ended.
+        Called with the innermost optimizer when a step inside a step begins. With ``ended=True``
+        also after an update, if a wrapper or another hook may change the weights then.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ class StepCalls:
         if self._depth == 0:
             self._frame = None
             self._after(self._member, args, kwargs)
-        elif self._depth > 0:
+        elif self._depth > 0 and self.wrapper is not None:
             self._inside(self._member, ended=True)
 
     def _on_base_step(
@@ -151,9 +151,7 @@ class StepCalls:
             return run(optimizer, *args, **kwargs)
         self._has_reached |= _is_of_torch(base)
         self._inside(self._member)
-        result = run(optimizer, *args, **kwargs)
-        self._inside(self._member, ended=True)
-        return result
+        return run(optimizer, *args, **kwargs)
 
 
 class _WrappedStep:
