@@ -5,7 +5,10 @@ trajstore record --preset gatsby --steps 1000 -o thousand.zarr
 trajstore record --preset gatsby --steps 300 --variables matrix,norms -o model.zarr
 trajstore record --preset gatsby --steps 150 --seed 1 -o short.zarr
 trajstore fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
-trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2 --steps 60 -o runs
+for seed in 1 2 3; do for sigma in 1e-5 1e-2; do
+    trajstore record --preset gatsby --seed $seed --set initialization.sigma=$sigma --steps 60 \\
+        -o runs/sigma=${sigma}_seed=$seed.zarr
+done; done
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER holds the runs. The command before a figure on its page draws it, in light and dark. A

@@ -1,4 +1,4 @@
-"""Table and figure of docs/studies/freeze.md, from the folders of its sweeps.
+"""Table and figure of docs/studies/freeze.md, from the folders of its runs.
 
 python tools/freeze_study.py STUDY OPEN docs
 
@@ -99,7 +99,7 @@ Found = dict[tuple[str, str], dict[int, dict[str, Freeze]]]
 
 
 def trained(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Complete runs of a sweep: type of the state, seed and path."""
+    """Complete runs of a folder: type of the state, seed and path."""
     for path in sorted(folder.glob("*.zarr")):
         found = re.search(r"state_dtype=(\w+)_seed=(\d+)", path.name)
         if found and (path / "zarr.json").exists():
@@ -191,7 +191,7 @@ def draw(found: Found, file: Path) -> None:
 def main() -> None:
     """Print the tables, and write one and the figure into the documentation."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("study", type=Path, help="folder of the sweeps")
+    parser.add_argument("study", type=Path, help="folder of the runs of each schedule")
     parser.add_argument("open", type=Path, help="folder for the open loops")
     parser.add_argument("docs", type=Path, help="folder of the documentation")
     options = parser.parse_args()

@@ -202,10 +202,6 @@ if importlib.util.find_spec("torch"):
             ),
             ("part.zarr",), replaces=("w.zarr",),
         ),
-        "sweep": Trial(
-            _command("sweep", "--preset", "gatsby", *TRAINING, "--seeds", "1,2", "-o", "runs"),
-            grows=("runs/*.zarr",), replaces=("runs/sweep.json",),
-        ),
     }  # fmt: skip
 
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from trajstore.trainers.runs.record import record as record
     from trajstore.trainers.runs.resume_checks import recorded_config as recorded_config
     from trajstore.trainers.runs.run_plan import plan as plan
-    from trajstore.trainers.runs.timed_steps import time_steps as time_steps
     from trajstore.trainers.step_models.checkout import checkout as checkout
     from trajstore.trainers.step_models.optimizer_state import (
         optimizer_state_at as optimizer_state_at,
@@ -77,7 +76,6 @@ _HOME = {
     "recorded_config": "trajstore.trainers.runs.resume_checks",
     "replay": "trajstore.trainers.replays.replay",
     "restore": "trajstore.trainers.step_models.restore",
-    "time_steps": "trajstore.trainers.runs.timed_steps",
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 

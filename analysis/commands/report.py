@@ -32,8 +32,8 @@ def report(
 ) -> None:
     """Write an HTML report on a run: main results, tables, figures, and how to reproduce it.
 
-    The report is a single file that loads nothing from the network. For several runs or the folder
-    of a sweep, it compares them.
+    The report is a single file that loads nothing from the network. For several runs or a
+    folder of runs, it compares them.
 
     \b
     Example:

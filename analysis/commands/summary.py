@@ -32,7 +32,7 @@ def summary(
     """Print gradients, displacement, centroid, logits and loss at the first and last step.
 
     Also prints the notes of the recording: what the run does not hold, or not as the loop suggests.
-    For several runs or the folder of a sweep, prints one table with a line per run, or a list with
+    For several runs or a folder of runs, prints one table with a line per run, or a list with
     --json.
 
     \b

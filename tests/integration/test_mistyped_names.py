@@ -22,11 +22,11 @@ MISTYPED = {
     "record --preset gatsbi": "gatsby",
     "fetch gpt-2": "gpt2",
     # fields, and what is in them
-    "plan --preset gatsby --set optimizer.weigth_decay=1": "weight_decay",
-    "plan --preset gatsby --set lr=3": "optimizer.lr",
-    "plan --preset gatsby --set training.warmup_steps=3": "schedule.warmup_steps",
-    "plan --preset gatsby --set schedule.name=cosin": "cosine",
-    "plan --preset gatsby --set training.device=gpu": "cuda",
+    "record --dry-run --preset gatsby --set optimizer.weigth_decay=1": "weight_decay",
+    "record --dry-run --preset gatsby --set lr=3": "optimizer.lr",
+    "record --dry-run --preset gatsby --set training.warmup_steps=3": "schedule.warmup_steps",
+    "record --dry-run --preset gatsby --set schedule.name=cosin": "cosine",
+    "record --dry-run --preset gatsby --set training.device=gpu": "cuda",
     "record --preset gatsby --device gpu": "cuda",
     # variables, tokens
     "export gatsby.zarr --variables W,gard -o g.safetensors": "grad",

@@ -41,7 +41,7 @@ BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>(?:not )?run): .+? -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-READ = {"record", "sweep", "what-if", "plan", "presets", "fetch", "watch", "explore", "report"}
+READ = {"record", "what-if", "presets", "fetch", "watch", "explore", "report"}
 """Commands that train, need the network or another process, or take long; others test them."""
 
 PUBLIC = {
@@ -321,7 +321,6 @@ def known_names(command: str) -> dict[str, set[str]]:
         "plot": {"words": {*FIGURES, "all", "film", "text_loss", "attention_entropy"}},
         "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS}},
         "record": {"preset_name": named},
-        "plan": {"preset_name": named},
         "export": {"layout": {*EXPORT_LAYOUTS}},
     }.get(command, {})
 

@@ -32,6 +32,7 @@ from trajstore.trainers.commands.configuration import (
     settings_of,
     stem_of,
 )
+from trajstore.trainers.commands.dry_run import print_plan
 from trajstore.trainers.commands.recording_progress import RecordingProgress
 
 if TYPE_CHECKING:
@@ -54,9 +55,12 @@ _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
     help="Resume the run if it exists, otherwise start it. --steps may be larger.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print rows, files, memory and sizes; train nothing."
+)
 @THREADS
 @needs_extra("record", "train")
-def record(output: str | None, resume: bool, **options: Any) -> None:
+def record(output: str | None, resume: bool, dry_run: bool, **options: Any) -> None:
     """Train a model and record every optimizer step.
 
     Ctrl-C and SIGTERM stop the training after the current step; --resume continues it. If the
@@ -67,6 +71,7 @@ def record(output: str | None, resume: bool, **options: Any) -> None:
     \b
     Example:
       trajstore record --preset gatsby --steps 300 -o gatsby.zarr
+      trajstore record --preset wordybird-1b --dry-run
       trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
       trajstore record --preset wordybird-1b --every 10 --tokens dead
       trajstore record --preset gatsby -o long.zarr
@@ -81,6 +86,10 @@ def record(output: str | None, resume: bool, **options: Any) -> None:
     from trajstore.store.writing.create import check_target
 
     path = location(output or f"{stem_of(options)}.zarr")
+    if dry_run:
+        config = configured(options, path if resume else None)
+        print_plan(config, {name: options[name] for name in ("corpus", "tokenizer")})
+        return
     if not resume:  # before torch is imported, which takes seconds
         check_target(path, overwrite=options["overwrite"])
 

@@ -34,7 +34,7 @@ _WIDE = 100  # terminal width at which tables show all columns
 def info(runs: tuple[str, ...], as_json: bool) -> None:
     """Print what a run holds: rows, arrays, sizes, configuration, origin.
 
-    Works while the run is recorded. For several runs or the folder of a sweep, prints a table with
+    Works while the run is recorded. For several runs or a folder of runs, prints a table with
     the settings that differ and the final loss, or a list with --json. Reports paths that are not
     runs and exits with 1.
 

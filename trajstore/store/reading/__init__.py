@@ -15,7 +15,7 @@
 ``run_info``
     Facts about a run, which `trajstore info` prints.
 ``run_paths``
-    Paths of runs, from names, patterns and folders of sweeps.
+    Paths of runs, from names, patterns and folders.
 ``run_settings``
     Settings of runs, those that differ between runs, and labels made from them.
 ``run_table``

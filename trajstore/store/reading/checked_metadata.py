@@ -135,7 +135,7 @@ def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> 
 
 
 def _within(path: Path) -> str:
-    """Message for a folder that contains runs, such as that of a sweep; otherwise empty."""
+    """Message for a folder that contains runs; otherwise empty."""
     runs = sorted(metadata.parent.name for metadata in path.glob(f"*.zarr/{METADATA_KEY}"))
     if not runs or (path / METADATA_KEY).exists():
         return ""

