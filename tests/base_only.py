@@ -54,7 +54,6 @@ COMMANDS = {
     "verify gatsby.zarr": "",
     "verify gatsby.zarr --replay": "train",
     "verify gatsby.zarr --replay --gradients": "train",
-    "watch gatsby.zarr --once": "",
     "what-if gatsby.zarr -o new.zarr": "train",
 }
 

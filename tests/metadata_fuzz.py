@@ -29,7 +29,6 @@ from trajstore import RunWriter, open_run, repair, verify
 from trajstore.cli.main import main as command
 from trajstore.errors import TrajstoreError
 from trajstore.store.writing.annotated_run import annotate_run
-from trajstore.watching import run_follower
 
 MOST_SECONDS = 10
 MOST_SPACE = 3 << 30
@@ -85,13 +84,11 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
     "repair": _repaired,
     "annotate": _annotated,
     "info": lambda run: _command("info", str(run)),
-    "watch": lambda run: _command("watch", "--once", str(run)),
 }
 
 
 def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     """Try a command on so many damaged runs; what it came to."""
-    run_follower._TRIES = 1  # which waits in between for a writer
     run = Path(tempfile.mkdtemp(prefix="metadata files-")) / "run.zarr"
     classes: Counter[str] = Counter()
     raw: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""Make the screenshots of `watch`, `explore` and `report` for README and the how-to guides.
+"""Make the screenshots of `explore` and `report` for README and the how-to guides.
 
 python tools/screenshots.py docs/figures
 
-Records 300 steps of Gatsby to a temporary folder, and takes the picture of `watch` shortly before
-the end. Needs Chromium, as `chromium`, and the extra ``dev``.
+Records 300 steps of Gatsby to a temporary folder. Needs Chromium, as `chromium`, and the extra
+``dev``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from io import StringIO
 from pathlib import Path
 
 from playwright.sync_api import Browser, expect, sync_playwright
-from rich.console import Console
-
-from trajstore.cli.watch_view import view
-from trajstore.watching.run_follower import RunFollower
 
 RUN = "gatsby.zarr"
 COMMAND = Path(sys.executable).with_name("trajstore")
@@ -30,35 +24,12 @@ FLAGS = shlex.split(
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 )
-COLUMNS = 100
 
 
-def watch() -> str:
-    """Record the run; return the last view of it before its end, as SVG."""
-    options = shlex.split(
-        f"record --preset gatsby --steps 300 --set recording.commit_every=1 -o {RUN}"
-    )
-    follower = RunFollower(RUN)
-    drawing = ""
-    with subprocess.Popen([COMMAND, *options]) as training:
-        while training.poll() is None:
-            look = follower.look()
-            if look.status == "recording" and look.rows:
-                console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
-                console.print(view(RUN, look, COLUMNS))
-                drawing = console.export_svg(title=f"trajstore watch {RUN}")
-            time.sleep(0.2)  # between two views; the recording commits every second
-    if training.returncode or not drawing:
-        raise SystemExit(f"trajstore {shlex.join(options)} failed")
-    return drawing
-
-
-def terminal(browser: Browser, file: Path, drawing: str) -> None:
-    """Picture of a terminal."""
-    page = browser.new_page(viewport={"width": 1300, "height": 600})
-    page.route("**/*", lambda route: route.abort())  # rich's SVG names a font on the network
-    page.set_content(drawing)
-    page.locator("svg").screenshot(path=file)
+def record() -> None:
+    """Record the run."""
+    options = shlex.split(f"record --preset gatsby --steps 300 -o {RUN}")
+    subprocess.run([COMMAND, *options], check=True)
 
 
 def explore(browser: Browser, file: Path) -> None:
@@ -91,10 +62,9 @@ def report(browser: Browser, file: Path) -> None:
 
 def main(target: Path) -> None:
     """Make all screenshots."""
-    drawing = watch()
+    record()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        terminal(browser, target / "watch.png", drawing)
         explore(browser, target / "explore.png")
         report(browser, target / "report.png")
         browser.close()

@@ -6,18 +6,16 @@ import os
 import threading
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import xarray as xr
 
 from trajstore.analysis.exploring.run_history import RunHistory, prepare
 from trajstore.analysis.exploring.tokens import TokenList
 from trajstore.analysis.scan.task_progress import Report
-from trajstore.errors import RunNotFound, TrajstoreError
-from trajstore.store.reading.open_group import similar_runs
+from trajstore.errors import TrajstoreError
 from trajstore.store.reading.open_run import open_run
-from trajstore.watching.run_follower import Look, RunFollower
+from trajstore.store.storage.lock import is_written_to
+from trajstore.store.storage.remote_path import location
 
 _SECONDS = 2.0
 
@@ -33,7 +31,8 @@ class Seen:
     ds : Dataset
         Opened without dask, for single tokens.
     standing : str
-        As of `trajstore.watching.run_follower.Look`.
+        ``recording``, ``interrupted`` or ``complete``; ``abandoned`` if the run is marked
+        ``recording``, but its process died.
     trouble : str
         Why no newer state can be read; otherwise empty.
     """
@@ -72,8 +71,7 @@ class LiveRun:
 
     def __init__(self, path: str | os.PathLike[str], report: Report | None = None) -> None:
         self._path = path
-        self._follower = RunFollower(path, budget=0)
-        self.seen = self._whole(self._look(), report)
+        self.seen = self._whole(*self._look(), report)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="explore", daemon=True)
 
@@ -93,25 +91,24 @@ class LiveRun:
         TrajstoreError, OSError
             If the run cannot be read now; the earlier state stays.
         """
-        look = self._look()
+        ds, status = self._look()
         seen = self.seen
-        if look.attributes != self._attributes:
-            self.seen = self._whole(look)
-        elif look.status != seen.standing or seen.trouble:
-            self.seen = replace(seen, standing=look.status, trouble="")
+        if ds.attrs != seen.ds.attrs:
+            self.seen = self._whole(ds, status)
+        elif status != seen.standing or seen.trouble:
+            self.seen = replace(seen, standing=status, trouble="")
 
-    def _look(self) -> Look:
-        look = self._follower.look()
-        if look.status == "absent":
-            path = os.fspath(self._path)
-            raise RunNotFound(f"there is no run at {path}{similar_runs(Path(path))}")
-        return look
+    def _look(self) -> tuple[xr.Dataset, str]:
+        """Open the run, and return it with its state."""
+        # Read the lock first: a writer marks the end in the root before it releases the lock.
+        written_to = is_written_to(location(self._path))
+        ds = open_run(self._path, chunks=None)
+        status = str(ds.attrs.get("status", "complete"))
+        return ds, "abandoned" if status == "recording" and written_to is False else status
 
-    def _whole(self, look: Look, report: Report | None = None) -> Seen:
+    def _whole(self, ds: xr.Dataset, status: str, report: Report | None = None) -> Seen:
         history = prepare(open_run(self._path), report)
-        ds: Any = open_run(self._path, chunks=None)
-        self._attributes = look.attributes
-        return Seen(history=history, tokens=TokenList(ds), ds=ds, standing=look.status)
+        return Seen(history=history, tokens=TokenList(ds), ds=ds, standing=status)
 
     def _follow(self) -> None:
         took = 0.0

@@ -98,12 +98,11 @@ def test_sizes_that_a_web_server_does_not_say_are_unknown(
     monkeypatch.setattr("trajstore.analysis.report.page.drawn", lambda *arguments: ([], {}))
     with web_server(here.parent) as (server, _):
         told = {}
-        for command in ("info", "info --json", "report", "watch"):
+        for command in ("info", "info --json", "report"):
             result = run(f"{command} {server}/here.zarr")
             assert result.exit_code == 0, result.output
             told[command] = result.output
     assert "unknown" in told["info"]
-    assert "unknown on disk" in told["watch"]
     facts = json.loads(told["info --json"])
     arrays = facts["arrays"].values()
     for fact in ("bytes_on_disk", "ratio"):

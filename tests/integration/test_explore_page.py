@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from example_run import OPTIMIZER
-from watched_runs import HIDDEN, TOKENS, begin, values
+from growing_runs import HIDDEN, TOKENS, begin, values
 
 from trajstore import RunWriter
 

@@ -34,7 +34,7 @@ MISTYPED = {
     # runs
     "info gatsby": "gatsby.zarr",
     "verify gatsy.zarr": "gatsby.zarr",
-    "watch gatsy.zarr --once": "gatsby.zarr",
+    "info gatsy.zarr": "gatsby.zarr",
     # quantities, their options, lattices, populations
     "analyze gatsby.zarr frezee": "freeze",
     "analyze gatsby.zarr freeze --set latice=bfloat16": "lattice",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 TRIES = int(os.environ.get("TRAJSTORE_METADATA", "40"))
-COMMANDS = ("open_run", "resume", "verify", "repair", "annotate", "info", "watch")
+COMMANDS = ("open_run", "resume", "verify", "repair", "annotate", "info")
 FUZZ = Path(__file__).parents[1] / "metadata_fuzz.py"
 MOST_MEMORY = 100 << 20
 

@@ -41,7 +41,7 @@ BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>(?:not )?run): .+? -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-READ = {"record", "what-if", "presets", "fetch", "watch", "explore", "report"}
+READ = {"record", "what-if", "presets", "fetch", "explore", "report"}
 """Commands that train, need the network or another process, or take long; others test them."""
 
 PUBLIC = {

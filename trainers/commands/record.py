@@ -55,9 +55,7 @@ _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
     help="Resume the run if it exists, otherwise start it. --steps may be larger.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
-@click.option(
-    "--dry-run", is_flag=True, help="Print rows, files, memory and sizes; train nothing."
-)
+@click.option("--dry-run", is_flag=True, help="Print rows, files, memory and sizes; train nothing.")
 @THREADS
 @needs_extra("record", "train")
 def record(output: str | None, resume: bool, dry_run: bool, **options: Any) -> None:

@@ -25,8 +25,4 @@ command opens a library object, calls one method and prints the result.
     Ctrl-C and SIGTERM as a request to stop after the current step.
 ``tables``
     Tables, JSON and notes, escaped so that text from a run cannot control the terminal.
-``watch_command``
-    The command `watch`, which follows a run while another process records it.
-``watch_view``
-    Output of `watch`: a view for a terminal, lines for anything else.
 """

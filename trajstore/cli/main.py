@@ -21,7 +21,7 @@ FIRST = """\
 First steps:
 
   trajstore record --preset gatsby --steps 300 -o gatsby.zarr   train a tiny GPT-2 and record it
-  trajstore watch gatsby.zarr                                   follow it from another terminal
+  trajstore explore gatsby.zarr                                 follow it in a browser
   trajstore summary gatsby.zarr                                 print the main results
 
 To start from a file of your own:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from click.testing import CliRunner, Result
-from watched_runs import HOSTILE, TOKENS, begin, extend
+from growing_runs import HOSTILE, TOKENS, begin, extend
 
 from trajstore import analysis, open_run
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED

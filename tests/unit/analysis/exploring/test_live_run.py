@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from watched_runs import begin, extend
+from growing_runs import begin, extend
 
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.errors import InvalidArgument, RunNotFound

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from watched_runs import begin, extend
+from growing_runs import begin, extend
 
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun

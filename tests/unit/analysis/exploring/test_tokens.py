@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from watched_runs import HOSTILE, begin, extend
+from growing_runs import HOSTILE, begin, extend
 
 from trajstore import analysis, open_run
 from trajstore.analysis.exploring.run_history import RunHistory, prepare

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from compact_runs import sample_part
-from watched_runs import begin, extend
+from growing_runs import begin, extend
 
 from trajstore import RunWriter
 from trajstore.cli.info_command import print_information

@@ -56,7 +56,7 @@ def test_results_and_errors_can_be_printed(
     shown = {
         words: printed(words.format(path), encoding, monkeypatch)
         for words in (
-            "info {0}", "info {0} {0}", "info --json {0}", "verify {0}", "watch --once {0}",
+            "info {0}", "info {0} {0}", "info --json {0}", "verify {0}",
             "summary {0}", "analyze {0} norm", "import {0}/../W.npy --dry-run", "info no-漢.zarr",
         )
     }  # fmt: skip

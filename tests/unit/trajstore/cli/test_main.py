@@ -48,10 +48,10 @@ def test_a_mistyped_command_gets_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands(shell: str) -> None:
-    words = {"COMP_WORDS": "trajstore wat", "COMP_CWORD": "wat" if shell == "fish" else "1"}
+    words = {"COMP_WORDS": "trajstore fet", "COMP_CWORD": "fet" if shell == "fish" else "1"}
     environment = words | {"_TRAJSTORE_COMPLETE": f"{shell}_complete"}
     done = CliRunner().invoke(main, [], prog_name="trajstore", env=environment)
-    assert "watch" in done.output
+    assert "fetch" in done.output
     assert "verify" not in done.output
 
 

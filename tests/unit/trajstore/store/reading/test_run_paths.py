@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from watched_runs import begin
+from growing_runs import begin
 
 from trajstore import RunWriter
 from trajstore.errors import RunNotFound

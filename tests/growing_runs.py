@@ -1,4 +1,4 @@
-"""Small runs to be watched: every row is made from its step alone."""
+"""Small runs that grow: every row is made from its step alone."""
 
 from __future__ import annotations
 
