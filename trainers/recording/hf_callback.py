@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import queue
 import sys
 import threading
 import weakref
@@ -83,6 +84,7 @@ class TrajectoryCallback(TrainerCallback):
         *,
         on_step: Callable[[Recorder], None] | None = None,
         on_note: Callable[[str], None] | None = None,
+        log: Callable[[dict[str, float]], Any] | bool | None = None,
         **options: Any,
     ) -> None:
         """Store the options, and check that they can be recorded to `path`.
@@ -97,11 +99,18 @@ class TrajectoryCallback(TrainerCallback):
         on_note : callable, optional
             Called with each note about the optimizer's types and about the tokens; default: notes
             are logged.
+        log : callable or True, optional
+            As in `RecordingOptions`. True uses `Trainer.log`, so the numbers appear in the trackers
+            of ``report_to``; it is called in the training's thread, after the next step.
         **options
             Options of `RecordingOptions`.
         """
         self._path = path
-        self._options = RecordingOptions(variables=variables, **options)
+        self._logged: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
+        self._trainer: weakref.ref[Trainer] | None = None
+        feed = self._logged.put if log is True else log or None
+        self._options = RecordingOptions(variables=variables, log=feed, **options)
+        self._logs_to_trainer = log is True
         self._options.check_path(path)
         self._on_step = on_step
         self._on_note = on_note
@@ -134,6 +143,11 @@ class TrajectoryCallback(TrainerCallback):
             raise RecordingError(
                 "this callback has recorded a run already; create a new callback for each run, or "
                 "pass overwrite=True if the Trainer starts again (auto_find_batch_size)"
+            )
+        if self._logs_to_trainer and self._trainer is None:
+            raise RecordingError(
+                f"log: got True, but {type(self).__name__} knows only a Trainer that trains by "
+                "Trainer.train; pass a callable, such as log=trainer.log"
             )
         schedule = {
             "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
@@ -178,6 +192,12 @@ class TrajectoryCallback(TrainerCallback):
         _recording.add(self)
         _at_end_of_cell(self, register=True)
 
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+        """Pass the numbers of rows that were committed since to `Trainer.log`."""
+        trainer = None if self._trainer is None else self._trainer()
+        while trainer is not None and not self._logged.empty():
+            trainer.log(self._logged.get())
+
     def on_save(self, *_: Any, **kwargs: Any) -> None:
         """Commit all rows up to a checkpoint of the Trainer."""
         if self.recorder is not None:
@@ -188,6 +208,7 @@ class TrajectoryCallback(TrainerCallback):
     ) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
         self.close(complete=True)
+        self.on_step_end()
         recorder = self.recorder
         printed = self.prints_end and state.is_world_process_zero
         if printed and recorder is not None and not recorder.has_failed:
@@ -218,6 +239,8 @@ def _run_and_close_if_failed(
 ) -> Any:
     """Call `Trainer.train`; if it fails, commit the rows of the recording that it has begun."""
     callback = reference()
+    if callback is not None and callback in args[0].callback_handler.callbacks:
+        callback._trainer = weakref.ref(args[0])
     is_inside = callback is None or callback in _recording  # another training runs this one
     try:
         return run(*args, **kwargs)

@@ -85,6 +85,12 @@ class RecordingOptions:
         Make every commit survive a loss of power, not only the death of the process.
     schedule : mapping, optional
         Change of the learning rate, JSON values for the attribute ``optimizer``.
+    log : callable, optional
+        Takes a dict of numbers, such as `wandb.log`: ``trajstore/loss``, ``rows``,
+        ``bytes_on_disk``, and mean gradient norms and the fraction of unchanged tokens, dead and
+        live. Called after commits, in the thread that writes the run.
+    log_every : int
+        Steps from one such dict to the next.
     strict_numerics : bool
         Raise an error instead of a note if the optimizer's state cannot decay or grow in its type,
         or the weights cannot decay in theirs.
@@ -112,6 +118,8 @@ class RecordingOptions:
     commit_every: float | None = COMMIT_EVERY
     fsync: bool = True
     schedule: Mapping[str, Any] | None = None
+    log: Callable[[dict[str, float]], Any] | None = None
+    log_every: Count = 50
     strict_numerics: bool = False
     strict: bool = False
 

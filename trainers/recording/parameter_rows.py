@@ -18,6 +18,7 @@ import torch
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths, variables_of
+from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
@@ -210,6 +211,8 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
+        if isinstance(self.writer, RunWriter):
+            self._planned.feed_log(self.writer)
         last_step = existing.last_step
         self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
         if missing := existing.missing_steps:
@@ -514,6 +517,7 @@ class ParameterRows:
             self.parameter.tensor.device, (last[name] for name in self.variables)
         )
         self.writer = writer = self._planned.create(types, room, in_transit, kept)
+        self._planned.feed_log(writer)
         writer.notes = self._notes.entries
         rows = [(self.last_step, self._initial_row(last))]
         rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]

@@ -26,6 +26,7 @@ from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.kept_state import Entry, state_attribute
+from trajstore.trainers.recording.logged_rows import LoggedRows
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -197,6 +198,17 @@ class PlannedRun:
             **chosen,
         )
 
+    def feed_log(self, writer: RunWriter) -> None:
+        """Pass numbers of committed rows to the option `log`, if it is given."""
+        options = self.recording.options
+        if options.log is None:
+            return
+        name = "" if options.has_one_run else f"{self.parameter.name}/"
+        is_dead = self.coordinates.get("is_dead")
+        writer.on_commit = LoggedRows(
+            options.log, options.log_every, writer.layout, is_dead, f"trajstore/{name}"
+        )
+
     @property
     def parameter_names(self) -> tuple[str, ...] | None:
         """Names of all parameters of the model; None if no variable has them."""
@@ -248,6 +260,11 @@ def plan_runs(
     for parameter, share in zip(parameters, shares, strict=True):
         place = run_path(path, parameter.name if len(parameters) > 1 else None)
         options.check_place(place)
+        if options.log is not None and share is not None:
+            raise InvalidArgument(
+                "log: got a callable, but several processes record this matrix, each its own "
+                "tokens; leave log= out, and read the run with trajstore summary"
+            )
         if not options.resume:
             check_encoding(options.encoding, shared=share is not None)
         known = _known_of_vocabulary(options, parameter)

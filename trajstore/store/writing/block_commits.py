@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -33,6 +33,9 @@ from trajstore.store.writing.commit import Committer, Written
 from trajstore.store.writing.commit_timer import CommitTimer
 from trajstore.store.writing.resumed_run import ResumedRun, remove_past_end
 from trajstore.threads import submit
+
+OnCommit = Callable[[dict[str, npt.NDArray[Any]], int, int], None]
+"""Takes native bits of the rows of a block, the number of its first row, and bytes on disk."""
 
 
 class BlockCommits:
@@ -58,6 +61,8 @@ class BlockCommits:
         Number of rows added so far.
     seconds_waited : float
         Time that `places` waited for the disk because all buffers were full.
+    on_commit : callable or None
+        Called in the writing thread after a commit of rows, before their buffer is filled again.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class BlockCommits:
         self.layout = layout = run.own_layout
         self.rows = run.rows
         self.seconds_waited = 0.0
+        self.on_commit: OnCommit | None = None
         self._run = run
         self._lock = lock
         self._rows_lock = threading.Lock()  # the timer's thread reads the number of rows
@@ -246,6 +252,10 @@ class BlockCommits:
                 raise
             if self._timer is not None:
                 self._timer.committed(by_time=by_time)
+            if place is not None and self.on_commit is not None:
+                first, rows = place[0] * self.layout.block_rows, place[1]
+                block = {name: array[:rows] for name, array in self._block(first).items()}
+                self.on_commit(block, first, self.bytes_written)
         except BaseException as error:
             self._failure = error
             self._shards.forget()

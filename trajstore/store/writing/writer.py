@@ -31,7 +31,7 @@ from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.store.writing.block_commits import BlockCommits
+from trajstore.store.writing.block_commits import BlockCommits, OnCommit
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
 from trajstore.store.writing.new_run import name_coordinates, new_run, token_coordinates
@@ -109,6 +109,19 @@ class RunWriter:
     @notes.setter
     def notes(self, notes: list[dict[str, Any]]) -> None:
         self._metadata.notes = notes
+
+    @property
+    def on_commit(self) -> OnCommit | None:
+        """Called after each commit, in the writing thread, with the rows of the last block.
+
+        It takes the native bits of every array, (row, …), the number of the first row, and
+        `bytes_written`. It must not raise an error.
+        """
+        return self._blocks.on_commit
+
+    @on_commit.setter
+    def on_commit(self, call: OnCommit | None) -> None:
+        self._blocks.on_commit = call
 
     @property
     def bytes_written(self) -> int:

@@ -47,7 +47,7 @@ TRAINED: list[Any] = [
     ),
     ("fork {run} --at 3 -o o.zarr --fsync", "trajstore.trainers.fork", {"fsync": True}),
     (
-        "plan --preset gatsby --corpus a.txt --tokenizer b/",
+        "record --preset gatsby --dry-run --corpus a.txt --tokenizer b/",
         "trajstore.trainers.plan",
         {"corpus": "a.txt", "tokenizer": "b/"},
     ),
