@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     help="native, a notebook whose scripts read the file (14.1a, 15.1a, thimble-7, ...), or a TOML "
     "file of a layout. `trajstore import` lists all names.",
 )
-@click.option(
-    "--like", metavar="FILE", help="Write the keys, types and ranks of this safetensors file."
-)
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
 @SELECT("step", "token")
 @click.option(
@@ -77,7 +74,6 @@ def export(
       trajstore export gatsby.zarr --select token=dead -o dead.safetensors
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
       trajstore export gatsby.zarr --layout mine.toml -o mine.safetensors
-      trajstore export gatsby.zarr --like old.safetensors -o new.safetensors
       trajstore export runs/*.zarr --layout flannel-5 -o runs.safetensors
       trajstore export gatsby.zarr --format zarr -o anywhere.zarr
       trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
@@ -88,8 +84,7 @@ def export(
     from trajstore.exchange.exporting.export import export as write
     from trajstore.store.reading.run_paths import run_paths
 
-    own = options["layout"] == "native" and options["like"] is None
-    if own and options["encoding"] is None:
+    if options["layout"] == "native" and options["encoding"] is None:
         format_name = format_name or _format_of(output)
     with stopped_by_signals(), BytesProgress("exporting") as progress:
         done = write(

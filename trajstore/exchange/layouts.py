@@ -39,9 +39,10 @@ class Column:
         True if the file holds the bits of that type as uint16.
     row0 : {'zero', 'nan'}
         Value in the row of step 0, where a run has NaN.
-    time : {'after', 'before', 'change', 'ulps', 'initial'}
+    time : {'after', 'before', 'change', 'ulps', 'initial', 'centroid', 'last_motion'}
         The value after the step, the value before it, the difference, the difference in units of
-        the spacing at the value before it, or one value: that of step 0.
+        the spacing at the value before it, or one value: that of step 0. Of W also the mean over
+        the tokens in each row, or the last step in which a token moved (int32; 0 for never).
     first_row : {0, 1}
         1 if the file omits the first row.
     tokens : {'all', 'dead', 'live'}
@@ -53,19 +54,23 @@ class Column:
     type: str = "bfloat16"
     bits: bool = False
     row0: Literal["zero", "nan"] = "zero"
-    time: Literal["after", "before", "change", "ulps", "initial"] = "after"
+    time: Literal["after", "before", "change", "ulps", "initial", "centroid", "last_motion"] = (
+        "after"
+    )
     first_row: int = 0
     tokens: Literal["all", "dead", "live"] = "all"
 
     @property
     def kind(self) -> str | None:
         """Variable that an import reads from it; None if it is derived."""
-        return {"change": "delta", "ulps": None, "initial": None}.get(self.time, self.variable)
+        if self.time in ("after", "before"):
+            return self.variable
+        return "delta" if self.time == "change" else None
 
     @property
     def file_type(self) -> str:
         """Type of its array in the file."""
-        return "uint16" if self.bits else self.type
+        return "int32" if self.time == "last_motion" else "uint16" if self.bits else self.type
 
     @property
     def has_tokens(self) -> bool:
@@ -182,7 +187,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "format": ("safetensors", "hdf5"),
     "type": ("bfloat16", "float16", "float32", "float64"),
     "tokens": ("all", "dead", "live"),
-    "time": ("after", "before", "change", "ulps", "initial"),
+    "time": ("after", "before", "change", "ulps", "initial", "centroid", "last_motion"),
     "row0": ("zero", "nan"),
     "first_row": (0, 1),
     "bits": (False, True),
@@ -244,7 +249,10 @@ def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Col
                 f"{where}: got bits = true with type {column.type}, expected a type of 16 bits"
             )
         column = replace(column, bits=False)
-    if column.time in ("change", "ulps") and (column.variable, column.type) != ("W", "float32"):
+    if column.time not in ("after", "before", "initial") and (column.variable, column.type) != (
+        "W",
+        "float32",
+    ):
         raise InvalidArgument(
             f"{where}: got time = {column.time!r} for {column.variable} in {column.type}, expected "
             "W in float32"
@@ -281,11 +289,26 @@ def _check_word(where: str, key: str, value: Any, known: Collection[Any]) -> Non
 
 
 def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table, with the keys of the layout that it is ``like``."""
+    """The table, with the keys of the layout that it is ``like``.
+
+    Its own keys replace these, but its arrays are added; an array that is false is left out.
+    """
     if "like" not in table:
         return table
     _check_word(name, "like", table["like"], [one for one in _TABLES if one not in _WHOLE])
-    return {**_whole(name, _TABLES[table["like"]]), **table}
+    base = _whole(name, _TABLES[table["like"]])
+    own = table.get("arrays", {})
+    if not isinstance(own, dict):
+        return {**base, **table}  # `_layout` refuses it
+    for key in own:
+        if own[key] is False and key not in base["arrays"]:
+            raise InvalidArgument(
+                f"{name}: arrays.{key} is false, but layout {table['like']} has no {key!r}"
+                f"{did_you_mean(key, base['arrays'])}; it has {', '.join(base['arrays'])}"
+            )
+    arrays = {key: one for key, one in (base["arrays"] | own).items() if one is not False}
+    required = [key for key in base.get("required", ()) if key in arrays or key not in own]
+    return {**base, "required": required or [*arrays][:1], **table, "arrays": arrays}
 
 
 _WHOLE = ("native", "hdf5")

@@ -10,8 +10,6 @@
     Files in a layout: tensors, numbers and strings.
 ``joined_runs``
     Arrays of several runs in one file.
-``layout_like``
-    The layout of a file that exists.
 ``layout_columns``
     Arrays of a file in a layout.
 ``layout_numbers``

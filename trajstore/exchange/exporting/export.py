@@ -27,7 +27,6 @@ from trajstore.exchange.exporting.export_layout import (
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.joined_runs import check_number
-from trajstore.exchange.exporting.layout_like import layout_like
 from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
@@ -92,7 +91,6 @@ def export(
     *,
     format: str | None = None,
     layout: str = "native",
-    like: str | os.PathLike[str] | None = None,
     steps: Steps = None,
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
@@ -123,9 +121,6 @@ def export(
         in HDF5, with common names. The others are the layouts of the notebooks' files, which
         ``trajstore import`` lists, or the path of a TOML file that describes a layout. Parts of a
         layout that the run does not hold are omitted, with a note.
-    like : path-like, optional
-        A safetensors file, in place of a layout. The export has the same keys, types and ranks, as
-        far as the run has values for them; a note names the other keys.
     steps : str, int, slice or iterable of int, optional
         Step numbers. ``0:200:10`` selects the recorded steps from 0 to 199 whose distance from 0 is
         a multiple of 10. Default: all.
@@ -161,7 +156,6 @@ def export(
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
         If `fill_damaged` is set, and the format is not ``run``, or the run is a Dataset.
         If there are several runs, and the layout holds one, or they have other steps or tokens.
-        If both `layout` and `like` are given, or the file of `like` holds nothing of a run.
     VariableNotRecorded, StepNotFound
         If the run lacks a variable or step of the layout or the selection.
     MissingExtra
@@ -184,11 +178,6 @@ def export(
     """
     notes: Sequence[str] = ()
     described = layout_of(layout)
-    if like is not None:
-        if layout != "native":
-            raise InvalidArgument(f"got layout {layout} and a file to export like; give one")
-        described, notes = layout_like(like)
-        layout = described.name
     format = _checked_format(format, described, block_rows, encoding, fill_damaged)
     if described.whole and format == "hdf5":
         described = layout_of("hdf5")

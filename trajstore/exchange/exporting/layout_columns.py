@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,10 @@ def _zeros(column: Column, part: Selection) -> Tensor:
 def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
     variable, tokens = part.run.series[column.variable], part.tokens
     rows = part.rows[column.first_row :]
+    if column.time == "centroid":
+        return _centroid(column, variable, rows, tokens)
+    if column.time == "last_motion":
+        return _last_motion(column, variable, rows, tokens, part.run.steps[rows])
     at, steps = rows, part.run.steps[rows]
     if column.time != "after":
         # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
@@ -156,6 +162,56 @@ def _first_row(tensor: Tensor) -> Tensor:
         tensor,
         shape=tensor.shape[1:],
         parts=lambda: [where[1:] for where in tensor.parts()],
+        read=read,
+    )
+
+
+def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Array | None) -> Tensor:
+    """Mean over the tokens in each row, summed in float64."""
+    count, of_tokens, hidden = variable.shape_of(rows, tokens)
+
+    def read(where: Where) -> tuple[Array, int]:
+        total = np.zeros((where[0].stop - where[0].start, hidden))
+        for tile in variable.tiles(rows, tokens):
+            if tile[0] == where[0]:
+                total += variable.read(tile, rows, tokens).sum(1, dtype=np.float64)
+        return (total / of_tokens).astype(np.float32).view(np.uint32), 0
+
+    return Tensor(
+        key=column.key,
+        dtype=column.file_type,
+        shape=(count, hidden),
+        parts=lambda: [
+            (some,) for some, _ in groupby(variable.tiles(rows, tokens), key=itemgetter(0))
+        ],
+        read=read,
+    )
+
+
+def _last_motion(
+    column: Column, variable: TiledVariable, rows: Array, tokens: Array | None, steps: Array
+) -> Tensor:
+    """Step of the last row in which a token differs from the row before; 0 if it never does."""
+    shape = variable.shape_of(rows, tokens)[1:]
+
+    def read(where: Where) -> tuple[Array, int]:
+        last = np.zeros(shape[0], np.int32)
+        before = np.zeros(shape, variable.native.bits)
+        for tile in variable.tiles(rows, tokens):
+            at, some = tile
+            bits = variable.read(tile, rows, tokens, native=True)
+            if at.start == 0:
+                before[some] = bits[0]
+            for step, row in zip(steps[at], bits, strict=True):
+                last[some][(row != before[some]).any(-1)] = step
+                before[some] = row
+        return last[where].view(np.uint32), 0
+
+    return Tensor(
+        key=column.key,
+        dtype=column.file_type,
+        shape=shape[:1],
+        parts=lambda: [(slice(0, shape[0]),)],
         read=read,
     )
 

@@ -14,9 +14,9 @@ from trajstore.cli.main import main
 FORKED = SimpleNamespace(training=SimpleNamespace(steps=9))
 COMPUTED: list[Any] = [
     (
-        "export {run} -o o.zarr --like a.safetensors --block-rows 64 --encoding compact",
+        "export {run} -o o.zarr --block-rows 64 --encoding compact",
         "trajstore.exchange.exporting.export.export",
-        {"like": "a.safetensors", "block_rows": 64, "encoding": "compact"},
+        {"block_rows": 64, "encoding": "compact"},
     ),
     (
         "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite",
