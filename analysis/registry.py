@@ -314,7 +314,10 @@ def _answer_of_runs(
     if across and (len(names) > 1 or others):
         raise InvalidArgument(f"{across[0]} cannot be combined with other quantities or options")
     if across:
-        return ACROSS_RUNS[across[0]](rows_of_window(ds, seen["steps"]))
+        window = rows_of_window(ds, seen["steps"])
+        if seen["within"]:
+            return ACROSS_RUNS[across[0]](window)
+        return ACROSS_RUNS[across[0]](ds).sel(step=window["step"])
     options = {"by_population": by_population, "lattice": lattice, **seen}
     found: xr.Dataset = over_runs(ds, answer, names, assignments, **options)
     return found

@@ -293,20 +293,24 @@ def _write_csv(ds: xr.Dataset, path: Path) -> Any:
     ds = ds.drop_attrs()
     dims = next(iter(ds.data_vars.values())).dims
     if "step" not in dims:
-        return dask.delayed(_append_rows)(ds, path, None)
+        return dask.delayed(_append_rows)(_arrays(ds), path, None)
     row = int(np.prod([ds.sizes[dim] for dim in dims if dim != "step"], dtype=np.int64))
     size = max(1, _CSV_VALUES // max(1, row * len(ds.data_vars)))
     written = None
     for start in range(0, max(ds.sizes["step"], 1), size):
         # Each part depends on the previous one, so that they run in order and few at a time.
-        written = dask.delayed(_append_rows)(
-            ds.isel(step=slice(start, start + size)), path, written
-        )
+        part = ds.isel(step=slice(start, start + size))
+        written = dask.delayed(_append_rows)(_arrays(part), path, written)
     return written
 
 
-def _append_rows(ds: xr.Dataset, path: Path, after: None) -> None:
-    first = not path.exists()
+def _arrays(ds: xr.Dataset) -> dict[str, xr.DataArray]:
+    """Variables one by one: dask loses one that another of the same Dataset is computed from."""
+    return {str(name): array for name, array in ds.data_vars.items()}
+
+
+def _append_rows(arrays: dict[str, xr.DataArray], path: Path, after: None) -> None:
+    ds, first = xr.Dataset(arrays), not path.exists()
     if ds.dims:
         dims = next(iter(ds.data_vars.values())).dims
         ds.to_dataframe(dim_order=dims).to_csv(path, mode="a", header=first)
