@@ -109,7 +109,8 @@ def print_summary(summary: xr.Dataset) -> None:
         out.print(f"Logits at step {first}: {', '.join(values)}")
     if "loss" in summary:
         before, after = summary["loss"].values
-        out.print(f"Loss: {before:.4f} at step {first}, {after:.4f} at step {last}")
+        begin = f"{before:.4f} at step {first}, " if first != last else ""
+        out.print(f"Loss: {begin}{after:.4f} at step {last}")
     print_notes(without_tokens({n: tokens[n] for n in tokens if n not in ("dead", "live", "all")}))
     if "dead" not in tokens:
         out.print("Dead tokens are not labeled; label them with trajstore annotate.")

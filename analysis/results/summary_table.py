@@ -37,10 +37,9 @@ def summary_tables(facts: xr.Dataset, number: str) -> Iterator[Table]:
         ]
 
     labels = {name: f"{name} ({size:,})" for name, size in tokens_of(facts).items() if size}
-    trained = {
-        when: f"{step:,}"
-        for when, step in zip(("first", "last"), facts["when_step"].values, strict=True)
-    }
+    whens = zip(("first", "last"), facts["when_step"].values.tolist(), strict=True)
+    of_step = {step: when for when, step in whens}  # of one trained step, only the last
+    trained = {when: f"{step:,}" for step, when in of_step.items()}
     if "grad_norms" in facts:
         rows = [
             [label, step, *statistics("grad_norms", population=name, when=when)]
@@ -58,7 +57,7 @@ def summary_tables(facts: xr.Dataset, number: str) -> Iterator[Table]:
         ]
         yield "Norm of the centroid", ["tokens", f"step {first}", f"step {last}"], rows
     if "param_update_lost" in facts:
-        lost = facts["param_update_lost"].transpose("parameter", "when")
+        lost = facts["param_update_lost"].sel(when=[*trained]).transpose("parameter", "when")
         rows = [
             [str(name), *("" if math.isnan(value) else f"{value:.2%}" for value in values)]
             for name, values in zip(lost["parameter"].values, lost.values, strict=True)

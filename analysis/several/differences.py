@@ -11,7 +11,7 @@ import xarray as xr
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.run_settings import settings
+from trajstore.store.reading.run_settings import comparable_settings
 from trajstore.values.ulp_lattice import unsigned_view
 
 DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])
@@ -51,7 +51,7 @@ def first_step(differs: xr.DataArray) -> xr.DataArray:
 def differing_names(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     """Full names of the settings in which two runs differ, including those of the optimizer."""
     keys = ("config", "segments", "optimizer")
-    first, second = settings(a.attrs, keys), settings(b.attrs, keys)
+    first, second = comparable_settings([a.attrs, b.attrs], keys)
     return sorted(
         name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
     )

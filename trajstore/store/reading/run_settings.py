@@ -10,6 +10,7 @@ SEED = "config.training.seed"
 UNSET = "unset"
 """Text of a setting that is missing or None."""
 
+_GROUPS = "optimizer.groups"
 _MOST = 4  # settings in a label
 
 
@@ -39,6 +40,20 @@ def settings(
         Names of attributes that hold settings.
     """
     return _flat({key: attributes.get(key) or {} for key in keys})
+
+
+def comparable_settings(
+    runs: Sequence[Mapping[str, Any]], keys: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Settings of several runs; without the optimizer's groups, unless all runs hold these.
+
+    Only the tier ``everything`` records the groups of the other parameters.
+    """
+    found = [settings(run, keys) for run in runs]
+    if not all(_GROUPS in one for one in found):
+        for one in found:
+            one.pop(_GROUPS, None)
+    return found
 
 
 def differing_settings(
@@ -134,7 +149,7 @@ def setting_text(value: Any) -> str:
 
 def _known(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     keys = ["config"] if any(run.get("config") for run in runs) else ["optimizer"]
-    return [settings(run, keys) for run in runs]
+    return comparable_settings(runs, keys)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
