@@ -250,3 +250,30 @@ def test_the_summary_names_the_notes_of_its_runs(tmp_path: Path) -> None:
     both = call("summary", tmp_path / "a", tmp_path / "b").output
     assert "Note: loss is a sum (2 runs)." in both
     assert f"Note: lr is NaN ({tmp_path / 'a'})." in both
+
+
+def test_a_selected_step_has_the_divergence_of_the_whole_run(tmp_path: Path) -> None:
+    runs = [recorded(tmp_path / f"{name}.zarr") for name in "ab"]
+    with begin(tmp_path / "c.zarr") as run:
+        extend(run, range(2))
+        extend(run, range(2, 10), seed=1)
+    words = (runs[0], run.path, "divergence", "--select", "step=5:8", "--json")
+    assert json.loads(call("analyze", *words).stdout)["first_difference"]["max"] == 2
+    assert json.loads(call("analyze", *words, "--within").stdout)["first_difference"]["max"] == 5
+
+
+def test_tables_of_quantities_that_are_computed_from_each_other(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    for name in ("alignment", "discontinuities"):
+        call("analyze", run, name, "-o", tmp_path / f"{name}.csv")
+    table = np.genfromtxt(tmp_path / "alignment.step.token.csv", delimiter=",", names=True)
+    expected = np.degrees(np.arccos(np.clip(table["cosine"], -1, 1)))
+    np.testing.assert_allclose(table["angle"], expected, atol=1e-5)
+
+
+def test_a_run_of_one_step_has_one_line_of_each_gradient(tmp_path: Path) -> None:
+    with begin(tmp_path / "run.zarr") as run:
+        extend(run, range(2))
+    printed = call("summary", run.path).stdout
+    assert printed.count("dead (2)      1 ") == 1
+    assert "Loss: 4.9000 at step 1\n" in printed
