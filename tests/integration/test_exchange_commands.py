@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +126,39 @@ def test_the_ending_says_which_format(run: Path, tmp_path: Path, trajstore_cli: 
     assert "W" in load_file(tmp_path / "f.safetensors")
 
 
+@pytest.mark.parametrize("name", ["f.safetensors", "f.h5", "f.zarr"])
 def test_sigterm_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajstore_cli: Cli
+    name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajstore_cli: Cli
 ) -> None:
-    """The signal comes when the file is half written, not at some moment."""
-    monkeypatch.setattr(BytesProgress, "show", lambda *now: signal.raise_signal(signal.SIGTERM))
-    trajstore_cli("export", run, "-o", tmp_path / "f", rc=128 + signal.SIGTERM)
+    """The signal comes when the file is half written, within a callback that loses exceptions."""
+    show = BytesProgress.show
+
+    def interrupted(bar: BytesProgress, done: int, total: int) -> None:
+        class Gone:
+            pass
+
+        gone = Gone()
+        weakref.finalize(gone, signal.raise_signal, signal.SIGTERM)
+        del gone
+        show(bar, done, total)
+
+    monkeypatch.setattr(BytesProgress, "show", interrupted)
+    trajstore_cli("export", run, "-o", tmp_path / name, rc=128 + signal.SIGTERM)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["f.safetensors", "f.h5", "f.zarr"])
+def test_a_write_that_fails_names_the_file(name: str, run: Path, tmp_path: Path) -> None:
+    """In a process, as HDF5 crashed at its end."""
+    code = (
+        "import resource, sys\n"
+        "from trajstore.cli.start import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", code, "export", str(run), "-o", str(tmp_path / name)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    sentence = f"the operating system reported an error {tmp_path / name}: File too large"
+    assert sentence in " ".join(done.stderr.split())
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from trajstore.cli.options import RUN
-from trajstore.cli.progress import stopped_by_signals
+from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import out, print_notes
 from trajstore.extras import needs_extra
 from trajstore.trainers.commands.model_options import TOKENIZER
@@ -47,7 +47,7 @@ def checkout(run: str, output: str, **options: Any) -> None:
     from trajstore import trainers
 
     logging.disable_progress_bar()
-    with stopped_by_signals():
+    with StopRequest():
         found = trainers.checkout(run, output, **options)
     parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
     parts += ["optimizer.pt"] if options["optimizer"] else []

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.cli.options import RUN, SELECT
-from trajstore.cli.progress import StepsProgress, stopped_by_signals
+from trajstore.cli.progress import StepsProgress
+from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import out
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
@@ -82,7 +83,7 @@ def evaluate(
     check_options(function, own)
     from trajstore import trainers
 
-    with stopped_by_signals(), StepsProgress("evaluating") as progress:
+    with StopRequest() as stop, StepsProgress("evaluating", stop=stop) as progress:
         found = trainers.evaluate(
             run,
             function if ":" in function else _ready_made(run, function, own),

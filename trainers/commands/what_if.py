@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from trajstore.cli.options import RUN
-from trajstore.cli.progress import StepsProgress, stopped_by_signals
+from trajstore.cli.progress import StepsProgress
+from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import out, print_notes
 
 
@@ -46,7 +47,7 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
     from trajstore import trainers
     from trajstore.trainers.recording.token_selection import read_tokens
 
-    with stopped_by_signals(), StepsProgress("computing") as progress:
+    with StopRequest() as stop, StepsProgress("computing", stop=stop) as progress:
         found = trainers.what_if(
             run,
             output,

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
 from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
-from trajstore.cli.progress import BytesProgress, stopped_by_signals
+from trajstore.cli.progress import BytesProgress
+from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument
 
@@ -86,7 +87,7 @@ def export(
 
     if options["layout"] == "native" and options["encoding"] is None:
         format_name = format_name or _format_of(output)
-    with stopped_by_signals(), BytesProgress("exporting") as progress:
+    with StopRequest() as stop, BytesProgress("exporting", stop) as progress:
         done = write(
             run_paths(runs),
             output,
@@ -192,7 +193,7 @@ def import_(
     if output is None or dry_run:
         done = preview_import(file, **given)
     else:
-        with stopped_by_signals(), BytesProgress("importing") as progress:
+        with StopRequest() as stop, BytesProgress("importing", stop) as progress:
             given |= {"overwrite": overwrite, "on_progress": progress.show}
             done = import_file(file, output, **given)
     runs = (done, *done.others)

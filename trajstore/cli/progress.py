@@ -1,10 +1,7 @@
-"""Progress bars of the commands on standard error, and clean stops by signals."""
+"""Progress bars of the commands on standard error."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 from rich.progress import (
@@ -17,21 +14,35 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from trajstore.cli.stop_signals import working
+from trajstore.cli.stop_signals import StopRequest, working
 from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument
 from trajstore.extras import needs_extra
 
 
 class Bar:
-    """A progress bar on a terminal, shown while the ``with`` block runs; elsewhere no output."""
+    """A progress bar on a terminal, shown while the ``with`` block runs; elsewhere no output.
 
-    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+    Parameters
+    ----------
+    *columns : ProgressColumn
+    stop : StopRequest, optional
+        If a signal has requested a stop, `show` ends the command.
+    **options
+        Of the bar.
+    """
+
+    def __init__(
+        self, *columns: ProgressColumn, stop: StopRequest | None = None, **options: Any
+    ) -> None:
+        self._stop = stop
         self._bar = Progress(*columns, console=err, disable=not err.is_terminal, **options)
         self._task = self._bar.add_task("", total=None, state="")
 
     def __enter__(self) -> Self:
         working()
+        if self._stop is not None:
+            self._stop.begin()
         self._bar.start()
         return self
 
@@ -39,7 +50,15 @@ class Bar:
         self._bar.stop()
 
     def show(self, done: int, total: int) -> None:
-        """Update the bar to `done` of `total`."""
+        """Update the bar to `done` of `total`.
+
+        Raises
+        ------
+        KeyboardInterrupt, SystemExit
+            If a signal has requested a stop.
+        """
+        if self._stop is not None:
+            self._stop.check()
         self._bar.update(self._task, completed=done, total=total)
 
 
@@ -50,15 +69,18 @@ class BytesProgress(Bar):
     ----------
     verb : str
         Label of the bar.
+    stop : StopRequest, optional
+        As of `Bar`.
     """
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, stop: StopRequest | None = None) -> None:
         super().__init__(
             TextColumn(verb),
             BarColumn(bar_width=30),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
+            stop=stop,
             transient=True,
         )
 
@@ -72,30 +94,18 @@ class StepsProgress(Bar):
         Label of the bar.
     unit : str
         What it counts.
+    stop : StopRequest, optional
+        As of `Bar`.
     """
 
-    def __init__(self, verb: str, unit: str = "row") -> None:
+    def __init__(self, verb: str, unit: str = "row", stop: StopRequest | None = None) -> None:
         super().__init__(
             TextColumn(f"{verb} {unit} {{task.completed}}/{{task.total}}"),
             BarColumn(bar_width=30),
             TimeRemainingColumn(),
+            stop=stop,
             transient=True,
         )
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM end a command like Ctrl-C, so that it removes its unfinished output."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    working()
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class AnalysisProgress(Bar):

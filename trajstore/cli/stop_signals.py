@@ -40,6 +40,16 @@ class StopRequest:
         """From now on, delay a stop until the end of the current step."""
         self._begun = True
 
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` or `SystemExit` if a signal was received.
+
+        An exception raised by the signal itself could be lost: Python ignores those in callbacks.
+        """
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.number is not None:
+            raise SystemExit(self.exit_code)
+
     @property
     def exit_code(self) -> int:
         """Exit code of a process that a signal ended."""

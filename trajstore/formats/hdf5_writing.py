@@ -5,9 +5,9 @@ HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from trajstore.formats.streamed_tensor import Tensor, Where, counted
 from trajstore.threads import Progress, in_parallel
 
 Array = npt.NDArray[Any]
-
-_COMPRESSED_AT_ONCE = 64 << 20
 
 
 def write_hdf5(
@@ -64,9 +62,7 @@ def write_hdf5(
         If h5py is not installed.
     """
     h5py = load_h5py()
-    # Parts of several compressed chunks are written in turn; each chunk is compressed once.
-    cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
-    with _closed(h5py.File(path, "w", libver=("earliest", "v110"), **cache)) as file:
+    with _opened(h5py, path) as (file, target):
         # HDF5 keeps variable-length strings in a heap, and its library loops forever if that is
         # damaged. It pads fixed-length strings with NUL, with which a token may end.
         for key, text in texts.items():
@@ -77,36 +73,78 @@ def write_hdf5(
         datasets = {
             tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
         }
-        jobs = (partial(_read, tensor, where) for tensor in tensors for where in tensor.parts())
+        jobs = (job for tensor in tensors for job in _jobs(tensor, datasets[tensor.key]))
 
         def written() -> Iterator[tuple[str, int, int]]:
-            for key, where, bits, changed in in_parallel(jobs):
-                datasets[key][where] = bits.view(datasets[key].dtype)
+            for key, where, bits, changed, chunk in in_parallel(jobs):
+                dataset = datasets[key]
+                if chunk is None:
+                    dataset[where] = bits.view(dataset.dtype)
+                else:
+                    begin = (where[0].start, *[0] * (bits.ndim - 1))
+                    dataset.id.write_direct_chunk(begin, chunk)
+                target.check()
                 yield key, bits.nbytes, changed
 
         return counted(tensors, written(), on_progress)
 
 
+class _Target:
+    """The bytes of a new file, for HDF5, which crashes at the end of a process if a write fails.
+
+    After an error, further writes are dropped.
+
+    Parameters
+    ----------
+    path : Path
+        An existing file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115
+        self._error: OSError | None = None
+        self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
+        self.read, self.readinto, self.flush = (
+            self._file.read,
+            self._file.readinto,
+            self._file.flush,
+        )
+
+    def write(self, data: Any) -> int:
+        """Write all bytes, or none after an error."""
+        left = memoryview(data).cast("B")
+        try:
+            while self._error is None and left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._error = error
+        return len(data)
+
+    def truncate(self, size: int) -> int:
+        """Set the length of the file."""
+        return self._file.truncate(size) if self._error is None else size
+
+    def check(self) -> None:
+        """Raise the error of an earlier write."""
+        if self._error is not None:
+            raise self._error
+
+
 @contextmanager
-def _closed(file: Any) -> Iterator[Any]:
-    """Close a new file, which writes its last bytes.
+def _opened(h5py: Any, path: Path, **options: Any) -> Iterator[tuple[Any, _Target]]:
+    """A new HDF5 file and its target.
 
     Raises
     ------
     OSError
-        If the system refuses them, which HDF5 reports as a RuntimeError.
+        If the system refuses a write.
     """
-    try:
-        yield file
-    except BaseException:
-        with suppress(RuntimeError):  # usually from the same cause
-            file.close()
-        raise
-    name = file.filename
-    try:
-        file.close()
-    except RuntimeError as error:
-        raise OSError(errno.EIO, f"HDF5 cannot write the last bytes ({error})", name) from error
+    with closing(_Target(path)) as target:
+        try:
+            with h5py.File(target, "w", libver=("earliest", "v110"), **options) as file:
+                yield file, target
+        finally:
+            target.check()
 
 
 def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:
@@ -129,5 +167,34 @@ def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: 
     return dataset
 
 
-def _read(tensor: Tensor, where: Where) -> tuple[str, Where, Array, int]:
-    return tensor.key, where, *tensor.read(where)
+Read = tuple[str, Where, Array, int, bytes | None]
+"""Key, position and bits of a part, the number of rounded values, and the compressed chunk."""
+
+
+def _jobs(tensor: Tensor, dataset: Any) -> Iterator[Callable[[], Read]]:
+    """Jobs that read the parts of a tensor, for threads. They compress whole chunks themselves.
+
+    HDF5 would compress in one thread.
+    """
+    level = dataset.compression_opts
+    for where in tensor.parts():
+        if level is None:
+            yield partial(_read, tensor, where)
+            continue
+        others = tuple(slice(0, size) for size in tensor.shape[1 : len(where)])
+        rows, count = dataset.chunks[0], tensor.shape[0]
+        for start in range(0, count, rows):
+            whole = (slice(start, min(start + rows, count)), *others)
+            yield partial(_compressed, tensor, whole, dataset.chunks, level)
+        return
+
+
+def _read(tensor: Tensor, where: Where) -> Read:
+    return tensor.key, where, *tensor.read(where), None
+
+
+def _compressed(tensor: Tensor, where: Where, shape: tuple[int, ...], level: int) -> Read:
+    bits, changed = tensor.read(where)
+    chunk = np.zeros(shape, bits.dtype)  # the last one may have more rows than the tensor
+    chunk[: len(bits)] = bits
+    return tensor.key, where, bits, changed, zlib.compress(chunk.data, level)

@@ -275,6 +275,10 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         folder.mkdir()
         try:
             yield folder
+        except OSError as error:
+            if error.errno is not None and error.filename is None:  # of writes and flushes
+                error.filename = str(path)
+            raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
