@@ -22,7 +22,7 @@ from trajstore.trainers.recording.numeric_advice import optimizer_advice, report
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_parameters, unwrap
-from trajstore.trainers.recording.planned_run import Recording, plan_runs
+from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
@@ -79,14 +79,18 @@ def open_recorder(
         If a parameter cannot be recorded, or another process with a part of it fails.
     RunExists
         If the path exists, and neither resume nor overwrite is set.
-    RunNotFound
-        If there is no run to resume.
     NothingToResume
         If the existing run begins after the step of the training, or has other weights there.
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
+    begins = False
+    if comparison is None and options.resume:
+        wanted, options = options, options.resumed_or_new(run_paths(path, options))
+        begins = options is not wanted
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
     announce = (lambda sentence: None) if options.resume else notes.mention
+    if begins and loop.first_step:
+        announce(f"there were no rows to resume: the run begins after step {loop.first_step}")
     parameters = find_parameters(model, joined, options.parameter, announce)
     advice = optimizer_advice(parameters)
     if options.strict_numerics:

@@ -35,18 +35,17 @@ from trajstore.trainers.recording.torch_internals import (
 
 _UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
-    "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
-    "the end of optimizer.step()"
+    "code outside optimizer.step() changed {name} before this step; a row holds the weights at the "
+    "end of optimizer.step(), so it contains both changes"
 )
 _WRAPPED = "{wrapper} changed {name} beside the update of the optimizer"
 _WRITTEN = (
-    "{name} was written outside optimizer.step() after the step before; whether its values changed "
-    "was not read from the device"
+    "code outside optimizer.step() wrote to {name} before this step; whether its values changed was "
+    "not read from the device"
 )
 _STATE = "the optimizer's state of {name} before a step is not that of the row before"
 _AT_END = (
-    "{name} is not that of the last row at the end of the recording; another optimizer or other "
-    "code has changed it since"
+    "another optimizer or other code changed {name} after the last row; no row holds that change"
 )
 _RATE = (
     "the learning rate changed while optimizer.step() ran, so lr is NaN; call the scheduler after "

@@ -22,6 +22,7 @@ from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
+from trajstore.trainers.recording.planned_run import run_paths
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.watched_calls import WatchedCall
 
@@ -54,8 +55,6 @@ class TrajectoryCallback(TrainerCallback):
     ------
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
-    RunNotFound
-        If `resume` is set, and there is no run.
 
     Examples
     --------
@@ -151,10 +150,11 @@ class TrajectoryCallback(TrainerCallback):
             * args.gradient_accumulation_steps
             * args.world_size,
         )
+        options = self._options
         facts = facts_of_trainer(
             model,
-            find_parameters(model, JoinedOptimizer(optimizer), self._options.parameter),
-            self._options,
+            find_parameters(model, JoinedOptimizer(optimizer), options.parameter),
+            options.resumed_or_new(run_paths(self._path, options)),
             data_loader=kwargs.get("train_dataloader"),
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
@@ -163,7 +163,7 @@ class TrajectoryCallback(TrainerCallback):
             model,
             optimizer,
             self._path,
-            facts.added_to(self._options),
+            facts.added_to(options),
             loop,
             on_step=self._on_step,
             on_note=self._on_note,

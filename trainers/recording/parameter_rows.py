@@ -648,7 +648,7 @@ _REMEDIES = (
     (
         {"batch"},
         "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
-        f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get",
+        f"{EXAMPLE_INDEX} to the model's inputs; it is removed before the model runs",
     ),
     (
         {"example_loss"},

@@ -33,11 +33,11 @@ from trajstore.trainers.recording.torch_internals import counts_versions, scale_
 from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
-    "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
-    "one factor; grad is what the optimizer got, clip_coef is NaN"
+    "the gradient of {name} changed between the backward pass and the optimizer's update, and not "
+    "by one factor; grad is what the optimizer got, clip_coef is NaN"
 )
 _UNSEEN = (
-    "the gradient of {name} changed between the backward pass and the optimizer's step; without "
+    "the gradient of {name} changed between the backward pass and the optimizer's update; without "
     "grad, only the factor of clip_grad_norm_ is known, so clip_coef is NaN"
 )
 _SCALED = (
