@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -441,3 +442,22 @@ def test_the_wrapper_of_an_optimizer(recorded: Any, tmp_path: Path, notes: list[
     assert ds.clip_coef.values[1:].tolist() == [2, 1]
     assert not about(notes, "Wrapper")
     assert replay(tmp_path / "run.zarr").replayed == 2
+
+
+def test_a_wrapper_that_catches_an_error_of_the_inner_step(recorded: Any, tmp_path: Path) -> None:
+    class Retries:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self) -> None:
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner.step(lambda: 1 / 0)
+            self.inner.step()
+
+    loop = Loop()
+    loop.optimizer = Retries(loop.optimizer)
+    with recorded(loop):
+        for _ in range(2):
+            loop.backward()
+            loop.step()
+    assert_consumed(read(tmp_path), loop.consumed)
