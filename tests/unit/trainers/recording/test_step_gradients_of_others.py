@@ -461,3 +461,27 @@ def test_a_wrapper_that_catches_an_error_of_the_inner_step(recorded: Any, tmp_pa
             loop.backward()
             loop.step()
     assert_consumed(read(tmp_path), loop.consumed)
+
+
+def test_another_tool_wraps_the_step_of_the_scaler(
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two recordings then replace the function, one inside the other."""
+    scalers, loop, other = torch.amp.GradScaler, Loop(), Loop()
+
+    def wrapper(*given: Any, **named: Any) -> Any:
+        return own(*given, **named)
+
+    scaler = scalers("cpu")
+    with recorded(loop):
+        own = scalers.step
+        monkeypatch.setattr(scalers, "step", wrapper)
+        with capture(other.model, other.optimizer, tmp_path / "b.zarr", parameter="0.weight"):
+            other.backward()
+            other.step()
+            for factor in (1.0, float("inf"), 1.0):
+                loop.model.zero_grad()
+                scaler.scale(loop.loss() * factor).backward()
+                scaler.step(loop.optimizer)
+                scaler.update()
+    assert read(tmp_path).skipped.values[1:].tolist() == [0, 1, 0]
