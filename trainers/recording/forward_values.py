@@ -131,6 +131,12 @@ class BackwardPass:
         source = None if node is None else _metadata(node).setdefault(_SOURCE, object())
         return cls(value, _scale_of(roots[0]), loss, source, is_quotient)
 
+    def drop(self) -> None:
+        """Release all values: the loop has discarded the gradients."""
+        self.is_dropped = True
+        self.root = self.scale = self.loss = self.source = None
+        self.passes, self.reached = [], frozenset()
+
     @property
     def value(self) -> torch.Tensor | None:
         """The root without the factor of a scaler."""

@@ -457,8 +457,10 @@ class Recorder:
         if frame is None and len(self._passes) == 1:  # a device has a thread of its own
             (frame,) = self._passes.values()
         if frame is None:  # `torch.autograd.grad`, whose result the loop may assign
-            frame = self._loose
-        if one not in frame.passes:
+            is_first = not self._loose
+            if self._loose.setdefault(one.number, one if is_first else None) is None:
+                self._loose[next(iter(self._loose))] = None  # the values of several are not used
+        elif one not in frame.passes:
             frame.passes.append(one)
 
     def _on_backward(
@@ -551,7 +553,7 @@ class Recorder:
         """Forget the backward passes whose gradients the loop has discarded."""
         self._dropped += len(self._backwards)
         for one in self._backwards:
-            one.is_dropped = True
+            one.drop()
         self._has_dropped = True
         self._backwards.clear()
         self._gradients.begin_step()
@@ -778,12 +780,13 @@ class Recorder:
             idle = self._optimizer.named(one for one, taken in turns.items() if not taken)
             self._notes.mention(_SOME_SKIPPED.format(idle=idle))
         backwards = self._backwards
-        passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
-        used = {*passes, *(one.number for one in self._loose.passes)}
-        if not backwards and len(passes) > 1:
-            passes = {}
-            self._notes.mention(_LOOSE)
-        self._forward.deliver(passes.values(), used)
+        found_passes = [one for frame in backwards for one in frame.passes]
+        if not backwards:
+            found_passes = [one for one in self._loose.values() if one is not None]
+            if len(self._loose) > 1:
+                self._notes.mention(_LOOSE)
+        passes = {one.number: one for one in found_passes}
+        self._forward.deliver(passes.values(), {*passes, *self._loose})
         total = self._gradients.total_norm
         scalars = {
             **self._forward.values(backwards),
@@ -839,7 +842,8 @@ class Recorder:
         self._examples.begin_step()
         self._gradients.begin_step()
         self._backwards = []
-        self._loose = BackwardPass()
+        # Passes that only `torch.autograd.grad` went through, by number; None if there are several.
+        self._loose: dict[int, ForwardPass | None] = {}
         self._roots, self._new_roots = self._new_roots, []
         self._matrices.begin_step()
         self._has_kept = self._has_dropped = False  # calls of a step were empty; after discards

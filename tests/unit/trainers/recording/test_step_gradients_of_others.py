@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from loops_of_others import about, read  # noqa: E402
 
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
+from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -485,3 +487,22 @@ def test_another_tool_wraps_the_step_of_the_scaler(
                 scaler.step(loop.optimizer)
                 scaler.update()
     assert read(tmp_path).skipped.values[1:].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("is_assigned", [False, True], ids=["backward", "grad"])
+def test_passes_without_a_step_keep_no_values(is_assigned: bool, recorded: Any) -> None:
+    def passes() -> int:
+        gc.collect()
+        return sum(isinstance(one, ForwardPass) for one in gc.get_objects())
+
+    loop, before = Loop(), passes()
+    with recorded(loop):
+        for _ in range(4):
+            loop.model.zero_grad()
+            if is_assigned:
+                torch.autograd.grad(loop.loss(), loop.parameters)
+            else:
+                loop.loss().backward()
+        assert passes() - before <= 1
+        loop.backward()
+        loop.step()
