@@ -506,3 +506,28 @@ def test_passes_without_a_step_keep_no_values(is_assigned: bool, recorded: Any) 
         assert passes() - before <= 1
         loop.backward()
         loop.step()
+
+
+def test_the_mean_of_the_tokens_of_a_pass_is_no_mean_of_passes(
+    recorded: Any, tmp_path: Path, notes: list[str]
+) -> None:
+    loop = Loop()
+    with recorded(loop):
+        loop.optimizer.zero_grad()
+        for count in (5, 7):
+            ids = torch.arange(count)
+            losses = torch.nn.functional.cross_entropy(loop.model(ids), ids, reduction="none")
+            (losses.sum() / torch.ones(count).sum()).backward()
+        loop.step()
+    assert about(notes, "sum of what 2 backward passes")
+
+
+def test_a_graph_that_is_differentiated_twice(recorded: Any, tmp_path: Path) -> None:
+    loop = Loop()
+    with recorded(loop):
+        loss = loop.loss() / 2
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        loop.step()
+    assert_consumed(read(tmp_path), loop.consumed)
