@@ -43,7 +43,10 @@ _WRITTEN = (
     "{name} was written outside optimizer.step() after the step before; whether its values changed "
     "was not read from the device"
 )
-_STATE = "the optimizer's state of {name} before a step is not that of the row before"
+_STATE = (
+    "the optimizer's state of {name} was written or replaced before a step, so it may not be that "
+    "of the row before"
+)
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
     "code has changed it since"
