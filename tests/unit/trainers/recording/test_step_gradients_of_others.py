@@ -17,6 +17,7 @@ from loops_of_others import about, read  # noqa: E402
 
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
+from trajstore.trainers.recording.flat_vectors import bit_sums  # noqa: E402
 from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -168,6 +169,52 @@ def test_a_call_that_changes_nothing_is_no_step(
     assert_consumed(ds, loop.consumed)
     np.testing.assert_array_equal(ds.W.values[1:], torch.stack(weights))
     assert ("exp_avg" in ds) == (optimizer is Virtual)
+
+
+class OfData(VirtualData):
+    def step(self) -> None:
+        self.calls = 1
+        super().step()
+
+
+class Momentum(OfData):
+    def step(self) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["held"] = parameter.grad.clone()
+
+
+class Sub(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [OfData, Momentum, Sub])
+def test_a_step_is_seen_without_a_read_of_all_parameters(
+    optimizer: Any, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trajstore.trainers.recording import step_hooks
+
+    read_elements = []
+
+    def counted(tensors: Any) -> Any:
+        read_elements.append(sum(one.numel() for one in tensors))
+        return bit_sums(tensors)
+
+    monkeypatch.setattr(step_hooks, "bit_sums", counted)
+    loop = Loop()
+    large = torch.nn.Parameter(torch.ones(512, 512))
+    loop.model.register_parameter("large", large)
+    loop.optimizer = optimizer([*loop.parameters, large], lr=0.01)
+    with recorded(loop):
+        for number in range(4):
+            loop.model.zero_grad()
+            (loop.loss() + large.square().mean()).backward()
+            if number == 1:
+                read_elements.clear()
+            loop.step()
+    assert max(read_elements) < large.numel()
+    assert_consumed(read(tmp_path), loop.consumed)
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
