@@ -43,7 +43,10 @@ _WRITTEN = (
     "code outside optimizer.step() wrote to {name} before this step; whether its values changed was "
     "not read from the device"
 )
-_STATE = "the optimizer's state of {name} before a step is not that of the row before"
+_STATE = (
+    "the optimizer's state of {name} was written or replaced before a step, so it may not be that "
+    "of the row before"
+)
 _AT_END = (
     "another optimizer or other code changed {name} after the last row; no row holds that change"
 )
@@ -63,6 +66,10 @@ _IN_STEP = (
 _CHANGED = (
     "{keys} of the optimizer's group of the recorded parameter changed between steps; the run "
     "holds the first value, so --replay and what-if compute other values from this step on"
+)
+_OTHER_CLASS = (
+    "{now} steps {name} after a resume, but the run is that of {before}, with which --replay and "
+    "what-if compute"
 )
 _CHANGED_ELSEWHERE = (
     "{keys} of parameter groups without the recorded parameter changed between steps; the run "
@@ -148,16 +155,34 @@ class FollowedMatrices:
             for group in optimizer.param_groups
         ]
         self._rates_before = [group.get("lr") for group in optimizer.param_groups]
-        first = self._first.setdefault(optimizer, self._before)
+        first = self._first.setdefault(
+            optimizer,
+            [
+                self._recorded_settings(own.get(id(group))) or before
+                for group, before in zip(optimizer.param_groups, self._before, strict=True)
+            ],
+        )
+        for rows in self._rows:
+            kind = type(optimizer)
+            path, held = f"{kind.__module__}.{kind.__qualname__}", rows.recorded_optimizer
+            if rows.parameter.optimizer is optimizer and held.get("class", path) != path:
+                names = {"name": rows.parameter.name, "now": path, "before": held["class"]}
+                self._on_note(_OTHER_CLASS.format(**names), unproven=True)
         for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
             if not (changed := _changed(old, new)):
                 continue
-            rows = own.get(id(group))
-            changed -= {*self._own, *(rows.hyperparameters if rows else ())}
+            of_matrix = own.get(id(group))
+            changed -= {*self._own, *(of_matrix.hyperparameters if of_matrix else ())}
             if changed and (changed := changed & declared_settings(optimizer, group).keys()):
-                note = _CHANGED if rows else _CHANGED_ELSEWHERE
+                note = _CHANGED if of_matrix else _CHANGED_ELSEWHERE
                 sentence = note.format(keys=", ".join(sorted(changed)))
-                self._on_note(sentence, unproven=rows is not None)
+                self._on_note(sentence, unproven=of_matrix is not None)
+
+    def _recorded_settings(self, rows: ParameterRows | None) -> Settings:
+        """Return the settings of a resumed run but the rate; flags without a value are off."""
+        recorded = {} if rows is None else rows.recorded_optimizer.get("hyperparameters", {})
+        held = {key: one is not None and one for key, one in recorded.items() if key != "lr"}
+        return settings_of(held)
 
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Return the settings of a group but its rate; the same object while none is replaced."""

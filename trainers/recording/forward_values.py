@@ -21,7 +21,7 @@ import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import last_layers, makes_logits
-from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
+from trajstore.trainers.recording.torch_internals import factor_of, in_backward, in_vmap
 
 LogitsMode = Literal["last", "mean"]
 
@@ -88,6 +88,8 @@ class BackwardPass:
         Equal in two passes if they differentiate multiples of one value.
     is_quotient : bool
         True if the loop has divided or multiplied the value.
+    quotient : float
+        What the loop has multiplied it by last, if a number on the CPU tells it; otherwise 1.
     passes : list of ForwardPass
         All passes that it went through.
     is_dropped : bool
@@ -101,6 +103,7 @@ class BackwardPass:
     loss: torch.Tensor | None = None
     source: object = None
     is_quotient: bool = False
+    quotient: float = 1.0
     passes: list[ForwardPass] = field(default_factory=list)
     is_dropped: bool = False
     reached: Set[torch.Tensor] = frozenset()
@@ -119,17 +122,25 @@ class BackwardPass:
         if len(roots) > 1:
             return cls(root=value, scale=_scale_of(roots[0]))
         node, output = roots[0].grad_fn, roots[0].output_nr
-        is_quotient, loss = False, None
+        is_quotient, quotient, loss = False, 1.0, None
         for _ in range(_LONGEST_WAY):
             if node is None or (loss := _loss_of(node, output)) is not None:
                 break
             inputs = [one for one in node.next_functions if one[0] is not None]
             if not node.name().startswith(_KEEPING) or len(inputs) != 1:
                 break
-            is_quotient |= _SCALE not in _metadata(node) and node.name().startswith(("Div", "Mul"))
+            if _SCALE not in _metadata(node) and node.name().startswith(("Div", "Mul")):
+                quotient = quotient if is_quotient else factor_of(node)
+                is_quotient = True
             ((node, output),) = inputs
         source = None if node is None else _metadata(node).setdefault(_SOURCE, object())
-        return cls(value, _scale_of(roots[0]), loss, source, is_quotient)
+        return cls(value, _scale_of(roots[0]), loss, source, is_quotient, quotient)
+
+    def drop(self) -> None:
+        """Release all values: the loop has discarded the gradients."""
+        self.is_dropped = True
+        self.root = self.scale = self.loss = self.source = None
+        self.passes, self.reached = [], frozenset()
 
     @property
     def value(self) -> torch.Tensor | None:
@@ -533,7 +544,8 @@ class StepLoss:
             return losses[0]
         total = roots[0] if len(roots) == 1 else torch.stack(roots).sum()
         if len(losses) < len(roots):
-            if len(roots) > 1 and not all(one.is_quotient for one in counted):
+            quotients = {one.quotient for one in counted}  # a mean has divided all alike
+            if len(roots) > 1 and (len(quotients) > 1 or not all(o.is_quotient for o in counted)):
                 self.summands = len(roots)
             return total
         factors = torch.stack(roots).float() / torch.stack(losses).float()

@@ -124,11 +124,7 @@ class StepCalls:
             self._has_reached |= _is_of_torch(type(self._member))
             self._inside(self._member)
             return
-        frame = inspect.currentframe()
-        while (frame := frame and frame.f_back) is not None:
-            if frame.f_code.co_filename in _CALLERS and frame.f_code.co_name in _STEPS:
-                break
-        self._frame, self._depth, self._has_reached = frame, 1, False
+        self._frame, self._depth, self._has_reached = _running_step(), 1, False
         self._before(self._member, args, kwargs)
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -138,6 +134,9 @@ class StepCalls:
 
     def _on_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
+        # An exception that a wrapper has caught has ended an inner step without a call of this.
+        if self._depth > 0 and self._frame is not None and _running_step() is self._frame:
+            self._depth = 0
         if self._depth == 0:
             self._frame = None
             self._after(self._member, args, kwargs)
@@ -184,6 +183,15 @@ class _WrappedStep:
             del self._owner.step
         else:
             self._owner.step = self._before_that
+
+
+def _running_step() -> FrameType | None:
+    """Return the frame of the innermost step, which has called a hook."""
+    frame = inspect.currentframe()
+    while (frame := frame and frame.f_back) is not None:
+        if frame.f_code.co_filename in _CALLERS and frame.f_code.co_name in _STEPS:
+            break
+    return frame
 
 
 def _is_of_torch(optimizer_class: type) -> bool:

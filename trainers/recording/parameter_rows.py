@@ -69,6 +69,8 @@ class ParameterRows:
         Variables that all processes record together.
     hyperparameters : tuple of str
         Names of the numbers of the optimizer's group that the rows hold.
+    recorded_optimizer : mapping
+        Class and hyperparameters of the optimizer of a resumed run; empty for a new run.
     writer : RunWriter or ComparedRun or None
         None until the run is created.
     rows : int
@@ -121,6 +123,7 @@ class ParameterRows:
             self.variables = own_variables(planned.share, self.watched)
         names = planned.hyperparameters if existing is None else existing.hyperparameters
         self.hyperparameters = names if "hyperparameters" in self.watched else ()
+        self.recorded_optimizer = {} if existing is None else existing.optimizer
 
     @property
     def has_begun(self) -> bool:

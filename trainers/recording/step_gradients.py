@@ -56,8 +56,8 @@ _OTHER_LIMIT = (
     "clipping did not follow from max_grad_norm={limit}; clip_coef is what the loop applied"
 )
 _NORM = (
-    "gradients were replaced or removed, and others changed, between the backward pass and the "
-    "optimizer's step; grad_norm is NaN"
+    "gradients were replaced, or some removed and others changed, between the backward pass and "
+    "the optimizer's step; grad_norm is NaN"
 )
 _REMOVED = (
     "the gradient of {name} was removed while optimizer.step() ran, so clipping there cannot be "

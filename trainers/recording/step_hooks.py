@@ -27,6 +27,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import reprlib
 import threading
 import weakref
@@ -109,6 +110,7 @@ _NO_STEP = (
     "step() is called"
 )
 _DROPPED, _ACCUMULATED = 20, 64  # backward passes without a step, before there is a note
+_WITNESSES = 1 << 16  # elements that are read to see a step
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
     "of the step are not known; pass them with observe()"
@@ -209,8 +211,9 @@ class Recorder:
         self._dropped = 0  # backward passes since the last step whose gradients were discarded
         self._summands = 0  # of the loss, in the first step that adds some
         self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
-        self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
-        self._before: list[tuple[int, int]] | None = None  # sums of the parameters then
+        self._witnesses: dict[Optimizer, list[torch.Tensor]] = {}  # parameters that a step changes
+        self._before: list[torch.Tensor] = []  # parameters whose sums were taken then
+        self._sums: list[tuple[int, int]] = []
         self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices then
         self._watched: list[tuple[WatchedCall, Callable[..., Any]]] = [
             (BACKWARD, self._on_backward),
@@ -457,8 +460,10 @@ class Recorder:
         if frame is None and len(self._passes) == 1:  # a device has a thread of its own
             (frame,) = self._passes.values()
         if frame is None:  # `torch.autograd.grad`, whose result the loop may assign
-            frame = self._loose
-        if one not in frame.passes:
+            is_first = not self._loose
+            if self._loose.setdefault(one.number, one if is_first else None) is None:
+                self._loose[next(iter(self._loose))] = None  # the values of several are not used
+        elif one not in frame.passes:
             frame.passes.append(one)
 
     def _on_backward(
@@ -551,7 +556,7 @@ class Recorder:
         """Forget the backward passes whose gradients the loop has discarded."""
         self._dropped += len(self._backwards)
         for one in self._backwards:
-            one.is_dropped = True
+            one.drop()
         self._has_dropped = True
         self._backwards.clear()
         self._gradients.begin_step()
@@ -660,9 +665,10 @@ class Recorder:
         self._has_gradients = any(p.grad is not None for p in self._optimizer.parameters(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._has_closure = closure is not None  # accelerate passes None
-        if not self._calls[optimizer].is_plain:
+        if self._may_be_empty(optimizer):
             self._versions = self._present_versions(optimizer)
-            self._before = self._sums(optimizer)
+            self._before = self._witnesses_of(optimizer)
+            self._sums = bit_sums(self._before)
             self._states = [rows.marks_of_state() for rows in self._parameters]
         if not self._has_closure:
             self._settle(optimizer)
@@ -728,30 +734,45 @@ class Recorder:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
 
+    def _may_be_empty(self, optimizer: Optimizer) -> bool:
+        return not self._calls[optimizer].is_plain and len(self._optimizer.members) == 1
+
     def _is_empty(self, optimizer: Optimizer) -> bool:
         """Return True if a call of `step` has changed no parameter, so that it is no step."""
         if self._is_skipped or len(self._optimizer.members) > 1:
             return False
+        counts = counts_versions() and self._may_be_empty(optimizer)
+        if has_counted := counts and self._versions != self._present_versions(optimizer):
+            self._witnesses[optimizer] = []
         if self._calls[optimizer].has_reached:
             return not (self._has_gradients or self._has_closure)
-        if not counts_versions():
+        if has_counted or not counts:
             return False
-        before, self._before = self._before, None
-        if self._versions != self._present_versions(optimizer):
-            self._counting.add(optimizer)
-            return False
-        if self._states != [rows.marks_of_state() for rows in self._parameters]:
-            return False
-        return before == self._sums(optimizer)
+        before, self._before = self._before, []
+        sums = zip(before, self._sums, bit_sums(before), strict=True)
+        changed = {parameter for parameter, old, new in sums if old != new}
+        if before:
+            self._choose_witnesses(optimizer, changed)
+        return not changed and self._states == [one.marks_of_state() for one in self._parameters]
 
-    def _sums(self, optimizer: Optimizer) -> list[tuple[int, int]] | None:
-        """Return sums over the bits of the parameters; None for an optimizer that counts changes.
+    def _witnesses_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Return parameters of which a step changes some, although it may not count that.
 
-        One that writes to `Tensor.data` does not.
+        A step that writes to `Tensor.data` does not. At first all parameters are read.
         """
-        if optimizer in self._counting:
-            return None
-        return bit_sums(self._optimizer.parameters(optimizer))
+        found = self._witnesses.get(optimizer)
+        return self._optimizer.parameters(optimizer) if found is None else found
+
+    def _choose_witnesses(self, optimizer: Optimizer, changed: set[torch.Tensor]) -> None:
+        """Read only the recorded and some small parameters in the next step; all after none."""
+        self._witnesses.pop(optimizer, None)
+        if changed:
+            recorded = {rows.parameter.tensor for rows in self._parameters}
+            small = sorted(changed - recorded, key=torch.Tensor.numel)
+            sizes = itertools.accumulate(one.numel() for one in small)
+            few = [one for one, size in zip(small, sizes, strict=True) if size <= _WITNESSES]
+            own = recorded.intersection(self._optimizer.parameters(optimizer))
+            self._witnesses[optimizer] = [*own, *(few or small[:1])]
 
     @_guarded
     @torch.no_grad()
@@ -778,12 +799,13 @@ class Recorder:
             idle = self._optimizer.named(one for one, taken in turns.items() if not taken)
             self._notes.mention(_SOME_SKIPPED.format(idle=idle))
         backwards = self._backwards
-        passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
-        used = {*passes, *(one.number for one in self._loose.passes)}
-        if not backwards and len(passes) > 1:
-            passes = {}
-            self._notes.mention(_LOOSE)
-        self._forward.deliver(passes.values(), used)
+        found_passes = [one for frame in backwards for one in frame.passes]
+        if not backwards:
+            found_passes = [one for one in self._loose.values() if one is not None]
+            if len(self._loose) > 1:
+                self._notes.mention(_LOOSE)
+        passes = {one.number: one for one in found_passes}
+        self._forward.deliver(passes.values(), {*passes, *self._loose})
         total = self._gradients.total_norm
         scalars = {
             **self._forward.values(backwards),
@@ -839,7 +861,8 @@ class Recorder:
         self._examples.begin_step()
         self._gradients.begin_step()
         self._backwards = []
-        self._loose = BackwardPass()
+        # Passes that only `torch.autograd.grad` went through, by number; None if there are several.
+        self._loose: dict[int, ForwardPass | None] = {}
         self._roots, self._new_roots = self._new_roots, []
         self._matrices.begin_step()
         self._has_kept = self._has_dropped = False  # calls of a step were empty; after discards

@@ -55,6 +55,20 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def factor_of(node: torch.autograd.graph.Node) -> float:
+    """Return the number by which a node of a graph multiplies; 1 if it is not known on the CPU.
+
+    Only what autograd saves for the backward pass tells it.
+    """
+    try:
+        saved = getattr(node, "_saved_other", None)
+    except RuntimeError:  # a backward pass has freed it; the next one fails
+        return 1.0
+    if not isinstance(saved, torch.Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
+        return 1.0
+    return 1 / saved.item() if node.name().startswith("Div") and saved else saved.item()
+
+
 def counts_versions() -> bool:
     """Return False inside a dispatch mode, such as one that counts operations.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ Listener = Callable[..., Any]
 class WatchedCall:
     """A function that is replaced while it has listeners.
 
-    Another library may wrap the function, too, and remove its wrapper at any time. So a listener
-    may be called twice for one call.
+    Another library may wrap the function, too, and remove its wrapper at any time. A replacement
+    that its wrapper calls inside another one, with the same arguments, is left out.
 
     Parameters
     ----------
@@ -33,6 +34,7 @@ class WatchedCall:
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
         self._listeners: list[Listener] = []
+        self._running: set[tuple[int, frozenset[int]]] = set()  # threads, arguments of their calls
 
     def listen(self, listener: Listener) -> None:
         """Pass each later call through a listener."""
@@ -40,14 +42,21 @@ class WatchedCall:
         original = getattr(self._owner, self._name)
         if original is self._replacement:
             return
-        listeners = self._listeners
+        listeners, running = self._listeners, self._running
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            this = threading.get_ident(), frozenset(map(id, (*args, *kwargs.values())))
+            if this in running:
+                return original(*args, **kwargs)
             run = original
             for one in listeners:
                 run = functools.partial(one, run)
-            return run(*args, **kwargs)
+            running.add(this)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                running.discard(this)
 
         self._original, self._replacement = original, call
         setattr(self._owner, self._name, call)

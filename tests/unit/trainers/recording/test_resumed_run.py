@@ -24,7 +24,7 @@ from trajstore.errors import (  # noqa: E402
     RunLocked,
 )
 from trajstore.store.storage.lock import RunLock  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture, replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -86,6 +86,26 @@ def test_a_loop_continues_from_its_own_checkpoint(taken: int, every: int, tmp_pa
     again.run(path, taken, STEPS, every=every, resume=True, first_step=taken)
     ds = same(tmp_path / "straight.zarr", path)
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [taken, taken]
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [(torch.optim.SGD, {}), (torch.optim.AdamW, {"maximize": True})],
+    ids=["class", "flag"],
+)
+def test_steps_of_another_optimizer_are_not_proven(
+    other: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, loop = tmp_path / "run.zarr", Loop()
+    loop.run(path, 0, 3)
+    state = loop.checkpoint()["optimizer"]["state"]
+    loop.optimizer = other(loop.model.parameters(), lr=0.01, **options)
+    if options:
+        held = loop.optimizer.state_dict() | {"state": state}
+        loop.optimizer.load_state_dict(held)
+    loop.run(path, 3, 6, resume=True, first_step=3)
+    found = replay(path)
+    assert (found.clean, found.replayed) == (True, 3)
 
 
 @pytest.mark.parametrize("every", [1, 3])
