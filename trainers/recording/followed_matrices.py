@@ -40,8 +40,8 @@ _OUTSIDE = (
 )
 _WRAPPED = "{wrapper} changed {name} beside the update of the optimizer"
 _WRITTEN = (
-    "code outside optimizer.step() wrote to {name} before this step; whether its values changed was "
-    "not read from the device"
+    "code outside optimizer.step() wrote to {name} before this step; whether its values changed "
+    "was not read from the device"
 )
 _STATE = (
     "the optimizer's state of {name} was written or replaced before a step, so it may not be that "
