@@ -86,6 +86,7 @@ class FollowedMatrices:
         self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
+        self._has_begun = False
         self._before: list[Settings | None] = []  # of groups before the step of an optimizer
         self._rates_before: list[Any] = []
         self._own: set[str] = set()  # settings that a step itself changes
@@ -132,8 +133,9 @@ class FollowedMatrices:
         return replaced
 
     def take_initial_again(self) -> None:
-        """Take the state before the first step again if the loop has loaded another one."""
-        if self._has_no_rows and self._versions != self._present_versions():
+        """At the first call, take the initial state again if the loop has loaded another one."""
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first and self._has_no_rows and self._versions != self._present_versions():
             if self._recording.state is not None:
                 self._recording.state.take_initial()
             for rows in self._rows:

@@ -21,7 +21,7 @@ import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import last_layers, makes_logits
-from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
+from trajstore.trainers.recording.torch_internals import in_backward, in_vmap, scale_of
 
 LogitsMode = Literal["last", "mean"]
 
@@ -142,8 +142,9 @@ class BackwardPass:
         return same and self.reached.isdisjoint(other.reached)
 
 
-def mark_scaled(tensors: Any, scale: torch.Tensor) -> None:
+def mark_scaled(tensors: Any, scaler: torch.amp.GradScaler) -> None:
     """Remember that a gradient scaler has multiplied tensors by its factor."""
+    scale = scale_of(scaler)
     for tensor in _tensors_of(tensors):
         if tensor.grad_fn is not None:
             _metadata(tensor.grad_fn)[_SCALE] = scale

@@ -170,8 +170,8 @@ class TrajectoryCallback(TrainerCallback):
         )
         if state.is_world_process_zero:
             report_notes(facts.notes, self._on_note)
-        # A subclass may train without `Trainer.train`. Then complete rows are committed when another
-        # callback starts or resumes the run, and at the latest when the interpreter exits.
+        # A subclass may train without `Trainer.train`. Then complete rows are committed when
+        # another callback starts or resumes the run, and at the latest when the interpreter exits.
         self._thread = threading.get_ident()
         _recording.add(self)
 

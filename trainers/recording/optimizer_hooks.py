@@ -147,10 +147,9 @@ class StepCalls:
     def _on_base_step(
         self, base: type, run: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if optimizer is not self._member or not self.is_running:
-            return run(optimizer, *args, **kwargs)
-        self._has_reached |= _is_of_torch(base)
-        self._inside(self._member)
+        if optimizer is self._member and self.is_running:
+            self._has_reached |= _is_of_torch(base)
+            self._inside(self._member)
         return run(optimizer, *args, **kwargs)
 
 
