@@ -87,10 +87,10 @@ class FollowedMatrices:
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
         self._has_begun = False
-        self._before: list[Settings | None] = []  # of groups before the step of an optimizer
-        self._rates_before: list[Any] = []
+        # Settings and rates of groups before the step of an optimizer, and before its first one.
+        self._before: list[tuple[Settings | None, Any]] = []
         self._own: set[str] = set()  # settings that a step itself changes
-        self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
+        self._first: dict[Optimizer, list[tuple[Settings | None, Any]]] = {}
         self._names: dict[ParameterRows, str] = {}  # of matrices with another name in the model
         self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
@@ -147,12 +147,12 @@ class FollowedMatrices:
         whole = self._recording.state is not None
         own = {id(rows.parameter.group): rows for rows in self._rows}
         self._before = [
-            self._settings(group) if whole or id(group) in own else None
+            (self._settings(group) if whole or id(group) in own else None, group.get("lr"))
             for group in optimizer.param_groups
         ]
-        self._rates_before = [group.get("lr") for group in optimizer.param_groups]
         first = self._first.setdefault(optimizer, self._before)
-        for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
+        pairs = zip(first, self._before, optimizer.param_groups, strict=False)
+        for (old, _), (new, _), group in pairs:
             if not (changed := _changed(old, new)):
                 continue
             rows = own.get(id(group))
@@ -236,8 +236,7 @@ class FollowedMatrices:
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the settings of a step; they `may_change` in a closure, before they are used."""
         again = optimizer in self._optimizer.turns  # two steps have no single rate
-        of_groups = zip(self._before, self._rates_before, optimizer.param_groups, strict=False)
-        for before, rate, group in of_groups:
+        for (before, rate), group in zip(self._before, optimizer.param_groups, strict=False):
             if before is None:
                 continue
             now = self._settings(group)
@@ -263,8 +262,6 @@ class FollowedMatrices:
 
     def set_rates(self) -> None:
         """Set the settings of the step; for a group that was not stepped, the present ones."""
-        whole = self._recording.state is not None
-        rates = [self._rate(group) for group in self._optimizer.param_groups] if whole else []
         for rows in self._rows:
             if rows.hyperparameters:
                 rows.set("hyperparameters", self._hyperparameters(rows))
@@ -277,6 +274,7 @@ class FollowedMatrices:
                 rate = _UNKNOWN
             rows.set("lr", rate)
             if self._recording.state is not None:
+                rates = [self._rate(group) for group in self._optimizer.param_groups]
                 rows.set("params_lr", self._recording.state.rates(rates))
 
     def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:

@@ -109,8 +109,7 @@ class TrajectoryCallback(TrainerCallback):
         self.comparison: Comparison | None = None
         self.prints_end = True
         listener = functools.partial(_run_and_close_if_failed, weakref.ref(self))
-        _TRAIN.listen(listener)
-        weakref.finalize(self, _TRAIN.ignore, listener).atexit = False
+        weakref.finalize(self, _TRAIN.listen(listener).remove).atexit = False
 
     def on_train_begin(
         self,

@@ -73,7 +73,6 @@ from trajstore.trainers.recording.watched_calls import (
     SCALE,
     SCALER_STEP,
     UNSCALE,
-    WatchedCall,
 )
 
 _SEVERAL = (
@@ -209,13 +208,6 @@ class Recorder:
         self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
         self._before: list[tuple[int, int]] | None = None  # sums of the parameters then
         self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices then
-        self._watched: list[tuple[WatchedCall, Callable[..., Any]]] = [
-            (BACKWARD, self._on_backward),
-            (SCALE, self._on_scale),
-            (UNSCALE, self._on_unscale),
-            (SCALER_STEP, self._on_scaler_step),
-            *((clip, self._on_clip) for clip in CLIP),
-        ]
         self._handles: list[Any] = []
         self._begin_step()
         self._is_idle = False
@@ -245,8 +237,13 @@ class Recorder:
             calls = StepCalls(chain, self._before_step, self._on_step_end, self._inside_step)
             self._calls[chain[-1]] = calls
             self._handles.append(calls)
-        for watched_call, listener in self._watched:
-            watched_call.listen(listener)
+        self._handles += [
+            BACKWARD.listen(self._on_backward),
+            SCALE.listen(self._on_scale),
+            UNSCALE.listen(self._on_unscale),
+            SCALER_STEP.listen(self._on_scaler_step),
+            *(clip.listen(self._on_clip) for clip in CLIP),
+        ]
 
     def _on_registration(self, module: torch.nn.Module, name: str, part: Any) -> None:
         """Take note that some module has got a parameter or a module."""
@@ -394,8 +391,6 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for call, listener in self._watched:
-            call.ignore(listener)
         try:
             with contextlib.ExitStack() as closing:  # closes each, also if another fails
                 closing.callback(self._release)
