@@ -157,7 +157,7 @@ class StepGradients:
         self._settled = {}  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
-        self._results: list[weakref.ref[torch.Tensor]] = []  # of `torch.autograd.grad`
+        self._results: list[_Mark] = []  # of `torch.autograd.grad`
         self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
 
     # Backward passes -----------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class StepGradients:
 
     def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Remember the results of `torch.autograd.grad`, which the loop may assign."""
-        self._results += (weakref.ref(one) for one in gradients if one is not None)
+        self._results += (_Mark.of(one) for one in gradients if one is not None)
 
     def _trained(self) -> set[torch.Tensor]:
         """Return the parameters of the optimizer."""
@@ -340,12 +340,7 @@ class StepGradients:
 
     def _is_known(self, gradient: torch.Tensor | None) -> bool:
         """Return True for an unchanged result of `torch.autograd.grad`."""
-        results = (one() for one in self._results)
-        return (
-            gradient is not None
-            and not version(gradient)
-            and any(one is gradient for one in results)
-        )
+        return any(one.is_still(gradient) for one in self._results)
 
     def _doubt(self, rows: Sequence[ParameterRows], sentence: str) -> None:
         """Use a note in place of the factor of clipping, and of the norm before it."""

@@ -794,7 +794,6 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._forward.begin_step()
-        self._hidden.begin_step()
         self._examples.begin_step()
         self._gradients.begin_step()
         self._backwards: list[BackwardPass] = []  # those that the step has used
