@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import Recorder
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NO_LABELS = (
     "the tokens have no labels dead and live; pass token_count= or is_dead=, or label them later "
@@ -264,21 +267,15 @@ def attach(
     )
 
 
+def _with_arguments_of(function: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorate a function that passes all its arguments to another one: it shows their names."""
+    return functools.wraps(function, assigned=(), updated=())
+
+
 @takes_options
+@_with_arguments_of(attach)
 @contextlib.contextmanager
-def capture(
-    model: torch.nn.Module,
-    optimizer: Any,
-    path: RunPath,
-    *,
-    ends_step: Any = None,
-    scaler: Any = None,
-    max_grad_norm: float = 0.0,
-    first_step: int = 0,
-    on_step: Callable[[Recorder], None] | None = None,
-    on_note: Callable[[str], None] | None = None,
-    **options: Any,
-) -> Iterator[Recorder]:
+def capture(*arguments: Any, **options: Any) -> Iterator[Recorder]:
     """Record a PyTorch loop: every optimizer step inside the ``with`` block.
 
     The run is ``complete`` when the block ends, and ``interrupted`` when an exception leaves it.
@@ -317,16 +314,5 @@ def capture(
     >>> open_run("run.zarr").grad.shape
     (4, 5, 3)
     """
-    with attach(
-        model,
-        optimizer,
-        path,
-        ends_step=ends_step,
-        scaler=scaler,
-        max_grad_norm=max_grad_norm,
-        first_step=first_step,
-        on_step=on_step,
-        on_note=on_note,
-        **options,
-    ) as recorder:
+    with attach(*arguments, **options) as recorder:
         yield recorder

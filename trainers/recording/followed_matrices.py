@@ -92,10 +92,11 @@ class FollowedMatrices:
         self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
-        self._before: list[Settings | None] = []  # of groups before the step of an optimizer
-        self._rates_before: list[Any] = []
+        self._has_begun = False
+        # Settings and rates of groups before the step of an optimizer, and before its first one.
+        self._before: list[tuple[Settings | None, Any]] = []
         self._own: set[str] = set()  # settings that a step itself changes
-        self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
+        self._first: dict[Optimizer, list[tuple[Settings | None, Any]]] = {}
         self._names: dict[ParameterRows, str] = {}  # of matrices with another name in the model
         self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
@@ -138,8 +139,9 @@ class FollowedMatrices:
         return replaced
 
     def take_initial_again(self) -> None:
-        """Take the state before the first step again if the loop has loaded another one."""
-        if self._has_no_rows and self._versions != self._present_versions():
+        """At the first call, take the initial state again if the loop has loaded another one."""
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first and self._has_no_rows and self._versions != self._present_versions():
             if self._recording.state is not None:
                 self._recording.state.take_initial()
             for rows in self._rows:
@@ -151,15 +153,14 @@ class FollowedMatrices:
         whole = self._recording.state is not None
         own = {id(rows.parameter.group): rows for rows in self._rows}
         self._before = [
-            self._settings(group) if whole or id(group) in own else None
+            (self._settings(group) if whole or id(group) in own else None, group.get("lr"))
             for group in optimizer.param_groups
         ]
-        self._rates_before = [group.get("lr") for group in optimizer.param_groups]
         first = self._first.setdefault(
             optimizer,
             [
-                self._recorded_settings(own.get(id(group))) or before
-                for group, before in zip(optimizer.param_groups, self._before, strict=True)
+                (self._recorded_settings(own.get(id(group))) or before, rate)
+                for group, (before, rate) in zip(optimizer.param_groups, self._before, strict=True)
             ],
         )
         for rows in self._rows:
@@ -168,7 +169,8 @@ class FollowedMatrices:
             if rows.parameter.optimizer is optimizer and held.get("class", path) != path:
                 names = {"name": rows.parameter.name, "now": path, "before": held["class"]}
                 self._on_note(_OTHER_CLASS.format(**names), unproven=True)
-        for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
+        pairs = zip(first, self._before, optimizer.param_groups, strict=False)
+        for (old, _), (new, _), group in pairs:
             if not (changed := _changed(old, new)):
                 continue
             of_matrix = own.get(id(group))
@@ -258,8 +260,7 @@ class FollowedMatrices:
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the settings of a step; they `may_change` in a closure, before they are used."""
         again = optimizer in self._optimizer.turns  # two steps have no single rate
-        of_groups = zip(self._before, self._rates_before, optimizer.param_groups, strict=False)
-        for before, rate, group in of_groups:
+        for (before, rate), group in zip(self._before, optimizer.param_groups, strict=False):
             if before is None:
                 continue
             now = self._settings(group)
@@ -285,8 +286,6 @@ class FollowedMatrices:
 
     def set_rates(self) -> None:
         """Set the settings of the step; for a group that was not stepped, the present ones."""
-        whole = self._recording.state is not None
-        rates = [self._rate(group) for group in self._optimizer.param_groups] if whole else []
         for rows in self._rows:
             if rows.hyperparameters:
                 rows.set("hyperparameters", self._hyperparameters(rows))
@@ -299,6 +298,7 @@ class FollowedMatrices:
                 rate = _UNKNOWN
             rows.set("lr", rate)
             if self._recording.state is not None:
+                rates = [self._rate(group) for group in self._optimizer.param_groups]
                 rows.set("params_lr", self._recording.state.rates(rates))
 
     def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import last_layers, makes_logits
-from trajstore.trainers.recording.torch_internals import factor_of, in_backward, in_vmap
+from trajstore.trainers.recording.torch_internals import factor_of, in_backward, in_vmap, scale_of
 
 LogitsMode = Literal["last", "mean"]
 
@@ -59,17 +59,21 @@ class ForwardPass:
         self.head_logits: torch.Tensor | None = None
         self.last_layer: torch.nn.Module | None = None
         self.last_node: torch.autograd.graph.Node | None = None
-        self._kept: list[Callable[[], None]] = []
+        self._kept: list[tuple[str, Callable[[], None]]] = []
 
-    def keep(self, deliver: Callable[..., None], *values: Any) -> None:
-        """Call a function with the values when the step ends, if the step uses this pass."""
-        self._kept.append(functools.partial(deliver, *values))
+    def keep(self, name: str, deliver: Callable[..., None], *values: Any) -> None:
+        """Call a function with the values when the step ends, if the step uses this pass.
 
-    def deliver(self) -> None:
-        """Call the functions once."""
+        That is left out if the loop has passed other values under the name.
+        """
+        self._kept.append((name, functools.partial(deliver, *values)))
+
+    def deliver(self, observed: Set[str]) -> None:
+        """Call the functions once; values from the loop are `observed` under some names."""
         kept, self._kept = self._kept, []
-        for call in kept:
-            call()
+        for name, call in kept:
+            if name not in observed:
+                call()
 
 
 @dataclass(eq=False)
@@ -153,8 +157,9 @@ class BackwardPass:
         return same and self.reached.isdisjoint(other.reached)
 
 
-def mark_scaled(tensors: Any, scale: torch.Tensor) -> None:
+def mark_scaled(tensors: Any, scaler: torch.amp.GradScaler) -> None:
     """Remember that a gradient scaler has multiplied tensors by its factor."""
+    scale = scale_of(scaler)
     for tensor in _tensors_of(tensors):
         if tensor.grad_fn is not None:
             _metadata(tensor.grad_fn)[_SCALE] = scale
@@ -254,7 +259,6 @@ class ForwardPasses:
         self._watched: set[int] = set()  # passes whose use a backward pass tells
         self.loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
-        self._logits_are_observed = False
         self._hidden = WeightedMean()
         self._spread: HiddenSpread | None = None
 
@@ -328,7 +332,7 @@ class ForwardPasses:
             deliver["loss"] = self.loss.observed(loss)
         if logits is not None:
             part = self._logits.part(logits)
-            deliver["logits"] = functools.partial(self._use_logits, *part)
+            deliver["logits"] = functools.partial(self._add_logits, *part)
         last = self._events[-1] if self._events else None
         is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
         if isinstance(last, Observation) and is_other and last.number == self._number:
@@ -349,15 +353,17 @@ class ForwardPasses:
         by their numbers, but through none of its own. If its own are not known, its neighbors among
         the backward passes decide.
         """
+        observed: set[str] = set()
         ends = [*(one.number for one in self._observations[1:]), self._number]
         for one, end in zip(self._observations, ends, strict=False):
             own = range(one.before, one.number) or range(one.number, end)
             watched = self._watched.intersection(own)
             if watched & used if used and watched else self._is_next_to_use(one):
+                observed |= one.deliver.keys()
                 for call in one.deliver.values():
                     call()
         for used_pass in sorted(passes, key=lambda one: one.number):
-            used_pass.deliver()
+            used_pass.deliver(observed)
 
     def _is_next_to_use(self, one: Observation) -> bool:
         """Return True if the backward pass after an observation is used, or that before it.
@@ -372,12 +378,6 @@ class ForwardPasses:
         if not near:  # a pass for each, in another order, or none that was seen
             return not backwards or len(self._observations) <= len(backwards)
         return not all(event.is_dropped for event in near if isinstance(event, BackwardPass))
-
-    def _use_logits(self, last: torch.Tensor, count: int) -> None:
-        if not self._logits_are_observed:
-            self._logits = StepLogits(self._logits_mode)
-            self._logits_are_observed = True
-        self._logits.add(last, count)
 
     def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
         """Reduce the hidden states of a micro-batch, (…, hidden); the result adds them."""
@@ -466,11 +466,10 @@ class ForwardPasses:
             one.head_logits = output.detach()
 
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
-        one.keep(self._add_logits, *self._logits.part(logits))
+        one.keep("logits", self._add_logits, *self._logits.part(logits))
 
     def _add_logits(self, last: torch.Tensor, count: int) -> None:
-        if not self._logits_are_observed:
-            self._logits.add(last, count)
+        self._logits.add(last, count)
 
     def _watch_graph(self, one: ForwardPass, output: Any) -> None:
         """Note when a backward pass goes through an output of the pass."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -109,8 +108,7 @@ class TrajectoryCallback(TrainerCallback):
         self.comparison: Comparison | None = None
         self.prints_end = True
         listener = functools.partial(_run_and_close_if_failed, weakref.ref(self))
-        _TRAIN.listen(listener)
-        weakref.finalize(self, _TRAIN.ignore, listener).atexit = False
+        weakref.finalize(self, _TRAIN.listen(listener).remove).atexit = False
 
     def on_train_begin(
         self,
@@ -171,12 +169,10 @@ class TrajectoryCallback(TrainerCallback):
         )
         if state.is_world_process_zero:
             report_notes(facts.notes, self._on_note)
-        # A subclass may train without `Trainer.train`. Then complete rows are committed at the end
-        # of a notebook's cell, when another callback starts or resumes the run, and at the latest
-        # when the interpreter exits.
+        # A subclass may train without `Trainer.train`. Then complete rows are committed when
+        # another callback starts or resumes the run, and at the latest when the interpreter exits.
         self._thread = threading.get_ident()
         _recording.add(self)
-        _at_end_of_cell(self, register=True)
 
     def on_save(self, *_: Any, **kwargs: Any) -> None:
         """Commit all rows up to a checkpoint of the Trainer."""
@@ -203,14 +199,8 @@ class TrajectoryCallback(TrainerCallback):
             Mark the run ``complete`` instead of ``interrupted``.
         """
         _recording.discard(self)
-        _at_end_of_cell(self, register=False)
         if self.recorder is not None:
             self.recorder.close(complete=complete)
-
-    def _after_cell(self, *result: Any) -> None:
-        """Close the recording of a training run that failed in a cell of a notebook."""
-        if self._thread == threading.get_ident():
-            self.close()
 
 
 def _run_and_close_if_failed(
@@ -236,15 +226,3 @@ def _close_failed(path: RunPath) -> None:
     for other in list(_recording):
         if other._thread == thread and os.path.realpath(str(other._path)) == place:
             other.close()
-
-
-def _at_end_of_cell(callback: TrajectoryCallback, *, register: bool) -> None:
-    """Register or unregister `_after_cell` for the end of a notebook's cell."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None:
-        return
-    events = shell.events
-    if register:
-        events.register("post_run_cell", callback._after_cell)
-    elif callback._after_cell in events.callbacks.get("post_run_cell", ()):
-        events.unregister("post_run_cell", callback._after_cell)

@@ -146,22 +146,13 @@ class ParameterRows:
 
     def _initial_moments(self) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
-        kept = self._kept_elements()
-        count = {name: value.cpu() for name, value in self._count().items()}
-        missing = [
-            name
-            for name in MOMENTS
-            if self._planned.recording.optimizer.state.get(self.parameter.tensor)
-            and name in self.variables
-        ]
-        return (
-            {name: torch.full_like(self._initial_W, float("nan")) for name in missing}
-            | {
-                name: self.recorded_tokens(value).to("cpu", copy=True)
-                for name, value in kept.items()
-            }
-            | count
-        )
+        found: Row = {}
+        if self._planned.recording.optimizer.state.get(self.parameter.tensor):
+            missing = torch.full_like(self._initial_W, float("nan"))
+            found = {name: missing for name in MOMENTS if name in self.variables}
+        for name, value in self._kept_elements().items():
+            found[name] = self.recorded_tokens(value).to("cpu", copy=True)
+        return found | {name: value.cpu() for name, value in self._count().items()}
 
     def _records_state(self, name: str) -> bool:
         return name in self.variables or self._planned.recording.options.whole_state
@@ -187,8 +178,7 @@ class ParameterRows:
 
     def is_state_unchanged(self) -> bool:
         """Return False if what the optimizer keeps has changed since the end of the last step."""
-        before, now = self._state_marks, self.marks_of_state()
-        return before is None or before == now
+        return self._state_marks in (None, self.marks_of_state())
 
     def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""

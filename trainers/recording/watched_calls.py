@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,12 @@ from trajstore.trainers.recording.torch_internals import CLIPPING, ENGINE
 
 Listener = Callable[..., Any]
 """Called with a function and the arguments of a call; it returns what the function returns."""
+
+
+class Listening(NamedTuple):
+    """Ends with `remove`, as a handle of torch."""
+
+    remove: Callable[[], None]
 
 
 class WatchedCall:
@@ -36,12 +42,13 @@ class WatchedCall:
         self._listeners: list[Listener] = []
         self._running: set[tuple[int, frozenset[int]]] = set()  # threads, arguments of their calls
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Listener) -> Listening:
         """Pass each later call through a listener."""
         self._listeners.append(listener)
+        listening = Listening(functools.partial(self._ignore, listener))
         original = getattr(self._owner, self._name)
         if original is self._replacement:
-            return
+            return listening
         listeners, running = self._listeners, self._running
 
         @functools.wraps(original)
@@ -60,8 +67,9 @@ class WatchedCall:
 
         self._original, self._replacement = original, call
         setattr(self._owner, self._name, call)
+        return listening
 
-    def ignore(self, listener: Listener) -> None:
+    def _ignore(self, listener: Listener) -> None:
         """Remove a listener; without any, the owner has its own function again."""
         self._listeners.remove(listener)
         # If another library has replaced the function since, it calls ours, which changes nothing.
