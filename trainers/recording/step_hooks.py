@@ -818,7 +818,7 @@ class Recorder:
         self._forward.begin_step()
         self._examples.begin_step()
         self._gradients.begin_step()
-        self._backwards = []
+        self._backwards: list[BackwardPass] = []  # those that the step has used
         # Passes that only `torch.autograd.grad` went through, by number; None if there are several.
         self._loose: dict[int, ForwardPass | None] = {}
         self._roots, self._new_roots = self._new_roots, []
