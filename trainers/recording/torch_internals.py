@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from trajstore.trainers.products import modes_of_products
@@ -66,7 +67,9 @@ def factor_of(node: torch.autograd.graph.Node) -> float:
         return 1.0
     if not isinstance(saved, torch.Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
         return 1.0
-    return 1 / saved.item() if node.name().startswith("Div") and saved else saved.item()
+    with _disable_current_modes():  # a dispatch mode gets a number in place of such a tensor
+        factor = float(saved.item())
+    return 1 / factor if node.name().startswith("Div") and factor else factor
 
 
 def counts_versions() -> bool:
