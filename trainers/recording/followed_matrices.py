@@ -27,6 +27,7 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import (
     name_outside_compile,
     own_parameter,
@@ -232,6 +233,8 @@ class FollowedMatrices:
             parameter, now = rows.parameter, self._present(rows)
             if now is None:  # another name, as in a compiled submodule or a parametrization
                 self._find_by_tensor(rows)
+            elif is_sharded(parameter.tensor) and not is_sharded(now):
+                continue  # FSDP2 holds the whole values in its place during a pass
             elif now is not parameter.tensor:
                 before = parameter.tensor
                 if now.shape != before.shape or now.dtype != before.dtype:

@@ -540,7 +540,7 @@ def test_another_tool_wraps_the_step_of_the_scaler(
 def test_passes_without_a_step_keep_no_values(is_assigned: bool, recorded: Any) -> None:
     def passes() -> int:
         gc.collect()
-        return sum(isinstance(one, ForwardPass) for one in gc.get_objects())
+        return sum(type(one) is ForwardPass for one in gc.get_objects())
 
     loop, before = Loop(), passes()
     with recorded(loop):
