@@ -28,7 +28,7 @@ WAITS = {  # of the training for the device, a step: more than without the recor
     "everything": {"plain": 12, "cuda": 0, "mps": 12},
     "everything, fused": {"plain": 14, "cuda": 0, "mps": 16},
     "everything, clipping": {"plain": 12, "cuda": 0, "mps": 12},
-    "everything, scaler": {"plain": 13, "cuda": 1},
+    "everything, scaler": {"plain": 13, "cuda": 0},
     "everything, rate as tensor": {"plain": 14, "cuda": 0, "mps": 13},
     "everything, restored and resumed": {"plain": 12, "cuda": 0, "mps": 12},
     "Trainer, everything": {"plain": 14, "cuda": 0, "mps": 16},
