@@ -26,6 +26,7 @@ from trajstore.trainers.recording.parameters import (
     settings_of,
 )
 from trajstore.trainers.recording.planned_run import Recording
+from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import (
@@ -157,20 +158,19 @@ class FollowedMatrices:
             (self._settings(group) if whole or id(group) in own else None, group.get("lr"))
             for group in optimizer.param_groups
         ]
-        first = self._first.setdefault(
-            optimizer,
-            [
+        if optimizer not in self._first:
+            self._first[optimizer] = [
                 (self._recorded_settings(own.get(id(group))) or before, rate)
                 for group, (before, rate) in zip(optimizer.param_groups, self._before, strict=True)
-            ],
-        )
+            ]
         for rows in self._rows:
-            kind = type(optimizer)
-            path, held = f"{kind.__module__}.{kind.__qualname__}", rows.recorded_optimizer
-            if rows.parameter.optimizer is optimizer and held.get("class", path) != path:
-                names = {"name": rows.parameter.name, "now": path, "before": held["class"]}
+            recorded = rows.recorded_optimizer.get("class")
+            if recorded is None or rows.parameter.optimizer is not optimizer:
+                continue
+            if (now := class_path(type(optimizer))) != recorded:
+                names = {"name": rows.parameter.name, "now": now, "before": recorded}
                 self._on_note(_OTHER_CLASS.format(**names), unproven=True)
-        pairs = zip(first, self._before, optimizer.param_groups, strict=False)
+        pairs = zip(self._first[optimizer], self._before, optimizer.param_groups, strict=False)
         for (old, _), (new, _), group in pairs:
             if not (changed := _changed(old, new)):
                 continue

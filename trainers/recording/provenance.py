@@ -119,6 +119,11 @@ def group_attributes(optimizer: JoinedOptimizer) -> list[dict[str, Any]]:
     ]
 
 
+def class_path(kind: type) -> str:
+    """Return the full name of a class, as the attribute ``optimizer`` of a run has it."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     kind = type(optimizer)
     hyperparameters = {
@@ -130,7 +135,7 @@ def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
         if isinstance(first, torch.Tensor):
             tensors[key] = type_name(first.dtype)
     return {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class": class_path(kind),
         "hyperparameters": hyperparameters,
     } | ({"tensors": tensors} if tensors else {})
 
