@@ -111,7 +111,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
      "training loss of the step, mean over its micro-batches"),
     ("lr", _STEP, _IN, "nan", "1", "learning rate that the step used"),
     ("hyperparameters", ("step", "hyperparameter"), _IN, "nan", "1",
-     "hyperparameters of the recorded parameter that the step used"),
+     "hyperparameters that the step used"),
     ("grad_norm", _STEP, _BEFORE, "nan", "nat",
      "global gradient norm before clipping, over all parameters"),
     ("clip_coef", _STEP, _IN, "nan", "1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,8 +136,8 @@ class PlannedCounterfactual:
             )
         if first and rebuilt:
             known = range(1, first + 1)
-            _check_known(source.attributes, rows, rows.rates, rows.clip_coefs, known)
-            _check_numbers(rows, self.recorded, rows.hyperparameters, known)
+            unknown = [self.recorded.unknown(rows.hyperparameters(row)) for row in range(len(rows))]
+            _check_known(source.attributes, rows, rows.rates, rows.clip_coefs, unknown, known)
         self.lr = changed_learning_rates(rows, source.attributes, settings)
         self.clip_coef = changed_clip_coefs(rows, settings)
         own, recorded = self.optimizer.numbers, rows.hyperparameters(0)
@@ -149,8 +149,8 @@ class PlannedCounterfactual:
             for row in range(len(rows))
         ]
         later = range(first + 1, len(rows))
-        _check_known(source.attributes, rows, self.lr, self.clip_coef, later)
-        _check_numbers(rows, self.optimizer, self.numbers.__getitem__, later)
+        unknown = [*map(self.optimizer.unknown, self.numbers)]
+        _check_known(source.attributes, rows, self.lr, self.clip_coef, unknown, later)
         self.placement, self.chosen = _placement(source, tokens, device)
         self.recorded.check_whole(self.placement)
         self.variables = _variables(rows, settings, self.optimizer)
@@ -267,8 +267,10 @@ def _check_known(
     rows: RecordedRows,
     lr: npt.NDArray[np.float64],
     clip_coef: list[Array],
+    unknown: list[list[str]],
     numbers: range,
 ) -> None:
+    """Check that all that steps use is known; `unknown` has the names of hyperparameters."""
     native, unproven = rows.natives["clip_coef"], unproven_rows(attributes, rows.steps)
     for number in numbers:
         if rows.idle[number]:
@@ -282,19 +284,11 @@ def _check_known(
                 f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
                 "unknown; set the clipping, such as training.max_grad_norm=1"
             )
-
-
-def _check_numbers(
-    rows: RecordedRows,
-    optimizer: RecordedOptimizer,
-    numbers: Callable[[int], dict[str, float]],
-    chosen: range,
-) -> None:
-    for number in chosen:
-        if not rows.skipped[number] and (unknown := optimizer.unknown(numbers(number))):
+        if unknown[number]:
             raise CannotReplay(
-                f"{', '.join(unknown)} of hyperparameters is NaN at step {rows.steps[number]}; set "
-                "it, such as --set optimizer.weight_decay=0, or start later (--at)"
+                f"{', '.join(unknown[number])} of hyperparameters is NaN at step "
+                f"{rows.steps[number]}; set it, such as optimizer.weight_decay=0, or start later "
+                "(at=…)"
             )
 
 

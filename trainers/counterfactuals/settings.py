@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trajstore.errors import ConfigError
 from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, field_name
+from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.values.hyperparameters import numbers_of
 
@@ -127,7 +128,7 @@ def changed_settings(
         }  # fmt: skip
         real = _ROUNDED[name]
     if real is not None:
-        path = f"{real.__module__}.{real.__qualname__}"
+        path = class_path(real)
     return ChangedSettings(
         given=given,
         config=_changed_config(attributes.get("config"), changed, given),

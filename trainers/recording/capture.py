@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -22,11 +22,14 @@ from trajstore.trainers.recording.numeric_advice import optimizer_advice, report
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_parameters, unwrap
-from trajstore.trainers.recording.planned_run import Recording, plan_runs
+from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import Recorder
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NO_LABELS = (
     "the tokens have no labels dead and live; pass token_count= or is_dead=, or label them later "
@@ -79,14 +82,18 @@ def open_recorder(
         If a parameter cannot be recorded, or another process with a part of it fails.
     RunExists
         If the path exists, and neither resume nor overwrite is set.
-    RunNotFound
-        If there is no run to resume.
     NothingToResume
         If the existing run begins after the step of the training, or has other weights there.
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
+    begins = False
+    if comparison is None and options.resume:
+        wanted, options = options, options.resumed_or_new(run_paths(path, options))
+        begins = options is not wanted
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
     announce = (lambda sentence: None) if options.resume else notes.mention
+    if begins and loop.first_step:
+        announce(f"there were no rows to resume: the run begins after step {loop.first_step}")
     parameters = find_parameters(model, joined, options.parameter, announce)
     advice = optimizer_advice(parameters)
     if options.strict_numerics:
@@ -260,21 +267,15 @@ def attach(
     )
 
 
+def _with_arguments_of(function: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorate a function that passes all its arguments to another one: it shows their names."""
+    return functools.wraps(function, assigned=(), updated=())
+
+
 @takes_options
+@_with_arguments_of(attach)
 @contextlib.contextmanager
-def capture(
-    model: torch.nn.Module,
-    optimizer: Any,
-    path: RunPath,
-    *,
-    ends_step: Any = None,
-    scaler: Any = None,
-    max_grad_norm: float = 0.0,
-    first_step: int = 0,
-    on_step: Callable[[Recorder], None] | None = None,
-    on_note: Callable[[str], None] | None = None,
-    **options: Any,
-) -> Iterator[Recorder]:
+def capture(*arguments: Any, **options: Any) -> Iterator[Recorder]:
     """Record a PyTorch loop: every optimizer step inside the ``with`` block.
 
     The run is ``complete`` when the block ends, and ``interrupted`` when an exception leaves it.
@@ -313,16 +314,5 @@ def capture(
     >>> open_run("run.zarr").grad.shape
     (4, 5, 3)
     """
-    with attach(
-        model,
-        optimizer,
-        path,
-        ends_step=ends_step,
-        scaler=scaler,
-        max_grad_norm=max_grad_norm,
-        first_step=first_step,
-        on_step=on_step,
-        on_note=on_note,
-        **options,
-    ) as recorder:
+    with attach(*arguments, **options) as recorder:
         yield recorder

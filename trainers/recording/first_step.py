@@ -82,8 +82,7 @@ class FirstStep:
         if not modes_of_products() and choose_products(kinds, device)[0] == "float32":
             yield (
                 "this processor multiplies 16-bit matrices slowly; train inside "
-                "trajstore.trainers.float32_products(), or with training.products=float32, to be "
-                "several times as fast"
+                "trajstore.trainers.float32_products() to be several times as fast"
             )
         for one in self._optimizer.members:
             name = type(one).__name__

@@ -127,7 +127,9 @@ def bit_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     found = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()
-        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            min(flat.itemsize, 8)
+        ]
         words = flat.view(kind).to(torch.int64)
         found.append((int(words.sum()), int((words * words).sum())))
     return found

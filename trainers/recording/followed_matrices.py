@@ -26,7 +26,9 @@ from trajstore.trainers.recording.parameters import (
     settings_of,
 )
 from trajstore.trainers.recording.planned_run import Recording
+from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import (
     name_outside_compile,
     own_parameter,
@@ -35,18 +37,20 @@ from trajstore.trainers.recording.torch_internals import (
 
 _UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
-    "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
-    "the end of optimizer.step()"
+    "code outside optimizer.step() changed {name} before this step; a row holds the weights at the "
+    "end of optimizer.step(), so it contains both changes"
 )
 _WRAPPED = "{wrapper} changed {name} beside the update of the optimizer"
 _WRITTEN = (
-    "{name} was written outside optimizer.step() after the step before; whether its values changed "
+    "code outside optimizer.step() wrote to {name} before this step; whether its values changed "
     "was not read from the device"
 )
-_STATE = "the optimizer's state of {name} before a step is not that of the row before"
+_STATE = (
+    "the optimizer's state of {name} was written or replaced before a step, so it may not be that "
+    "of the row before"
+)
 _AT_END = (
-    "{name} is not that of the last row at the end of the recording; another optimizer or other "
-    "code has changed it since"
+    "another optimizer or other code changed {name} after the last row; no row holds that change"
 )
 _RATE = (
     "the learning rate changed while optimizer.step() ran, so lr is NaN; call the scheduler after "
@@ -64,6 +68,10 @@ _IN_STEP = (
 _CHANGED = (
     "{keys} of the optimizer's group of the recorded parameter changed between steps; the run "
     "holds the first value, so --replay and what-if compute other values from this step on"
+)
+_OTHER_CLASS = (
+    "{now} steps {name} after a resume, but the run is that of {before}, with which --replay and "
+    "what-if compute"
 )
 _CHANGED_ELSEWHERE = (
     "{keys} of parameter groups without the recorded parameter changed between steps; the run "
@@ -86,10 +94,11 @@ class FollowedMatrices:
         self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
-        self._before: list[Settings | None] = []  # of groups before the step of an optimizer
-        self._rates_before: list[Any] = []
+        self._has_begun = False
+        # Settings and rates of groups before the step of an optimizer, and before its first one.
+        self._before: list[tuple[Settings | None, Any]] = []
         self._own: set[str] = set()  # settings that a step itself changes
-        self._first: dict[Optimizer, list[Settings | None]] = {}  # before the first step
+        self._first: dict[Optimizer, list[tuple[Settings | None, Any]]] = {}
         self._names: dict[ParameterRows, str] = {}  # of matrices with another name in the model
         self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
@@ -132,8 +141,9 @@ class FollowedMatrices:
         return replaced
 
     def take_initial_again(self) -> None:
-        """Take the state before the first step again if the loop has loaded another one."""
-        if self._has_no_rows and self._versions != self._present_versions():
+        """At the first call, take the initial state again if the loop has loaded another one."""
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first and self._has_no_rows and self._versions != self._present_versions():
             if self._recording.state is not None:
                 self._recording.state.take_initial()
             for rows in self._rows:
@@ -145,20 +155,37 @@ class FollowedMatrices:
         whole = self._recording.state is not None
         own = {id(rows.parameter.group): rows for rows in self._rows}
         self._before = [
-            self._settings(group) if whole or id(group) in own else None
+            (self._settings(group) if whole or id(group) in own else None, group.get("lr"))
             for group in optimizer.param_groups
         ]
-        self._rates_before = [group.get("lr") for group in optimizer.param_groups]
-        first = self._first.setdefault(optimizer, self._before)
-        for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
+        if optimizer not in self._first:
+            self._first[optimizer] = [
+                (self._recorded_settings(own.get(id(group))) or before, rate)
+                for group, (before, rate) in zip(optimizer.param_groups, self._before, strict=True)
+            ]
+        for rows in self._rows:
+            recorded = rows.recorded_optimizer.get("class")
+            if recorded is None or rows.parameter.optimizer is not optimizer:
+                continue
+            if (now := class_path(type(optimizer))) != recorded:
+                names = {"name": rows.parameter.name, "now": now, "before": recorded}
+                self._on_note(_OTHER_CLASS.format(**names), unproven=True)
+        pairs = zip(self._first[optimizer], self._before, optimizer.param_groups, strict=False)
+        for (old, _), (new, _), group in pairs:
             if not (changed := _changed(old, new)):
                 continue
-            rows = own.get(id(group))
-            changed -= {*self._own, *(rows.hyperparameters if rows else ())}
+            of_matrix = own.get(id(group))
+            changed -= {*self._own, *(of_matrix.hyperparameters if of_matrix else ())}
             if changed and (changed := changed & declared_settings(optimizer, group).keys()):
-                note = _CHANGED if rows else _CHANGED_ELSEWHERE
+                note = _CHANGED if of_matrix else _CHANGED_ELSEWHERE
                 sentence = note.format(keys=", ".join(sorted(changed)))
-                self._on_note(sentence, unproven=rows is not None)
+                self._on_note(sentence, unproven=of_matrix is not None)
+
+    def _recorded_settings(self, rows: ParameterRows | None) -> Settings:
+        """Return the settings of a resumed run but the rate; flags without a value are off."""
+        recorded = {} if rows is None else rows.recorded_optimizer.get("hyperparameters", {})
+        held = {key: one is not None and one for key, one in recorded.items() if key != "lr"}
+        return settings_of(held)
 
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Return the settings of a group but its rate; the same object while none is replaced."""
@@ -206,6 +233,8 @@ class FollowedMatrices:
             parameter, now = rows.parameter, self._present(rows)
             if now is None:  # another name, as in a compiled submodule or a parametrization
                 self._find_by_tensor(rows)
+            elif is_sharded(parameter.tensor) and not is_sharded(now):
+                continue  # FSDP2 holds the whole values in its place during a pass
             elif now is not parameter.tensor:
                 before = parameter.tensor
                 if now.shape != before.shape or now.dtype != before.dtype:
@@ -234,8 +263,7 @@ class FollowedMatrices:
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the settings of a step; they `may_change` in a closure, before they are used."""
         again = optimizer in self._optimizer.turns  # two steps have no single rate
-        of_groups = zip(self._before, self._rates_before, optimizer.param_groups, strict=False)
-        for before, rate, group in of_groups:
+        for (before, rate), group in zip(self._before, optimizer.param_groups, strict=False):
             if before is None:
                 continue
             now = self._settings(group)
@@ -261,8 +289,6 @@ class FollowedMatrices:
 
     def set_rates(self) -> None:
         """Set the settings of the step; for a group that was not stepped, the present ones."""
-        whole = self._recording.state is not None
-        rates = [self._rate(group) for group in self._optimizer.param_groups] if whole else []
         for rows in self._rows:
             if rows.hyperparameters:
                 rows.set("hyperparameters", self._hyperparameters(rows))
@@ -275,6 +301,7 @@ class FollowedMatrices:
                 rate = _UNKNOWN
             rows.set("lr", rate)
             if self._recording.state is not None:
+                rates = [self._rate(group) for group in self._optimizer.param_groups]
                 rows.set("params_lr", self._recording.state.rates(rates))
 
     def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:

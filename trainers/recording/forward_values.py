@@ -21,7 +21,7 @@ import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import last_layers, makes_logits
-from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
+from trajstore.trainers.recording.torch_internals import factor_of, in_backward, in_vmap, scale_of
 
 LogitsMode = Literal["last", "mean"]
 
@@ -59,17 +59,21 @@ class ForwardPass:
         self.head_logits: torch.Tensor | None = None
         self.last_layer: torch.nn.Module | None = None
         self.last_node: torch.autograd.graph.Node | None = None
-        self._kept: list[Callable[[], None]] = []
+        self._kept: list[tuple[str, Callable[[], None]]] = []
 
-    def keep(self, deliver: Callable[..., None], *values: Any) -> None:
-        """Call a function with the values when the step ends, if the step uses this pass."""
-        self._kept.append(functools.partial(deliver, *values))
+    def keep(self, name: str, deliver: Callable[..., None], *values: Any) -> None:
+        """Call a function with the values when the step ends, if the step uses this pass.
 
-    def deliver(self) -> None:
-        """Call the functions once."""
+        That is left out if the loop has passed other values under the name.
+        """
+        self._kept.append((name, functools.partial(deliver, *values)))
+
+    def deliver(self, observed: Set[str]) -> None:
+        """Call the functions once; values from the loop are `observed` under some names."""
         kept, self._kept = self._kept, []
-        for call in kept:
-            call()
+        for name, call in kept:
+            if name not in observed:
+                call()
 
 
 @dataclass(eq=False)
@@ -88,6 +92,8 @@ class BackwardPass:
         Equal in two passes if they differentiate multiples of one value.
     is_quotient : bool
         True if the loop has divided or multiplied the value.
+    quotient : float
+        What the loop has multiplied it by last, if a number on the CPU tells it; otherwise 1.
     passes : list of ForwardPass
         All passes that it went through.
     is_dropped : bool
@@ -101,6 +107,7 @@ class BackwardPass:
     loss: torch.Tensor | None = None
     source: object = None
     is_quotient: bool = False
+    quotient: float = 1.0
     passes: list[ForwardPass] = field(default_factory=list)
     is_dropped: bool = False
     reached: Set[torch.Tensor] = frozenset()
@@ -119,17 +126,25 @@ class BackwardPass:
         if len(roots) > 1:
             return cls(root=value, scale=_scale_of(roots[0]))
         node, output = roots[0].grad_fn, roots[0].output_nr
-        is_quotient, loss = False, None
+        is_quotient, quotient, loss = False, 1.0, None
         for _ in range(_LONGEST_WAY):
             if node is None or (loss := _loss_of(node, output)) is not None:
                 break
             inputs = [one for one in node.next_functions if one[0] is not None]
             if not node.name().startswith(_KEEPING) or len(inputs) != 1:
                 break
-            is_quotient |= _SCALE not in _metadata(node) and node.name().startswith(("Div", "Mul"))
+            if _SCALE not in _metadata(node) and node.name().startswith(("Div", "Mul")):
+                quotient = quotient if is_quotient else factor_of(node)
+                is_quotient = True
             ((node, output),) = inputs
         source = None if node is None else _metadata(node).setdefault(_SOURCE, object())
-        return cls(value, _scale_of(roots[0]), loss, source, is_quotient)
+        return cls(value, _scale_of(roots[0]), loss, source, is_quotient, quotient)
+
+    def drop(self) -> None:
+        """Release all values: the loop has discarded the gradients."""
+        self.is_dropped = True
+        self.root = self.scale = self.loss = self.source = None
+        self.passes, self.reached = [], frozenset()
 
     @property
     def value(self) -> torch.Tensor | None:
@@ -142,8 +157,9 @@ class BackwardPass:
         return same and self.reached.isdisjoint(other.reached)
 
 
-def mark_scaled(tensors: Any, scale: torch.Tensor) -> None:
+def mark_scaled(tensors: Any, scaler: torch.amp.GradScaler) -> None:
     """Remember that a gradient scaler has multiplied tensors by its factor."""
+    scale = scale_of(scaler)
     for tensor in _tensors_of(tensors):
         if tensor.grad_fn is not None:
             _metadata(tensor.grad_fn)[_SCALE] = scale
@@ -243,7 +259,6 @@ class ForwardPasses:
         self._watched: set[int] = set()  # passes whose use a backward pass tells
         self.loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
-        self._logits_are_observed = False
         self._hidden = WeightedMean()
         self._spread: HiddenSpread | None = None
 
@@ -317,7 +332,7 @@ class ForwardPasses:
             deliver["loss"] = self.loss.observed(loss)
         if logits is not None:
             part = self._logits.part(logits)
-            deliver["logits"] = functools.partial(self._use_logits, *part)
+            deliver["logits"] = functools.partial(self._add_logits, *part)
         last = self._events[-1] if self._events else None
         is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
         if isinstance(last, Observation) and is_other and last.number == self._number:
@@ -338,15 +353,17 @@ class ForwardPasses:
         by their numbers, but through none of its own. If its own are not known, its neighbors among
         the backward passes decide.
         """
+        observed: set[str] = set()
         ends = [*(one.number for one in self._observations[1:]), self._number]
         for one, end in zip(self._observations, ends, strict=False):
             own = range(one.before, one.number) or range(one.number, end)
             watched = self._watched.intersection(own)
             if watched & used if used and watched else self._is_next_to_use(one):
+                observed |= one.deliver.keys()
                 for call in one.deliver.values():
                     call()
         for used_pass in sorted(passes, key=lambda one: one.number):
-            used_pass.deliver()
+            used_pass.deliver(observed)
 
     def _is_next_to_use(self, one: Observation) -> bool:
         """Return True if the backward pass after an observation is used, or that before it.
@@ -361,12 +378,6 @@ class ForwardPasses:
         if not near:  # a pass for each, in another order, or none that was seen
             return not backwards or len(self._observations) <= len(backwards)
         return not all(event.is_dropped for event in near if isinstance(event, BackwardPass))
-
-    def _use_logits(self, last: torch.Tensor, count: int) -> None:
-        if not self._logits_are_observed:
-            self._logits = StepLogits(self._logits_mode)
-            self._logits_are_observed = True
-        self._logits.add(last, count)
 
     def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
         """Reduce the hidden states of a micro-batch, (…, hidden); the result adds them."""
@@ -455,11 +466,10 @@ class ForwardPasses:
             one.head_logits = output.detach()
 
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
-        one.keep(self._add_logits, *self._logits.part(logits))
+        one.keep("logits", self._add_logits, *self._logits.part(logits))
 
     def _add_logits(self, last: torch.Tensor, count: int) -> None:
-        if not self._logits_are_observed:
-            self._logits.add(last, count)
+        self._logits.add(last, count)
 
     def _watch_graph(self, one: ForwardPass, output: Any) -> None:
         """Note when a backward pass goes through an output of the pass."""
@@ -533,7 +543,8 @@ class StepLoss:
             return losses[0]
         total = roots[0] if len(roots) == 1 else torch.stack(roots).sum()
         if len(losses) < len(roots):
-            if len(roots) > 1 and not all(one.is_quotient for one in counted):
+            quotients = {one.quotient for one in counted}  # a mean has divided all alike
+            if len(roots) > 1 and (len(quotients) > 1 or not all(o.is_quotient for o in counted)):
                 self.summands = len(roots)
             return total
         factors = torch.stack(roots).float() / torch.stack(losses).float()

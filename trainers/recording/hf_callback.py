@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
+from trajstore.trainers.recording.planned_run import run_paths
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.watched_calls import WatchedCall
 
@@ -55,8 +55,6 @@ class TrajectoryCallback(TrainerCallback):
     ------
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
-    RunNotFound
-        If `resume` is set, and there is no run.
 
     Examples
     --------
@@ -119,8 +117,7 @@ class TrajectoryCallback(TrainerCallback):
         self.comparison: Comparison | None = None
         self.prints_end = True
         listener = functools.partial(_run_and_close_if_failed, weakref.ref(self))
-        _TRAIN.listen(listener)
-        weakref.finalize(self, _TRAIN.ignore, listener).atexit = False
+        weakref.finalize(self, _TRAIN.listen(listener).remove).atexit = False
 
     def on_train_begin(
         self,
@@ -165,10 +162,11 @@ class TrajectoryCallback(TrainerCallback):
             * args.gradient_accumulation_steps
             * args.world_size,
         )
+        options = self._options
         facts = facts_of_trainer(
             model,
-            find_parameters(model, JoinedOptimizer(optimizer), self._options.parameter),
-            self._options,
+            find_parameters(model, JoinedOptimizer(optimizer), options.parameter),
+            options.resumed_or_new(run_paths(self._path, options)),
             data_loader=kwargs.get("train_dataloader"),
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
@@ -177,7 +175,7 @@ class TrajectoryCallback(TrainerCallback):
             model,
             optimizer,
             self._path,
-            facts.added_to(self._options),
+            facts.added_to(options),
             loop,
             on_step=self._on_step,
             on_note=self._on_note,
@@ -185,12 +183,10 @@ class TrajectoryCallback(TrainerCallback):
         )
         if state.is_world_process_zero:
             report_notes(facts.notes, self._on_note)
-        # A subclass may train without `Trainer.train`. Then complete rows are committed at the end
-        # of a notebook's cell, when another callback starts or resumes the run, and at the latest
-        # when the interpreter exits.
+        # A subclass may train without `Trainer.train`. Then complete rows are committed when
+        # another callback starts or resumes the run, and at the latest when the interpreter exits.
         self._thread = threading.get_ident()
         _recording.add(self)
-        _at_end_of_cell(self, register=True)
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         """Pass the numbers of rows that were committed since to `Trainer.log`."""
@@ -224,14 +220,8 @@ class TrajectoryCallback(TrainerCallback):
             Mark the run ``complete`` instead of ``interrupted``.
         """
         _recording.discard(self)
-        _at_end_of_cell(self, register=False)
         if self.recorder is not None:
             self.recorder.close(complete=complete)
-
-    def _after_cell(self, *result: Any) -> None:
-        """Close the recording of a training run that failed in a cell of a notebook."""
-        if self._thread == threading.get_ident():
-            self.close()
 
 
 def _run_and_close_if_failed(
@@ -259,15 +249,3 @@ def _close_failed(path: RunPath) -> None:
     for other in list(_recording):
         if other._thread == thread and os.path.realpath(str(other._path)) == place:
             other.close()
-
-
-def _at_end_of_cell(callback: TrajectoryCallback, *, register: bool) -> None:
-    """Register or unregister `_after_cell` for the end of a notebook's cell."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None:
-        return
-    events = shell.events
-    if register:
-        events.register("post_run_cell", callback._after_cell)
-    elif callback._after_cell in events.callbacks.get("post_run_cell", ()):
-        events.unregister("post_run_cell", callback._after_cell)

@@ -43,11 +43,6 @@ class HiddenStates:
         self._receivers = receivers
         self._size = size
         self._on_note = on_note
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Use the module's states again, until the loop passes some."""
-        self._are_observed = False
 
     def watch(
         self,
@@ -86,7 +81,7 @@ class HiddenStates:
 
         def on_output(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             with self._passes.of(output) as one:
-                if one is None or self._are_observed:
+                if one is None:
                     return
                 states = _first_tensor(output)
                 if self._is_state(states) and states.ndim == 3:
@@ -109,7 +104,6 @@ class HiddenStates:
         parts = [receiver(states.detach()) for receiver in self._receivers]
 
         def use() -> None:
-            self._are_observed = True
             for add in parts:
                 add()
 
@@ -120,7 +114,7 @@ class HiddenStates:
     ) -> None:
         given: Any = next(iter((*args, *kwargs.values())), None)
         # A module may have the parameter and take other inputs, such as the ids of tokens.
-        if self._are_observed or not self._is_state(given):
+        if not self._is_state(given):
             return
         with self._passes.of(given) as one:
             if one is not None:
@@ -129,11 +123,11 @@ class HiddenStates:
 
     def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
         parts = [receiver(states.detach()) for receiver in self._receivers]
-        one.keep(self._deliver, one, parts)
+        one.keep("hidden", self._deliver, one, parts)
 
     def _deliver(self, one: ForwardPass, parts: Sequence[Callable[[], None]]) -> None:
         # Several inputs of the unembedding are chunks, whose order is not known.
-        if not self._are_observed and one.head_inputs <= 1:
+        if one.head_inputs <= 1:
             for add in parts:
                 add()
 

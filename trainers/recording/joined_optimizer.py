@@ -41,13 +41,7 @@ def _inner(optimizer: Any) -> Any:
     for value in getattr(optimizer, "__dict__", {}).values():
         if not isinstance(value, Optimizer) or value is optimizer:
             continue
-        groups = value.param_groups
-        same = (
-            own is None
-            or own is groups
-            or (len(own) == len(groups) and all(a is b for a, b in zip(own, groups, strict=True)))
-        )
-        if same:
+        if own is None or [*map(id, own)] == [*map(id, value.param_groups)]:
             return value
     return None
 

@@ -28,8 +28,6 @@ class LightningCallback(Callback):
     ------
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
-    RunNotFound
-        If `resume` is set, and there is no run.
 
     Examples
     --------

@@ -265,7 +265,7 @@ class ModelState:
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._passes.current is not None:
             self._before_pass = random_state(self._matrix.device)
-            self._passes.current.keep(self._use_random_state, self._before_pass)
+            self._passes.current.keep("random_state", self._use_random_state, self._before_pass)
 
     def _use_random_state(self, before: torch.Tensor) -> None:
         """Take the state before the first forward pass that the step uses."""

@@ -47,6 +47,8 @@ class StepCalls:
     ----------
     is_plain : bool
         True for an optimizer of torch that nothing wraps.
+    has_reached : bool
+        True if the last step has called that of an optimizer of torch.
     wrapper : str or None
         Class of the outermost wrapper.
     """
@@ -62,10 +64,9 @@ class StepCalls:
         self._before, self._after, self._inside = before, after, inside
         self._frame: FrameType | None = None
         self._depth = 0
-        self._has_reached = False
+        self.has_reached = False
         self._handles: list[Any] = []
         self._pre_hook: Any = None
-        self._bases: list[tuple[Any, Callable[..., Any]]] = []
         self.is_plain = len(chain) == 1 and _is_of_torch(type(self._member))
         self.wrapper = type(chain[0]).__name__ if len(chain) > 1 else None
         hooked: list[Any] = []  # places of hooks, which a wrapper may share
@@ -87,8 +88,7 @@ class StepCalls:
             for base in type(self._member).__mro__[1:]:
                 if "step" in vars(base) and base is not Optimizer:
                     listener = functools.partial(self._on_base_step, base)
-                    self._bases.append((step_of(base), listener))
-                    step_of(base).listen(listener)
+                    self._handles.append(step_of(base).listen(listener))
 
     @property
     def is_running(self) -> bool:
@@ -100,11 +100,6 @@ class StepCalls:
             frame = frame.f_back
         return frame is not None
 
-    @property
-    def has_reached(self) -> bool:
-        """True if the last step has called that of an optimizer of torch."""
-        return self.is_plain or self._has_reached
-
     def call_last(self) -> None:
         """Let all other hooks before a step change the gradients first."""
         if self._pre_hook is not None:
@@ -114,21 +109,15 @@ class StepCalls:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
-        for watched, listener in self._bases:
-            watched.ignore(listener)
-        self._handles, self._bases, self._pre_hook = [], [], None
+        self._handles, self._pre_hook = [], None
 
     def _on_begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.is_running:
             self._depth += 1
-            self._has_reached |= _is_of_torch(type(self._member))
+            self.has_reached |= _is_of_torch(type(self._member))
             self._inside(self._member)
             return
-        frame = inspect.currentframe()
-        while (frame := frame and frame.f_back) is not None:
-            if frame.f_code.co_filename in _CALLERS and frame.f_code.co_name in _STEPS:
-                break
-        self._frame, self._depth, self._has_reached = frame, 1, False
+        self._frame, self._depth, self.has_reached = _running_step(), 1, self.is_plain
         self._before(self._member, args, kwargs)
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -138,6 +127,9 @@ class StepCalls:
 
     def _on_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
+        # An exception that a wrapper has caught has ended an inner step without a call of this.
+        if self._depth > 0 and self._frame is not None and _running_step() is self._frame:
+            self._depth = 0
         if self._depth == 0:
             self._frame = None
             self._after(self._member, args, kwargs)
@@ -147,10 +139,9 @@ class StepCalls:
     def _on_base_step(
         self, base: type, run: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if optimizer is not self._member or not self.is_running:
-            return run(optimizer, *args, **kwargs)
-        self._has_reached |= _is_of_torch(base)
-        self._inside(self._member)
+        if optimizer is self._member and self.is_running:
+            self.has_reached |= _is_of_torch(base)
+            self._inside(self._member)
         return run(optimizer, *args, **kwargs)
 
 
@@ -184,6 +175,15 @@ class _WrappedStep:
             del self._owner.step
         else:
             self._owner.step = self._before_that
+
+
+def _running_step() -> FrameType | None:
+    """Return the frame of the innermost step, which has called a hook."""
+    frame = inspect.currentframe()
+    while (frame := frame and frame.f_back) is not None:
+        if frame.f_code.co_filename in _CALLERS and frame.f_code.co_name in _STEPS:
+            break
+    return frame
 
 
 def _is_of_torch(optimizer_class: type) -> bool:

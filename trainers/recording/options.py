@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import numpy.typing as npt
@@ -21,9 +21,10 @@ from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.exact_values import exact_json
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
+from trajstore.schema import STEP, TIERS, VARIABLES, Encoding, resolve_variables
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.storage.remote_path import RunPath
+from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
@@ -76,7 +77,8 @@ class RecordingOptions:
         Replace an existing run.
     resume : bool
         Resume the existing run after the step that the training has taken; later rows are dropped.
-        If the run ends before that step, the rows between stay missing, with a note.
+        If the run ends before that step, the rows between stay missing, with a note. Without a run,
+        or with one that has no rows yet, begin it.
     commit_every : float, optional
         Maximum seconds between commits, also of an incomplete block. A killed process loses at most
         this much. None commits complete blocks only, as do several processes that record a sharded
@@ -170,7 +172,7 @@ class RecordingOptions:
 
         Raises
         ------
-        RunExists, RunNotFound
+        RunExists
             As `check_place`.
         """
         if self.has_one_run:
@@ -182,14 +184,16 @@ class RecordingOptions:
         Raises
         ------
         RunExists
-            If the path exists, and neither `overwrite` nor `resume` is set.
-        RunNotFound
-            If there is no run to resume.
+            If the path exists, and neither `overwrite` nor `resume` is set, or it is not a run.
         """
-        if self.resume:
-            open_group(run)
-        else:
-            check_target(run, overwrite=self.overwrite)
+        if not (self.resume and _has_rows(run)):
+            check_target(run, overwrite=self.overwrite or self.resume)
+
+    def resumed_or_new(self, runs: Iterable[RunPath]) -> RecordingOptions:
+        """Return these options; without `resume` if none of the runs has rows to resume."""
+        if not self.resume or any(map(_has_rows, runs)):
+            return self
+        return replace(self, resume=False, overwrite=True)
 
     @property
     def _names(self) -> str | tuple[str, ...]:
@@ -226,6 +230,13 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def _has_rows(run: RunPath) -> bool:
+    if not (location(run) / METADATA_KEY).exists():
+        return False
+    steps: Any = open_group(run)[STEP.name]
+    return bool(steps.shape[0])
 
 
 def takes_options(function: Callable[P, R]) -> Callable[P, R]:

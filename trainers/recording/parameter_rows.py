@@ -70,6 +70,8 @@ class ParameterRows:
         Variables that all processes record together.
     hyperparameters : tuple of str
         Names of the numbers of the optimizer's group that the rows hold.
+    recorded_optimizer : mapping
+        Class and hyperparameters of the optimizer of a resumed run; empty for a new run.
     writer : RunWriter or ComparedRun or None
         None until the run is created.
     rows : int
@@ -122,6 +124,7 @@ class ParameterRows:
             self.variables = own_variables(planned.share, self.watched)
         names = planned.hyperparameters if existing is None else existing.hyperparameters
         self.hyperparameters = names if "hyperparameters" in self.watched else ()
+        self.recorded_optimizer = {} if existing is None else existing.optimizer
 
     @property
     def has_begun(self) -> bool:
@@ -144,22 +147,13 @@ class ParameterRows:
 
     def _initial_moments(self) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
-        kept = self._kept_elements()
-        count = {name: value.cpu() for name, value in self._count().items()}
-        missing = [
-            name
-            for name in MOMENTS
-            if self._planned.recording.optimizer.state.get(self.parameter.tensor)
-            and name in self.variables
-        ]
-        return (
-            {name: torch.full_like(self._initial_W, float("nan")) for name in missing}
-            | {
-                name: self.recorded_tokens(value).to("cpu", copy=True)
-                for name, value in kept.items()
-            }
-            | count
-        )
+        found: Row = {}
+        if self._planned.recording.optimizer.state.get(self.parameter.tensor):
+            missing = torch.full_like(self._initial_W, float("nan"))
+            found = {name: missing for name in MOMENTS if name in self.variables}
+        for name, value in self._kept_elements().items():
+            found[name] = self.recorded_tokens(value).to("cpu", copy=True)
+        return found | {name: value.cpu() for name, value in self._count().items()}
 
     def _records_state(self, name: str) -> bool:
         return name in self.variables or self._planned.recording.options.whole_state
@@ -185,8 +179,7 @@ class ParameterRows:
 
     def is_state_unchanged(self) -> bool:
         """Return False if what the optimizer keeps has changed since the end of the last step."""
-        before, now = self._state_marks, self.marks_of_state()
-        return before is None or before == now
+        return self._state_marks in (None, self.marks_of_state())
 
     def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""
@@ -652,7 +645,7 @@ _REMEDIES = (
     (
         {"batch"},
         "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
-        f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get",
+        f"{EXAMPLE_INDEX} to the model's inputs; it is removed before the model runs",
     ),
     (
         {"example_loss"},

@@ -182,11 +182,8 @@ def _default_name(
         for name, tensor in matrices.items()
         if name != chosen and (name in embeddings or len(tensor) == len(matrices[chosen]))
     ]
-    on_note(
-        f"no parameter= was given, so W is {named[chosen]}, and not {_listed(others)}"
-        if others
-        else f"no parameter= was given, so W is {named[chosen]}, the only embedding"
-    )
+    rest = f"and not {_listed(others)}" if others else "the only embedding"
+    on_note(f"no parameter= was given, so W is {named[chosen]}, {rest}")
     return chosen
 
 

@@ -250,8 +250,8 @@ def plan_runs(
 
     Raises
     ------
-    RunExists, RunNotFound
-        If the path of a run exists, or if it does not exist and is to be resumed.
+    RunExists
+        If the path of a run exists, and is neither resumed nor replaced.
     InvalidArgument
         If the choice of tokens is unknown, the facts about tokens have another vocabulary, or
         several processes would write the encoding ``compact``.
@@ -298,6 +298,12 @@ def run_path(path: RunPath, parameter: str | None) -> Location:
     if parameter is None:
         return whole
     return whole.with_name(f"{whole.name.removesuffix('.zarr')}.{parameter}.zarr")
+
+
+def run_paths(path: RunPath, options: RecordingOptions) -> list[Location]:
+    """Return the path of each run of a recording with these options."""
+    one, several = options.has_one_run, options.parameter
+    return [run_path(path, name) for name in ([None] if one else several or ())]
 
 
 def _known_of_vocabulary(

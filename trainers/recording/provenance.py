@@ -119,20 +119,23 @@ def group_attributes(optimizer: JoinedOptimizer) -> list[dict[str, Any]]:
     ]
 
 
+def class_path(kind: type) -> str:
+    """Return the full name of a class, as the attribute ``optimizer`` of a run has it."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     kind = type(optimizer)
     hyperparameters = {
         key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
     }
-    firsts = {
-        key: value[0] if isinstance(value, tuple) and value else value
-        for key, value in group.items()
-    }
-    tensors = {
-        key: type_name(one.dtype) for key, one in firsts.items() if isinstance(one, torch.Tensor)
-    }
+    tensors = {}
+    for key, value in group.items():
+        first = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(first, torch.Tensor):
+            tensors[key] = type_name(first.dtype)
     return {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class": class_path(kind),
         "hyperparameters": hyperparameters,
     } | ({"tensors": tensors} if tensors else {})
 

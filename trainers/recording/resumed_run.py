@@ -51,6 +51,8 @@ class ExistingRun:
         the run has no W.
     hyperparameters : tuple of str
         Names of the hyperparameters in its rows.
+    optimizer : mapping
+        Class and hyperparameters of the optimizer that a replay builds.
     attributes : mapping
         Attributes of the root that change.
     last_state : mapping of str to tensor
@@ -66,6 +68,7 @@ class ExistingRun:
     missing_steps: range
     last_weights: torch.Tensor
     hyperparameters: tuple[str, ...]
+    optimizer: Mapping[str, Any]
     attributes: Mapping[str, Any]
     last_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compared: ComparedRun | None = None
@@ -121,6 +124,7 @@ class ExistingRun:
             hyperparameters=tuple(map(str, arrays["hyperparameter"][...]))
             if "hyperparameter" in arrays
             else (),
+            optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
             last_state={}
             if planned.recording.state is None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trajstore.errors import RecordingError
-from trajstore.store.metadata.zarr_json import UNPROVEN, joined_ranges, notes_until
+from trajstore.store.metadata.zarr_json import UNPROVEN, notes_until
 
 _MOST_RANGES = 1000
 """Maximum number of ranges of a note, which every commit writes; the last one then grows."""
@@ -17,8 +17,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk without space."""
 
 _FAILED = (*FULL, errno.EIO, errno.EROFS)
-
-_MISSING = "there are no rows of steps"
 
 
 class CannotFollow(RecordingError):
@@ -106,8 +104,9 @@ class RunNotes:
         """Note that a run has no rows of some steps, from which the training continues."""
         self.step = steps[-1]
         self.mention(
-            f"{_MISSING} {steps[0]} to {steps[-1]} of {matrix}: an earlier recording ended before "
-            "they were committed, so the weights at the resumed step were not compared either"
+            f"there are no rows of steps {steps[0]} to {steps[-1]} of {matrix}: an earlier "
+            "recording ended before they were committed, so the weights at the resumed step were "
+            "not compared either"
         )
         self.entries[-1] |= {"first_step": steps[0], "count": len(steps)}
 
@@ -124,6 +123,8 @@ class RunNotes:
                 known["count"] += entry["count"]
             known["first_step"] = min(entry["first_step"], known["first_step"])
             if UNPROVEN in entry:
-                known[UNPROVEN] = joined_ranges([*entry[UNPROVEN], *known.get(UNPROVEN, [])])
+                ranges = entry[UNPROVEN]
+                ranges += [one for one in known.get(UNPROVEN, []) if one not in ranges]
+                known[UNPROVEN] = ranges
         self.entries[:0] = earlier
         return self.entries

@@ -53,7 +53,6 @@ class StepExamples:
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self.variables}
-        self._observed: set[str] = set()
 
     def watch(
         self,
@@ -85,13 +84,7 @@ class StepExamples:
                 continue
             values = _observed(name, given)
             if name in self.variables:
-                yield name, functools.partial(self._use, name, _as_recorded(name, values))
-
-    def _use(self, name: str, values: torch.Tensor) -> None:
-        if name not in self._observed:
-            self._observed.add(name)
-            self._parts[name].clear()
-        self._parts[name].append(values)
+                yield name, functools.partial(self._add, name, _as_recorded(name, values))
 
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the values of the current step by variable; missing ones are left out.
@@ -121,7 +114,7 @@ class StepExamples:
             return None
         if self._passes.current is not None:
             index = _as_recorded("batch", kwargs[EXAMPLE_INDEX])
-            self._passes.current.keep(self._add, "batch", index)
+            self._passes.current.keep("batch", self._add, "batch", index)
         return args, {key: value for key, value in kwargs.items() if key != EXAMPLE_INDEX}
 
     def _on_model_output(
@@ -129,7 +122,7 @@ class StepExamples:
     ) -> None:
         one = self._passes.current
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
-        if one is None or "example_loss" in self._observed or self._adds_up is False:
+        if one is None or self._adds_up is False:
             return
         if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
             return
@@ -141,11 +134,10 @@ class StepExamples:
             if wrong is not None:
                 self._on_note(wrong)
                 return
-        one.keep(self._add, "example_loss", losses)
+        one.keep("example_loss", self._add, "example_loss", losses)
 
     def _add(self, name: str, values: torch.Tensor) -> None:
-        if name not in self._observed:
-            self._parts[name].append(values)
+        self._parts[name].append(values)
 
     def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
         """Return a function that adds the hidden states of a micro-batch."""

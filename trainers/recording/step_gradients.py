@@ -9,7 +9,6 @@ times `clip_coef` is that gradient in every bit, or `grad` is that gradient itse
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -33,11 +32,11 @@ from trajstore.trainers.recording.torch_internals import counts_versions, scale_
 from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
-    "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
-    "one factor; grad is what the optimizer got, clip_coef is NaN"
+    "the gradient of {name} changed between the backward pass and the optimizer's update, and not "
+    "by one factor; grad is what the optimizer got, clip_coef is NaN"
 )
 _UNSEEN = (
-    "the gradient of {name} changed between the backward pass and the optimizer's step; without "
+    "the gradient of {name} changed between the backward pass and the optimizer's update; without "
     "grad, only the factor of clip_grad_norm_ is known, so clip_coef is NaN"
 )
 _SCALED = (
@@ -56,8 +55,8 @@ _OTHER_LIMIT = (
     "clipping did not follow from max_grad_norm={limit}; clip_coef is what the loop applied"
 )
 _NORM = (
-    "gradients were replaced or removed, and others changed, between the backward pass and the "
-    "optimizer's step; grad_norm is NaN"
+    "gradients were replaced, or some removed and others changed, between the backward pass and "
+    "the optimizer's step; grad_norm is NaN"
 )
 _REMOVED = (
     "the gradient of {name} was removed while optimizer.step() ran, so clipping there cannot be "
@@ -138,7 +137,7 @@ class StepGradients:
         self._max_grad_norm = recording.loop.max_grad_norm
         self._on_note = recording.notes.mention
         self._parameters: tuple[torch.Tensor, ...] = tuple(self._model.parameters())
-        self._of_optimizer: list[torch.Tensor] = []
+        self._of_optimizer: list[int] = []  # identities of its parameters
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
@@ -154,13 +153,11 @@ class StepGradients:
         self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
         self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
         self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
-        self._before, self._settled = (
-            self._settled or self._before,
-            {},
-        )  # of the matrices when compared
+        self._before = self._settled or self._before
+        self._settled = {}  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
-        self._results: list[weakref.ref[torch.Tensor]] = []  # of `torch.autograd.grad`
+        self._results: list[_Mark] = []  # of `torch.autograd.grad`
         self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
 
     # Backward passes -----------------------------------------------------------------------------
@@ -168,16 +165,13 @@ class StepGradients:
     def find_parameters(self) -> None:
         """Find the parameters of the model and of the optimizer again."""
         trained = self._optimizer.parameters(*self._optimizer.members)
-        self._of_optimizer = trained
+        self._of_optimizer = [*map(id, trained)]
         self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
 
     def are_others_trained(self) -> bool:
         """Return True if the optimizer has other parameters than before."""
         now = self._optimizer.parameters(*self._optimizer.members)
-        same = len(now) == len(self._of_optimizer) and all(
-            map(operator.is_, now, self._of_optimizer)
-        )
-        return not same
+        return [*map(id, now)] != self._of_optimizer
 
     def marks(self) -> Marks:
         """Return the present gradient of each parameter of the model and of the optimizer."""
@@ -222,7 +216,7 @@ class StepGradients:
 
     def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Remember the results of `torch.autograd.grad`, which the loop may assign."""
-        self._results += (weakref.ref(one) for one in gradients if one is not None)
+        self._results += (_Mark.of(one) for one in gradients if one is not None)
 
     def _trained(self) -> set[torch.Tensor]:
         """Return the parameters of the optimizer."""
@@ -320,12 +314,10 @@ class StepGradients:
         self, optimizer: Optimizer, *, were_still: bool, is_scaled_by_hand: bool = False
     ) -> None:
         """Take the gradients that a gradient scaler has divided."""
-        if optimizer not in self._scaled and not is_scaled_by_hand:
+        if optimizer in self._scaled or is_scaled_by_hand:
+            self._take_scaled(optimizer, were_still=were_still)
+        else:
             self._take_assigned()
-            return
-        self._take(self.marks(), only=optimizer)
-        if not were_still:
-            self._doubt(self._rows_of(optimizer), _SCALED)
 
     def before_clipping(self) -> None:
         """Take gradients that no backward pass has left, before they are clipped."""
@@ -348,12 +340,7 @@ class StepGradients:
 
     def _is_known(self, gradient: torch.Tensor | None) -> bool:
         """Return True for an unchanged result of `torch.autograd.grad`."""
-        results = (one() for one in self._results)
-        return (
-            gradient is not None
-            and not version(gradient)
-            and any(one is gradient for one in results)
-        )
+        return any(one.is_still(gradient) for one in self._results)
 
     def _doubt(self, rows: Sequence[ParameterRows], sentence: str) -> None:
         """Use a note in place of the factor of clipping, and of the norm before it."""
@@ -373,9 +360,10 @@ class StepGradients:
                 _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
             )
 
-    def _take_scaled(self, optimizer: Optimizer, scale: float | None = None) -> None:
-        """Take gradients of a scaled loss that the scaler has not divided."""
-        were_still = self.are_still(optimizer)
+    def _take_scaled(
+        self, optimizer: Optimizer, scale: float | None = None, *, were_still: bool
+    ) -> None:
+        """Take gradients of a scaled loss, which the scaler has divided or the step divides."""
         self._take(self.marks(), only=optimizer, scale=scale)
         if not were_still:
             self._doubt(self._rows_of(optimizer), _SCALED)
@@ -388,7 +376,8 @@ class StepGradients:
         It is called at the beginning of a step, and at that of each step `inside` it.
         """
         if optimizer in self._scaled:
-            self._take_scaled(optimizer, scale_in_step(optimizer))
+            still = self.are_still(optimizer)
+            self._take_scaled(optimizer, scale_in_step(optimizer), were_still=still)
         for rows in self._rows_of(optimizer):
             self._settle(rows, inside=inside)
             if (gradient := rows.parameter.tensor.grad) is not None:
@@ -412,7 +401,7 @@ class StepGradients:
     def skip(self, optimizer: Optimizer) -> None:
         """Leave the gradients of a step that a gradient scaler skips as they were taken."""
         if optimizer in self._scaled:
-            self._take_scaled(optimizer)
+            self._take_scaled(optimizer, were_still=self.are_still(optimizer))
         for rows in self._rows_of(optimizer):
             if rows.parameter.tensor.grad is None:
                 rows.forget("grad", "grad_token_norm")
@@ -599,8 +588,8 @@ class StepGradients:
         """
         return value.to(torch.promote_types(value.dtype, self._norm_type))
 
-    def _note(self, sentence: str, rows: ParameterRows, *, unproven: bool = False) -> None:
-        self._on_note(sentence.format(name=rows.parameter.name), unproven=unproven)
+    def _note(self, sentence: str, rows: ParameterRows) -> None:
+        self._on_note(sentence.format(name=rows.parameter.name))
 
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import reprlib
 import threading
 import weakref
@@ -65,7 +66,6 @@ from trajstore.trainers.recording.step_gradients import StepGradients
 from trajstore.trainers.recording.torch_internals import (
     counts_versions,
     found_overflow,
-    scale_of,
     version,
 )
 from trajstore.trainers.recording.watched_calls import (
@@ -74,7 +74,6 @@ from trajstore.trainers.recording.watched_calls import (
     SCALE,
     SCALER_STEP,
     UNSCALE,
-    WatchedCall,
 )
 
 _SEVERAL = (
@@ -109,6 +108,7 @@ _NO_STEP = (
     "step() is called"
 )
 _DROPPED, _ACCUMULATED = 20, 64  # backward passes without a step, before there is a note
+_WITNESSES = 1 << 16  # elements that are read to see a step
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
     "of the step are not known; pass them with observe()"
@@ -128,7 +128,8 @@ def _guarded(method: F) -> F:
         if not self.is_recording:
             return None
         try:
-            return method(self, *args, **kwargs)
+            with torch.no_grad():
+                return method(self, *args, **kwargs)
         except BaseException as error:
             self._fail(error)
 
@@ -197,28 +198,19 @@ class Recorder:
         self.has_failed = False
         self._first_step = FirstStep(recording.model, self._optimizer)
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
-        self._backwards: list[BackwardPass] = []  # those that the step has used
         self._new_roots: list[weakref.ref[torch.Tensor]] = []  # of the step
         self._calls: dict[Optimizer, StepCalls] = {}
         self._has_closure = self._in_step = False
         self._has_new_parameters = False  # some module has, perhaps one of the model
         self._begun = 0  # steps of all optimizers
-        self._has_begun = False  # a backward pass or a step has begun
         self._has_gradients = True  # when a step began
         self._backwards_before = 0  # passes when a step began
-        self._dropped = 0  # backward passes since the last step whose gradients were discarded
         self._summands = 0  # of the loss, in the first step that adds some
         self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
-        self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
-        self._before: list[tuple[int, int]] | None = None  # sums of the parameters then
+        self._witnesses: dict[Optimizer, list[torch.Tensor]] = {}  # parameters that a step changes
+        self._before: list[torch.Tensor] = []  # parameters whose sums were taken then
+        self._sums: list[tuple[int, int]] = []
         self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices then
-        self._watched: list[tuple[WatchedCall, Callable[..., Any]]] = [
-            (BACKWARD, self._on_backward),
-            (SCALE, self._on_scale),
-            (UNSCALE, self._on_unscale),
-            (SCALER_STEP, self._on_scaler_step),
-            *((clip, self._on_clip) for clip in CLIP),
-        ]
         self._handles: list[Any] = []
         self._begin_step()
         self._is_idle = False
@@ -248,8 +240,13 @@ class Recorder:
             calls = StepCalls(chain, self._before_step, self._on_step_end, self._inside_step)
             self._calls[chain[-1]] = calls
             self._handles.append(calls)
-        for watched_call, listener in self._watched:
-            watched_call.listen(listener)
+        self._handles += [
+            BACKWARD.listen(self._on_backward),
+            SCALE.listen(self._on_scale),
+            UNSCALE.listen(self._on_unscale),
+            SCALER_STEP.listen(self._on_scaler_step),
+            *(clip.listen(self._on_clip) for clip in CLIP),
+        ]
 
     def _on_registration(self, module: torch.nn.Module, name: str, part: Any) -> None:
         """Take note that some module has got a parameter or a module."""
@@ -397,8 +394,6 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for call, listener in self._watched:
-            call.ignore(listener)
         try:
             with contextlib.ExitStack() as closing:  # closes each, also if another fails
                 closing.callback(self._release)
@@ -457,8 +452,10 @@ class Recorder:
         if frame is None and len(self._passes) == 1:  # a device has a thread of its own
             (frame,) = self._passes.values()
         if frame is None:  # `torch.autograd.grad`, whose result the loop may assign
-            frame = self._loose
-        if one not in frame.passes:
+            is_first = not self._loose
+            if self._loose.setdefault(one.number, one if is_first else None) is None:
+                self._loose[next(iter(self._loose))] = None  # the values of several are not used
+        elif one not in frame.passes:
             frame.passes.append(one)
 
     def _on_backward(
@@ -474,7 +471,8 @@ class Recorder:
         begun = None
         if not kwargs.get("accumulate_grad", True):
             result = run(tensors, grad_tensors, *args, **kwargs)
-            self._remember_results(result)
+            self._call(self._gradients.remember_results, result)
+            self._call(self._forward.end_backward, BackwardPass())
             return result
         if thread not in self._passes:
             begun = self._begin_backward(tensors, grad_tensors)
@@ -490,12 +488,10 @@ class Recorder:
         return result
 
     @_guarded
-    def _remember_results(self, gradients: Any) -> None:
-        self._gradients.remember_results(gradients)
-        self._forward.end_backward(BackwardPass())
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
     @_guarded
-    @torch.no_grad()
     def _begin_backward(self, tensors: Any, grad_tensors: Any) -> Any:
         """Return a new pass and the gradients before it; None if the step does not use it."""
         self._notes.step = self.step + 1
@@ -518,9 +514,7 @@ class Recorder:
             ):
                 self._gradients.find_parameters()
                 self._has_new_parameters = False
-            if not self._has_begun:
-                self._matrices.take_initial_again()
-            self._has_begun = True
+            self._matrices.take_initial_again()
         if self._is_several:
             return None
         single = isinstance(tensors, torch.Tensor)
@@ -531,7 +525,6 @@ class Recorder:
         return BackwardPass.of(roots, factors), self._gradients.marks()
 
     @_guarded
-    @torch.no_grad()
     def _end_backward(self, frame: BackwardPass, before: Any) -> None:
         """Take the raw gradients before they can be clipped."""
         is_scaled = frame.scale is not None
@@ -551,8 +544,7 @@ class Recorder:
         """Forget the backward passes whose gradients the loop has discarded."""
         self._dropped += len(self._backwards)
         for one in self._backwards:
-            one.is_dropped = True
-        self._has_dropped = True
+            one.drop()
         self._backwards.clear()
         self._gradients.begin_step()
         if self._dropped >= _DROPPED:
@@ -572,29 +564,20 @@ class Recorder:
         """Mark the losses that a gradient scaler multiplies."""
         result = run(scaler, outputs)
         if scaler.is_enabled():
-            self._mark_scaled(result, scaler)
+            self._call(mark_scaled, result, scaler)
         return result
-
-    @_guarded
-    def _mark_scaled(self, tensors: Any, scaler: Any) -> None:
-        mark_scaled(tensors, scale_of(scaler))
 
     def _on_unscale(self, run: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         """Take the gradients that a gradient scaler has divided."""
         member = self._optimizer.member_of(optimizer) if scaler.is_enabled() else None
         if member is None:
             return run(scaler, optimizer)
-        were_still = self._are_still(member)
+        were_still = self._call(self._gradients.are_still, member)
         result = run(scaler, optimizer)
         self._after_unscale(member, were_still)
         return result
 
     @_guarded
-    def _are_still(self, optimizer: Optimizer) -> bool:
-        return self._gradients.are_still(optimizer)
-
-    @_guarded
-    @torch.no_grad()
     def _after_unscale(self, optimizer: Optimizer, were_still: bool) -> None:
         by_hand = [one for one in self._backwards if one.scale is None and one.is_quotient]
         for one in by_hand:
@@ -607,24 +590,11 @@ class Recorder:
 
     def _on_clip(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the factor of a call of `clip_grad_norm_`, and gradients that it will clip."""
-        named = {
-            **dict(zip(("parameters", "max_norm", "total_norm"), args, strict=False)),
-            **kwargs,
-        }
-        self._before_clipping()
+        named = dict(zip(("parameters", "max_norm", "total_norm"), args, strict=False)) | kwargs
+        self._call(self._gradients.before_clipping)
         result = run(*args, **kwargs)
-        self._after_clipping(named["max_norm"], named["total_norm"])
+        self._call(self._gradients.after_clipping, named["max_norm"], named["total_norm"])
         return result
-
-    @_guarded
-    @torch.no_grad()
-    def _before_clipping(self) -> None:
-        self._gradients.before_clipping()
-
-    @_guarded
-    @torch.no_grad()
-    def _after_clipping(self, max_norm: Any, total_norm: torch.Tensor) -> None:
-        self._gradients.after_clipping(max_norm, total_norm)
 
     # The optimizer's step ------------------------------------------------------------------------
 
@@ -644,7 +614,6 @@ class Recorder:
         return result
 
     @_guarded
-    @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find the parameters again, and compare the optimizer's gradient with the raw one."""
         self._begun += 1
@@ -660,9 +629,10 @@ class Recorder:
         self._has_gradients = any(p.grad is not None for p in self._optimizer.parameters(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._has_closure = closure is not None  # accelerate passes None
-        if not self._calls[optimizer].is_plain:
+        if self._may_be_empty(optimizer):
             self._versions = self._present_versions(optimizer)
-            self._before = self._sums(optimizer)
+            self._before = self._witnesses_of(optimizer)
+            self._sums = bit_sums(self._before)
             self._states = [rows.marks_of_state() for rows in self._parameters]
         if not self._has_closure:
             self._settle(optimizer)
@@ -670,15 +640,12 @@ class Recorder:
     def _begin_turn(self, optimizer: Optimizer) -> None:
         self._notes.step = self.step + 1
         if not self._optimizer.turns:
-            if not self._has_begun:
-                self._matrices.take_initial_again()
-            self._has_begun = True
+            self._matrices.take_initial_again()
             if self._matrices.find_again():
                 self._gradients.find_parameters()
         self._matrices.begin_turn(optimizer)
 
     @_guarded
-    @torch.no_grad()
     def _inside_step(self, optimizer: Optimizer, *, ended: bool = False) -> None:
         """Compare the gradient that an inner step gets; look at what its wrapper changes."""
         if ended:
@@ -708,7 +675,6 @@ class Recorder:
             self._on_step(self)
 
     @_guarded
-    @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
         calls = self._calls[optimizer]
         if self._is_empty(optimizer):
@@ -721,40 +687,54 @@ class Recorder:
         elif self._has_closure:
             self._settle(optimizer)
         elif not skipped and (calls.is_plain or not calls.has_reached):
-            has_kept = self._has_kept and self._has_dropped and not calls.is_plain
+            has_kept = self._has_kept and self._dropped > 0 and not calls.is_plain
             self._gradients.compare_again(optimizer, has_kept=has_kept)
         self._matrices.check_inner_step(calls.wrapper or "a hook after the step", begins=False)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
 
+    def _may_be_empty(self, optimizer: Optimizer) -> bool:
+        return not self._calls[optimizer].is_plain and len(self._optimizer.members) == 1
+
     def _is_empty(self, optimizer: Optimizer) -> bool:
         """Return True if a call of `step` has changed no parameter, so that it is no step."""
         if self._is_skipped or len(self._optimizer.members) > 1:
             return False
+        counts = counts_versions() and self._may_be_empty(optimizer)
+        if has_counted := counts and self._versions != self._present_versions(optimizer):
+            self._witnesses[optimizer] = []
         if self._calls[optimizer].has_reached:
             return not (self._has_gradients or self._has_closure)
-        if not counts_versions():
+        if has_counted or not counts:
             return False
-        before, self._before = self._before, None
-        if self._versions != self._present_versions(optimizer):
-            self._counting.add(optimizer)
-            return False
-        if self._states != [rows.marks_of_state() for rows in self._parameters]:
-            return False
-        return before == self._sums(optimizer)
+        before, self._before = self._before, []
+        sums = zip(before, self._sums, bit_sums(before), strict=True)
+        changed = {parameter for parameter, old, new in sums if old != new}
+        if before:
+            self._choose_witnesses(optimizer, changed)
+        return not changed and self._states == [one.marks_of_state() for one in self._parameters]
 
-    def _sums(self, optimizer: Optimizer) -> list[tuple[int, int]] | None:
-        """Return sums over the bits of the parameters; None for an optimizer that counts changes.
+    def _witnesses_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Return parameters of which a step changes some, although it may not count that.
 
-        One that writes to `Tensor.data` does not.
+        A step that writes to `Tensor.data` does not. At first all parameters are read.
         """
-        if optimizer in self._counting:
-            return None
-        return bit_sums(self._optimizer.parameters(optimizer))
+        found = self._witnesses.get(optimizer)
+        return self._optimizer.parameters(optimizer) if found is None else found
+
+    def _choose_witnesses(self, optimizer: Optimizer, changed: set[torch.Tensor]) -> None:
+        """Read only the recorded and some small parameters in the next step; all after none."""
+        self._witnesses.pop(optimizer, None)
+        if changed:
+            recorded = {rows.parameter.tensor for rows in self._parameters}
+            small = sorted(changed - recorded, key=torch.Tensor.numel)
+            sizes = itertools.accumulate(one.numel() for one in small)
+            few = [one for one, size in zip(small, sizes, strict=True) if size <= _WITNESSES]
+            own = recorded.intersection(self._optimizer.parameters(optimizer))
+            self._witnesses[optimizer] = [*own, *(few or small[:1])]
 
     @_guarded
-    @torch.no_grad()
     def _skip_step(self, optimizer: Optimizer) -> None:
         """End the turn of an optimizer that the scaler has not called."""
         self._begin_turn(optimizer)
@@ -778,12 +758,13 @@ class Recorder:
             idle = self._optimizer.named(one for one, taken in turns.items() if not taken)
             self._notes.mention(_SOME_SKIPPED.format(idle=idle))
         backwards = self._backwards
-        passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
-        used = {*passes, *(one.number for one in self._loose.passes)}
-        if not backwards and len(passes) > 1:
-            passes = {}
-            self._notes.mention(_LOOSE)
-        self._forward.deliver(passes.values(), used)
+        found_passes = [one for frame in backwards for one in frame.passes]
+        if not backwards:
+            found_passes = [one for one in self._loose.values() if one is not None]
+            if len(self._loose) > 1:
+                self._notes.mention(_LOOSE)
+        passes = {one.number: one for one in found_passes}
+        self._forward.deliver(passes.values(), {*passes, *self._loose})
         total = self._gradients.total_norm
         scalars = {
             **self._forward.values(backwards),
@@ -835,14 +816,14 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._forward.begin_step()
-        self._hidden.begin_step()
         self._examples.begin_step()
         self._gradients.begin_step()
-        self._backwards = []
-        self._loose = BackwardPass()
+        self._backwards: list[BackwardPass] = []  # those that the step has used
+        # Passes that only `torch.autograd.grad` went through, by number; None if there are several.
+        self._loose: dict[int, ForwardPass | None] = {}
         self._roots, self._new_roots = self._new_roots, []
         self._matrices.begin_step()
-        self._has_kept = self._has_dropped = False  # calls of a step were empty; after discards
-        self._dropped = 0
+        self._has_kept = False  # calls of a step were empty
+        self._dropped = 0  # backward passes since the last step whose gradients were discarded
         self._is_idle = True
         self._in_step = self._is_several = self._is_skipped = False

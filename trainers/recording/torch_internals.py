@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from trajstore.trainers.products import modes_of_products
@@ -53,6 +54,22 @@ def version(tensor: torch.Tensor) -> int:
     if type(tensor) is not torch.Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor._version
+
+
+def factor_of(node: torch.autograd.graph.Node) -> float:
+    """Return the number by which a node of a graph multiplies; 1 if it is not known on the CPU.
+
+    Only what autograd saves for the backward pass tells it.
+    """
+    try:
+        saved = getattr(node, "_saved_other", None)
+    except RuntimeError:  # a backward pass has freed it; the next one fails
+        return 1.0
+    if not isinstance(saved, torch.Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
+        return 1.0
+    with _disable_current_modes():  # a dispatch mode gets a number in place of such a tensor
+        factor = float(saved.item())
+    return 1 / factor if node.name().startswith("Div") and factor else factor
 
 
 def counts_versions() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
@@ -14,9 +16,7 @@ _COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
 
 def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
     """Return a sentence if a step does not follow bit for bit from the recorded gradient."""
-    gradient = parameter.grad
-    if gradient is None:
-        return None
+    gradient: Any = parameter.grad
     if is_compiled_call():
         return "optimizer.step() is compiled, so it rounds otherwise than torch's own"
     is_fused = any(group.get("fused") for group in optimizer.param_groups)

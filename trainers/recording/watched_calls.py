@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +15,17 @@ Listener = Callable[..., Any]
 """Called with a function and the arguments of a call; it returns what the function returns."""
 
 
+class Listening(NamedTuple):
+    """Ends with `remove`, as a handle of torch."""
+
+    remove: Callable[[], None]
+
+
 class WatchedCall:
     """A function that is replaced while it has listeners.
 
-    Another library may wrap the function, too, and remove its wrapper at any time. So a listener
-    may be called twice for one call.
+    Another library may wrap the function, too, and remove its wrapper at any time. A replacement
+    that its wrapper calls inside another one, with the same arguments, is left out.
 
     Parameters
     ----------
@@ -33,26 +40,36 @@ class WatchedCall:
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
         self._listeners: list[Listener] = []
+        self._running: set[tuple[int, frozenset[int]]] = set()  # threads, arguments of their calls
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Listener) -> Listening:
         """Pass each later call through a listener."""
         self._listeners.append(listener)
+        listening = Listening(functools.partial(self._ignore, listener))
         original = getattr(self._owner, self._name)
         if original is self._replacement:
-            return
-        listeners = self._listeners
+            return listening
+        listeners, running = self._listeners, self._running
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            this = threading.get_ident(), frozenset(map(id, (*args, *kwargs.values())))
+            if this in running:
+                return original(*args, **kwargs)
             run = original
             for one in listeners:
                 run = functools.partial(one, run)
-            return run(*args, **kwargs)
+            running.add(this)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                running.discard(this)
 
         self._original, self._replacement = original, call
         setattr(self._owner, self._name, call)
+        return listening
 
-    def ignore(self, listener: Listener) -> None:
+    def _ignore(self, listener: Listener) -> None:
         """Remove a listener; without any, the owner has its own function again."""
         self._listeners.remove(listener)
         # If another library has replaced the function since, it calls ours, which changes nothing.

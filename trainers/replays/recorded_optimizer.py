@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameters import NO_NUMBERS
+from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
@@ -280,7 +281,7 @@ def _optimizer_class(path: str) -> type[Optimizer]:
     names = [name for name in REPLAYABLE if hasattr(torch.optim, name)]  # Muon is new
     classes: list[type[Optimizer]] = [getattr(torch.optim, name) for name in names]
     for known in (*classes, *_ROUNDED):
-        if f"{known.__module__}.{known.__qualname__}" == path:
+        if class_path(known) == path:
             return known
     raise CannotReplay(
         f"the optimizer {path} cannot be replayed; supported classes of torch.optim: "

@@ -73,7 +73,8 @@ def replay_device(
     elif kind == "mps" and torch.backends.mps.is_available():
         here, exact, device = "mps", True, torch.device("mps")
     else:
-        now = {"processor": platform.machine(), _CAPABILITY: _capability()}
+        now = {"processor": platform.machine()}
+        now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
         if products:
             now["processor_name"] = processor_name()
         held = {name: facts.get(name, value) for name, value in now.items()}
@@ -134,10 +135,6 @@ def replay_devices(
     begins = [0, *resumed_after(attributes)]
     devices = [replay_device(attributes, step, products=products) for step in begins]
     return [devices[max(at - 1, 0)] for at in np.searchsorted(begins, steps).tolist()]
-
-
-def _capability() -> str:
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _listed(facts: Mapping[str, Any]) -> str:

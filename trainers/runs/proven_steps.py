@@ -250,9 +250,12 @@ class _Proofs:
             yield finished
 
     def _segment(self, rows: list[int]) -> list[int]:
-        """Return the first rows, to be trained without a new start from a recorded row."""
-        proven = itertools.takewhile(lambda row: row not in self._unproven, rows)
-        return _consecutive(list(itertools.islice(proven, _SEGMENT)))
+        """Return the first rows, up to a gap: those that need no new start from a recorded row."""
+        found = itertools.takewhile(
+            lambda pair: pair[1] == rows[0] + pair[0] and pair[1] not in self._unproven,
+            enumerate(rows[:_SEGMENT]),
+        )
+        return [row for _, row in found]
 
     def _prove_first(self, rows: list[int]) -> int:
         """Prove consecutive rows up to the first different one; return their number.
@@ -325,10 +328,3 @@ class _Proofs:
                 yield entry["name"], slice(number, number + 1)
         else:
             yield None, ...
-
-
-def _consecutive(rows: list[int]) -> list[int]:
-    """Return the first numbers up to a gap."""
-    first = rows[0]
-    following = itertools.takewhile(lambda pair: pair[1] == first + pair[0], enumerate(rows))
-    return [row for _, row in following]

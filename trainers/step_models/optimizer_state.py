@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,10 +74,8 @@ def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
     stored = RunParameters(run)
     states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
-    rates = stored.value("params_lr", step).tolist()
-    group_of_W = next(one.group for one in stored.parameters if one.variable == "W")
     found: dict[str | None, dict[str, Any]] = {}
-    for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+    for number, (group, used) in enumerate(zip(groups, stored.settings(step), strict=True)):
         made = found.setdefault(group.get("name"), {"state": {}, "param_groups": []})
         own = [one for one in stored.parameters if one.group == number]
         own.sort(key=lambda one: one.position)
@@ -88,8 +84,9 @@ def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
         made["state"] |= {
             n: states[one] for n, one in zip(numbers, own, strict=True) if one in states
         }
-        of_step = stored.hyperparameters(step) if number == group_of_W else {}
-        made["param_groups"].append({**_settings(group, rate, of_step), "params": [*numbers]})
+        settings = with_numbers(group["hyperparameters"], used).items()
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
+        made["param_groups"].append({**values, "params": [*numbers]})
     return [*found.values()]
 
 
@@ -175,13 +172,3 @@ def _number(value: float, kind: str) -> Any:
     if python is not None:
         return python(value)
     return torch.tensor(value, dtype=getattr(torch, kind), device="cpu")
-
-
-def _settings(
-    group: Mapping[str, Any], rate: float, of_step: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return the settings of a parameter group with the rate and other numbers of a step."""
-    settings = with_numbers(group["hyperparameters"], of_step).items()
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
-    # NaN at step 0, which took no step
-    return values if math.isnan(rate) else values | {"lr": rate}

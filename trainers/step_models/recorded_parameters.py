@@ -226,16 +226,23 @@ class RunParameters:
         """Read one row of a variable that is not a parameter, such as ``params_lr``."""
         return np.asarray(self._arrays[variable][self.number(step)])
 
-    def hyperparameters(self, step: int) -> dict[str, float]:
-        """Return the known numbers that the step used for W; empty if the run does not hold them.
+    def settings(self, step: int) -> list[dict[str, float]]:
+        """Return the known numbers that the step used, for each parameter group.
 
-        Their names are those of `trajstore.values.hyperparameters`.
+        That is the rate ``lr``, and the hyperparameters of the group of W, by their names in
+        `trajstore.values.hyperparameters`.
         """
+        rates = self.value("params_lr", step).tolist()
+        found = [{} if math.isnan(rate) else {"lr": rate} for rate in rates]
         if not {"hyperparameters", "hyperparameter"} <= self._arrays.keys():
-            return {}
+            return found
         names = map(str, self._arrays["hyperparameter"][...])
         values = self.value("hyperparameters", step).tolist()
-        return {name: one for name, one in zip(names, values, strict=True) if not math.isnan(one)}
+        known = {name: v for name, v in zip(names, values, strict=True) if not math.isnan(v)}
+        for one in self.parameters:
+            if one.variable == "W" and one.group is not None:
+                found[one.group] |= known
+        return found
 
     def _read(self, name: str, first: int, stop: int) -> Array:
         array, native = self._arrays[name], self.native(name)

@@ -125,13 +125,10 @@ def restore(
                 # torch has converted it to the type of the parameter.
                 kept[name] = value.to(kept[name].device)
     if stored.number(step) in _followed(stored):
-        rates, numbers = stored.value("params_lr", step + 1), stored.hyperparameters(step + 1)
+        used = stored.settings(step + 1)
         for one, parameter in trained.items():
-            if one.group is not None and one.group < len(rates):
-                own = numbers if one.variable == "W" else {}
-                if not np.isnan(rates[one.group]):
-                    own = {**own, "lr": float(rates[one.group])}
-                _set_numbers(find_group(joined, parameter) or {}, own)
+            if one.group is not None:
+                _set_numbers(find_group(joined, parameter) or {}, used[one.group])
     if draws:
         set_generators(model, stored.value("random_state", step + 1))
     return step

@@ -279,7 +279,7 @@ def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, N
 def _remedy(stored: RunParameters) -> str:
     version = (stored.attributes.get("model_config") or {}).get("transformers")
     if version is None or version == transformers.__version__:
-        return "pass a constructor that builds the recorded model"
+        return "pass the recorded model, or a constructor that builds it"
     return (
         f"the run was recorded with transformers {version}, and this is "
         f"{transformers.__version__}: install transformers {version}"

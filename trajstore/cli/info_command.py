@@ -123,7 +123,8 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
         if isinstance(facts.get(section), dict) and facts[section]:
-            out.print(section, style="bold")
+            at_first = " at the first step" if "hyperparameters" in facts["arrays"] else ""
+            out.print(section + at_first * (section == "optimizer"), style="bold")
             for name, value in _flat(facts[section]):
                 out.print(f"  {name} = {value}")
         if section == "config" and (lines := _segments(facts)):

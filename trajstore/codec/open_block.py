@@ -43,10 +43,8 @@ def with_consequence(error: ValueError) -> str:
     return f"{error}; the run is damaged"
 
 
-def change_since_opened(
-    run: object, form: BlockForm, metadata: bytes | None
-) -> FormatError | RunNotFound | None:
-    """Error that explains why a block of a run cannot be read; None if the run is still there.
+def check_not_replaced(run: object, form: BlockForm, metadata: bytes | None) -> None:
+    """Check that a run is still the one that was opened, after a block of it could not be read.
 
     Parameters
     ----------
@@ -56,16 +54,22 @@ def change_since_opened(
         Storage form of the blocks when the run was opened.
     metadata : bytes or None
         Present metadata of the root; None if there is no run any more.
+
+    Raises
+    ------
+    RunNotFound
+        If it is gone.
+    FormatError
+        If another run has its place.
     """
     if metadata is None:
-        return RunNotFound(f"{run} was moved, removed or unmounted since it was opened")
+        raise RunNotFound(f"{run} was moved, removed or unmounted since it was opened")
     try:
         identity = json.loads(metadata)["attributes"]["runs"][-1][1]
     except (ValueError, LookupError, TypeError):  # damaged, or a copy by another program
-        return None
-    if identity == form.runs[-1][1]:
-        return None
-    return FormatError(f"{run} was replaced by another run since it was opened; open it again")
+        return
+    if identity != form.runs[-1][1]:
+        raise FormatError(f"{run} was replaced by another run since it was opened; open it again")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from zarr.storage import StorePath
 from trajstore.codec.block_form import BlockForm, FewerRows
 from trajstore.codec.block_label import ANYWHERE
 from trajstore.codec.block_object import BlockObject, BytesObject, LocalObject, StoreObject, at_once
-from trajstore.codec.open_block import OpenBlock, change_since_opened, named, with_consequence
+from trajstore.codec.open_block import OpenBlock, check_not_replaced, named, with_consequence
 from trajstore.codec.selected_parts import (
     Pick,
     hull_of,
@@ -78,10 +78,10 @@ class SelectedBlock:
         try:
             with self._named_if_missing(), LocalObject(path) as source:
                 return self._decoded(at_once(self._opened(source)))
-        except FormatError as error:
+        except FormatError:
             if self._within_run:
                 run = path[: -self._within_run].rstrip("/")
-                self._raise_if_changed(run, root_metadata(run), error)
+                check_not_replaced(run, self._form, root_metadata(run))
             raise
 
     def from_bytes(self, data: bytes) -> Array:
@@ -97,19 +97,14 @@ class SelectedBlock:
             # A growing block is replaced, possibly between two of the requests.
             try:
                 return await self._from_ranges(byte_getter, prototype)
-            except FormatError as error:
+            except FormatError:
                 if self._within_run and isinstance(byte_getter, StorePath):
                     run = StorePath(byte_getter.store, byte_getter.path[: -self._within_run])
                     found = await (run / _ROOT).get(prototype)
                     if found is not None or not await (run / self._folder / _ROOT).exists():
                         metadata = None if found is None else found.to_bytes()
-                        self._raise_if_changed(run.path or "the run", metadata, error)
+                        check_not_replaced(run.path or "the run", self._form, metadata)
                 raise
-
-    def _raise_if_changed(self, run: object, metadata: bytes | None, error: FormatError) -> None:
-        change = change_since_opened(run, self._form, metadata)
-        if change is not None:
-            raise change from error
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
         with self._named_if_missing():

@@ -13,7 +13,7 @@ fingerprint in the root shows that the copy is the older one.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -172,23 +172,6 @@ def unproven_rows(attributes: Mapping[str, Any], steps: npt.NDArray[Any]) -> dic
             for row in range(max(start, 1), min(end + 1, len(steps))):
                 reasons.setdefault(row, note["note"])
     return reasons
-
-
-def joined_ranges(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return inclusive ranges of steps in order, with adjacent ones joined.
-
-    Examples
-    --------
-    >>> joined_ranges([[5, 5], [1, 2], [3, 3]])
-    [[1, 3], [5, 5]]
-    """
-    joined: list[list[int]] = []
-    for first, last in sorted(map(tuple, ranges)):
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1][1] = max(joined[-1][1], last)
-        else:
-            joined.append([first, last])
-    return joined
 
 
 def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str]) -> bool:

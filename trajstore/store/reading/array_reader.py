@@ -25,7 +25,7 @@ from trajstore.codec.block_label import digest_of
 from trajstore.codec.block_object import at_once
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.open_block import OpenBlock, change_since_opened
+from trajstore.codec.open_block import OpenBlock, check_not_replaced
 from trajstore.codec.selected_block import root_metadata
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.codec.shard import UnitChunks, encoded_chunks
@@ -161,9 +161,7 @@ class StoredArray:
             with opened(path) as source:
                 yield at_once(OpenBlock.opened(name, self.form, source, (block, part), axes))
         except (FileNotFoundError, FormatError) as error:
-            change = change_since_opened(self.path, self.form, self._root_metadata())
-            if change is not None:
-                raise change from error
+            check_not_replaced(self.path, self.form, self._root_metadata())
             if isinstance(error, FormatError):
                 raise
             raise FormatError(

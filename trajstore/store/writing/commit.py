@@ -84,14 +84,11 @@ class Committer:
         path, root = self._path, self._path / METADATA_KEY
         if not isinstance(path, Path) or not self._share.is_first:
             return
-        try:
-            if self._root_file == _file_of(root):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = _file_of(root)
+            if found == self._root_file or holds_run(path, self._run.layout.runs):
+                self._root_file = found
                 return
-            if holds_run(path, self._run.layout.runs):
-                self._root_file = _file_of(root)
-                return
-        except (FileNotFoundError, NotADirectoryError):
-            pass
         raise self._gone()
 
     def _gone(self) -> RunNotFound:

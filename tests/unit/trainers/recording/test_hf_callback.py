@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,27 +200,6 @@ def test_an_interrupted_training_has_its_rows_and_is_resumed_in_its_process(
     ds = xr.open_zarr(path)
     assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [*range(8)])
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [4]
-
-
-def test_in_a_notebook_it_is_closed_when_the_cell_ends(
-    tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registered: list[Any] = []
-    events = SimpleNamespace(
-        callbacks={"post_run_cell": registered},
-        register=lambda event, function: registered.append(function),
-        unregister=lambda event, function: registered.remove(function),
-    )
-    shell = SimpleNamespace(events=events)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    path = tmp_path / "run.zarr"
-    with pytest.raises(KeyboardInterrupt):
-        trainer_of(tiny, tmp_path, TrajectoryCallback(path), FailAfter(2)).train()
-    for function in list(registered):
-        function(None)
-    assert xr.open_zarr(path).attrs["status"] == "interrupted"
-    assert xr.open_zarr(path).sizes["step"] == 3
-    assert registered == []
 
 
 class Committed(TrainerCallback):

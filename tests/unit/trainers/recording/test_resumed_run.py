@@ -15,16 +15,16 @@ torch = pytest.importorskip("torch")
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 
-from trajstore import verify  # noqa: E402
+from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
     RecordingError,
+    RunExists,
     RunLocked,
-    RunNotFound,
 )
 from trajstore.store.storage.lock import RunLock  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture, replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -86,6 +86,26 @@ def test_a_loop_continues_from_its_own_checkpoint(taken: int, every: int, tmp_pa
     again.run(path, taken, STEPS, every=every, resume=True, first_step=taken)
     ds = same(tmp_path / "straight.zarr", path)
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [taken, taken]
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [(torch.optim.SGD, {}), (torch.optim.AdamW, {"maximize": True})],
+    ids=["class", "flag"],
+)
+def test_steps_of_another_optimizer_are_not_proven(
+    other: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, loop = tmp_path / "run.zarr", Loop()
+    loop.run(path, 0, 3)
+    state = loop.checkpoint()["optimizer"]["state"]
+    loop.optimizer = other(loop.model.parameters(), lr=0.01, **options)
+    if options:
+        held = loop.optimizer.state_dict() | {"state": state}
+        loop.optimizer.load_state_dict(held)
+    loop.run(path, 3, 6, resume=True, first_step=3)
+    found = replay(path)
+    assert (found.clean, found.replayed) == (True, 3)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -152,8 +172,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     loop.run(late, 5, 6, first_step=5)
     with pytest.raises(NothingToResume, match=r"has the steps 5 to 6, but the .* after step 4"):
         loop.run(late, 5, 6, resume=True, first_step=4)
-    with pytest.raises(RunNotFound):
-        loop.run(tmp_path / "nowhere.zarr", 5, 6, resume=True, first_step=5)
+
+
+def test_a_run_without_rows_begins(tmp_path: Path) -> None:
+    """A loop that always resumes starts a run, also over one that was killed before any row."""
+    Loop().run(tmp_path / "straight.zarr", 0, STEPS)
+    empty = tmp_path / "killed.zarr"
+    with RunWriter.create(tmp_path / "o.zarr", token=[0, 1], hidden=2, variables={"W": "float32"}):
+        shutil.copytree(tmp_path / "o.zarr", empty)  # as a kill leaves it
+    for path in (empty, tmp_path / "new.zarr"):
+        Loop().run(path, 0, STEPS, resume=True, first_step=0)
+        same(tmp_path / "straight.zarr", path)
+    notes: list[str] = []
+    loop = Loop()
+    loop.run(tmp_path / "late.zarr", 3, 5, resume=True, first_step=3, on_note=notes.append)
+    assert "there were no rows to resume: the run begins after step 3" in notes
+    (tmp_path / "other.zarr").mkdir()
+    with pytest.raises(RunExists, match="is not a run"):
+        loop.run(tmp_path / "other.zarr", 5, 6, resume=True, first_step=5)
 
 
 @pytest.mark.parametrize(

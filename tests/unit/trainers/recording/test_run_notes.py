@@ -31,7 +31,7 @@ def test_a_resumed_recording_keeps_them_up_to_its_step() -> None:
     noted(notes, 9, 10)
     resumed = notes.resumed(before, 8)
     assert [one["note"] for one in resumed] == ["another", "W was set"]
-    assert [one["unproven"] for one in resumed] == [[[2, 4], [7, 8]], [[2, 4], [7, 10]]]
+    assert [one["unproven"] for one in resumed] == [[[2, 4], [7, 8]], [[2, 4], [7, 8], [9, 10]]]
     noted(notes, 11, sentence="another")
     assert resumed[0]["unproven"] == [[2, 4], [7, 8], [11, 11]]
     assert (resumed[1]["first_step"], resumed[1]["last_step"]) == (2, 10)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from loops_of_others import about, read  # noqa: E402
 
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
+from trajstore.trainers.recording.flat_vectors import bit_sums  # noqa: E402
+from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -165,6 +169,52 @@ def test_a_call_that_changes_nothing_is_no_step(
     assert_consumed(ds, loop.consumed)
     np.testing.assert_array_equal(ds.W.values[1:], torch.stack(weights))
     assert ("exp_avg" in ds) == (optimizer is Virtual)
+
+
+class OfData(VirtualData):
+    def step(self) -> None:
+        self.calls = 1
+        super().step()
+
+
+class Momentum(OfData):
+    def step(self) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["held"] = parameter.grad.clone()
+
+
+class Sub(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [OfData, Momentum, Sub])
+def test_a_step_is_seen_without_a_read_of_all_parameters(
+    optimizer: Any, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trajstore.trainers.recording import step_hooks
+
+    read_elements = []
+
+    def counted(tensors: Any) -> Any:
+        read_elements.append(sum(one.numel() for one in tensors))
+        return bit_sums(tensors)
+
+    monkeypatch.setattr(step_hooks, "bit_sums", counted)
+    loop = Loop()
+    large = torch.nn.Parameter(torch.ones(512, 512))
+    loop.model.register_parameter("large", large)
+    loop.optimizer = optimizer([*loop.parameters, large], lr=0.01)
+    with recorded(loop):
+        for number in range(4):
+            loop.model.zero_grad()
+            (loop.loss() + large.square().mean()).backward()
+            if number == 1:
+                read_elements.clear()
+            loop.step()
+    assert max(read_elements) < large.numel()
+    assert_consumed(read(tmp_path), loop.consumed)
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
@@ -441,3 +491,90 @@ def test_the_wrapper_of_an_optimizer(recorded: Any, tmp_path: Path, notes: list[
     assert ds.clip_coef.values[1:].tolist() == [2, 1]
     assert not about(notes, "Wrapper")
     assert replay(tmp_path / "run.zarr").replayed == 2
+
+
+def test_a_wrapper_that_catches_an_error_of_the_inner_step(recorded: Any, tmp_path: Path) -> None:
+    class Retries:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self) -> None:
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner.step(lambda: 1 / 0)
+            self.inner.step()
+
+    loop = Loop()
+    loop.optimizer = Retries(loop.optimizer)
+    with recorded(loop):
+        for _ in range(2):
+            loop.backward()
+            loop.step()
+    assert_consumed(read(tmp_path), loop.consumed)
+
+
+def test_another_tool_wraps_the_step_of_the_scaler(
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two recordings then replace the function, one inside the other."""
+    scalers, loop, other = torch.amp.GradScaler, Loop(), Loop()
+
+    def wrapper(*given: Any, **named: Any) -> Any:
+        return own(*given, **named)
+
+    scaler = scalers("cpu")
+    with recorded(loop):
+        own = scalers.step
+        monkeypatch.setattr(scalers, "step", wrapper)
+        with capture(other.model, other.optimizer, tmp_path / "b.zarr", parameter="0.weight"):
+            other.backward()
+            other.step()
+            for factor in (1.0, float("inf"), 1.0):
+                loop.model.zero_grad()
+                scaler.scale(loop.loss() * factor).backward()
+                scaler.step(loop.optimizer)
+                scaler.update()
+    assert read(tmp_path).skipped.values[1:].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("is_assigned", [False, True], ids=["backward", "grad"])
+def test_passes_without_a_step_keep_no_values(is_assigned: bool, recorded: Any) -> None:
+    def passes() -> int:
+        gc.collect()
+        return sum(type(one) is ForwardPass for one in gc.get_objects())
+
+    loop, before = Loop(), passes()
+    with recorded(loop):
+        for _ in range(4):
+            loop.model.zero_grad()
+            if is_assigned:
+                torch.autograd.grad(loop.loss(), loop.parameters)
+            else:
+                loop.loss().backward()
+        assert passes() - before <= 1
+        loop.backward()
+        loop.step()
+
+
+def test_the_mean_of_the_tokens_of_a_pass_is_no_mean_of_passes(
+    recorded: Any, tmp_path: Path, notes: list[str]
+) -> None:
+    loop = Loop()
+    with recorded(loop):
+        loop.optimizer.zero_grad()
+        for count in (5, 7):
+            ids = torch.arange(count)
+            losses = torch.nn.functional.cross_entropy(loop.model(ids), ids, reduction="none")
+            (losses.sum() / torch.ones(count).sum()).backward()
+        loop.step()
+    assert about(notes, "sum of what 2 backward passes")
+
+
+def test_a_graph_that_is_differentiated_twice(recorded: Any, tmp_path: Path) -> None:
+    loop = Loop()
+    with recorded(loop):
+        loss = loop.loss() / 2
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        loop.step()
+    assert_consumed(read(tmp_path), loop.consumed)
