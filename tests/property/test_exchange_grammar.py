@@ -102,6 +102,7 @@ def test_rows_of_some_tokens_keep_their_ids(
     dead, live = np.flatnonzero(known.dead), np.flatnonzero(~known.dead)
     names = {"W": "W", "grad": "g"}
     arrays: dict[str, Any] = {"dead_indices": dead, "live_indices": live}
+    mask = mask or not prefix
     if mask:
         arrays["dead_mask"] = known.dead
     both = both and prefix
@@ -111,7 +112,11 @@ def test_rows_of_some_tokens_keep_their_ids(
                 array = stored(known.values[name], "float32")[:, ids]
                 arrays[f"{population}_{key}" if prefix else key] = array
     with tempfile.TemporaryDirectory() as folder:
-        import_file(write(Path(folder, "file"), form, arrays), Path(folder, "run.zarr"))
+        file = write(Path(folder, "file"), form, arrays)
+        # Names without a prefix do not say which rows they have.
+        import_file(
+            file, Path(folder, "run.zarr"), map=None if prefix else {"token": "dead_indices"}
+        )
         ds = open_run(Path(folder, "run.zarr")).load()
     ids = np.arange(len(known.dead)) if both else dead
     assert ds.token.values.tolist() == ids.tolist()

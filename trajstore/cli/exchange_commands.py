@@ -18,7 +18,7 @@ from trajstore.cli.tables import out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from trajstore.exchange.guessing.detect_arrays import Detection
+    from trajstore.exchange.importing.named_arrays import TableLine
 
 
 @click.command()
@@ -153,7 +153,7 @@ def _format_of(output: str) -> str:
     help="Step of the first row if the file labels none; default: 0.",
 )
 @click.option(
-    "--layout", help="Layout of FILE, such as native or hdf5, or a TOML file; default: detected."
+    "--layout", help="Layout of FILE, such as native or hdf5, or a TOML file; default: by names."
 )
 @click.option(
     "--masks",
@@ -230,7 +230,7 @@ def _bits(texts: tuple[str, ...]) -> dict[str, str]:
     return types
 
 
-def _print_matches(lines: Iterable[Detection]) -> None:
+def _print_matches(lines: Iterable[TableLine]) -> None:
     """Print how each array and number of a file is imported."""
     rows = [
         [
@@ -248,8 +248,8 @@ def _print_matches(lines: Iterable[Detection]) -> None:
 
 def _print_importable(*, as_json: bool) -> None:
     """Print what `import` can read: formats, variables with known names, and layouts."""
-    from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS
     from trajstore.exchange.layouts import EXPORT_LAYOUTS, MASKS
+    from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS
     from trajstore.formats.open_file import FORMATS
 
     if as_json:
@@ -279,8 +279,8 @@ def _print_importable(*, as_json: bool) -> None:
     print_table("Arrays", columns, rows, words=range(3))
     out.print(
         "Names ignore case. They may have the prefix run_0_, dead_ or live_ (rows of some "
-        "tokens), and the suffix _history, _bits, _E, _W or _U. A single array of "
-        "(step, token, hidden) can have any name. uint16 values are read as bfloat16 bits."
+        "tokens), and the suffix _history, _bits, _E, _W or _U. Other names need --map KIND=NAME. "
+        "uint16 values are read as bfloat16 bits."
     )
     rows = [(one.name, ", ".join(one.names), ".".join(one.paths[0])) for one in SCALARS.values()]
     print_table("Numbers", ("name", "known names", "stored as"), rows, words=range(3))

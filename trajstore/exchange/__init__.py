@@ -8,6 +8,6 @@
     From runs to files, Zarr and tensors.
 ``importing``
     From files to runs.
-``guessing``
-    Detection of the variable that each array of a file holds.
+``usual_names``
+    Usual names of arrays and numbers in files.
 """

@@ -1,8 +1,8 @@
 """Layouts of files: names, types, alignment, and the numbers besides the arrays.
 
 `layouts.toml` lists those of whole runs and of the notebooks; a TOML file can define another.
-Export and import use the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of
-every file, with or without a layout. Differences between the layouts and a run:
+Export and import use the same table. `trajstore.exchange.usual_names` knows arrays of files
+without a layout. Differences between the layouts and a run:
 
 * Most hold the state after each step, as a run does. Before the first step they hold zeros, where a
   run holds NaN. 14.1a holds changes of W instead of W; its first form holds dead tokens only.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, scalar_of
+from trajstore.exchange.usual_names import ARRAY_KINDS, scalar_of
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import OPTIMIZER_STATE, VARIABLES
 

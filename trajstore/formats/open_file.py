@@ -1,4 +1,4 @@
-"""Detection of the format of a file, by its first bytes and never by its name."""
+"""TableLine of the format of a file, by its first bytes and never by its name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.exporting.joined_runs import joined, step_labels
 from trajstore.exchange.exporting.layout_columns import columns_of
 from trajstore.exchange.exporting.layout_numbers import file_numbers, number_of
-from trajstore.exchange.guessing.kind_table import named
 from trajstore.exchange.layouts import (
     COUNTS,
     MARKS,
@@ -29,6 +28,7 @@ from trajstore.exchange.layouts import (
     text_key,
 )
 from trajstore.exchange.selection import Selection
+from trajstore.exchange.usual_names import named
 from trajstore.formats.streamed_tensor import Tensor, constant
 from trajstore.schema import NAMES
 from trajstore.store.reading.run_settings import attribute

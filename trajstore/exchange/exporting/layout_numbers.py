@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from trajstore.exchange.exporting.layout_columns import is_sgd
-from trajstore.exchange.guessing.kind_table import Scalar, scalar_of
 from trajstore.exchange.layouts import COUNTS, RECORDED, Layout
 from trajstore.exchange.selection import Selection
+from trajstore.exchange.usual_names import Scalar, scalar_of
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.run_settings import attribute
 

@@ -1,11 +1,11 @@
 """Import of files of other programs.
 
 ``file_numbers``
-    Single numbers of a file, as attributes of a run: its configuration.
+    Single numbers of a file, and the attributes of a run that they become.
 ``file_rows``
     Rows of a file: their number, their steps, and the state that each row holds.
 ``import_arrays``
-    Runs of a file with detected arrays, and the table of detections.
+    Runs of a file of named arrays, and the table of its arrays and numbers.
 ``import_file``
     The public function: a file to one or several runs.
 ``import_options``
@@ -13,7 +13,9 @@
 ``import_whole``
     Content of a file that holds a whole run: an export in the layout native or hdf5.
 ``imported_file``
-    Content of a file after detection, with checked shapes and types.
+    Content of a file, with checked shapes and types.
+``named_arrays``
+    Variable or coordinate that each array of a file holds, by its name and ``--map``.
 ``read_runs``
     Runs of a file under the given options: the only way from a path to runs.
 ``run_parts``

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import DetectedArray
 from trajstore.exchange.importing.file_numbers import attributes_of, scalar_numbers
 from trajstore.exchange.importing.file_rows import FileRows, check_size
 from trajstore.exchange.importing.import_options import ImportOptions
@@ -18,6 +17,7 @@ from trajstore.exchange.importing.imported_file import (
     ImportedVariable,
     reader,
 )
+from trajstore.exchange.importing.named_arrays import NamedArray
 from trajstore.exchange.importing.run_parts import RunPart
 from trajstore.exchange.importing.token_tables import (
     TokenArray,
@@ -93,7 +93,7 @@ class RunReading:
             notes=tuple(self.notes),
         )
 
-    def _anchor(self) -> DetectedArray:
+    def _anchor(self) -> NamedArray:
         """The array that defines the shape of the others: W, or its changes."""
         for kind in TRAJECTORIES:
             held = [one for one in self.found if one.kind.name == kind]
@@ -109,6 +109,8 @@ class RunReading:
         own = token_arrays(self.file, self.found)
         self.arrays = [*own, *self.options.masks]
         held = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
+        if self.layout is not None and self.layout.only and not self._has_all_rows():
+            held = {self.layout.only}
         populations = held - {None}
         self.by_population = len(populations) == 2
         if populations and None in held:
@@ -122,7 +124,6 @@ class RunReading:
             (population,) = populations
             name = f"the {population} tokens"
             self.arrays.append(TokenArray(name=name, kind="token", values=self._ids(population)))
-        exported = self.file.attributes.get("exporter") == "trajstore"
         table = token_table(
             self.file.path,
             self.tokens,
@@ -130,10 +131,15 @@ class RunReading:
             self.part.numbers,
             sizes=self._sizes("vocab_size"),
             rows_of=self.anchor.key,
-            by_place=exported and any(one.kind == "token" for one in own),
+            by_place=self.file.attributes.get("exporter") == "trajstore"
+            and any(one.kind == "token" for one in own),
         )
         self.notes += table.notes
         return table
+
+    def _has_all_rows(self) -> bool:
+        """True if a mask is as long as the token axis, so that the rows are the vocabulary."""
+        return any(one.is_dense and len(one.values) == self.tokens for one in self.arrays)
 
     def _ids(self, population: str | None) -> Array:
         for each in self.arrays:
@@ -183,7 +189,7 @@ class RunReading:
 
         return replace(one, keys=(one.key, other.key), row_shape=row_shape, read=read)
 
-    def _variable(self, one: DetectedArray, tokens: TokenTable) -> ImportedVariable:
+    def _variable(self, one: NamedArray, tokens: TokenTable) -> ImportedVariable:
         dims, single = one.kind.dims, self.rows.single
         shape = (1, *one.shape) if single else one.shape
         outer = self.part.outer if len(shape) > len(dims) else None
@@ -208,7 +214,7 @@ class RunReading:
                 f"{expected[single:]} ({', '.join(dims[single:])}), as {self.anchor.key} has "
                 f"shape {self.anchor.shape}"
             )
-        native = NATIVE_TYPES.get(one.dtype)  # detected arrays have one, or are 16 bits
+        native = NATIVE_TYPES.get(one.dtype)  # its type, or None for 16 bits
         if native is None:
             native = NATIVE_TYPES[self.options.bits_of(one.kind.name, one.key) or "bfloat16"]
         return ImportedVariable(

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.detect_arrays import DetectedArray
-from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
 from trajstore.exchange.importing.file_numbers import STARTING_STEP
 from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import ImportedVariable
+from trajstore.exchange.importing.named_arrays import NamedArray
 from trajstore.exchange.importing.run_parts import RunPart
 from trajstore.exchange.layouts import Layout
+from trajstore.exchange.usual_names import ARRAY_KINDS
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES
 
@@ -187,7 +187,7 @@ class FileRows:
     options : ImportOptions
     layout : Layout, optional
         Layout of the file.
-    anchor : DetectedArray
+    anchor : NamedArray
         The array that defines the number of rows.
 
     Attributes
@@ -210,15 +210,16 @@ class FileRows:
         part: RunPart,
         options: ImportOptions,
         layout: Layout | None,
-        anchor: DetectedArray,
+        anchor: NamedArray,
     ) -> None:
         self._file, self._part, self._options, self._anchor = file, part, options, anchor
-        # True if the names fit a layout whose states are before the step of their row.
-        self._fits_before = layout is not None and any(
-            column.time == "before" for column in layout.columns
+        # True if its states are those before the step of their row.
+        self._is_before = (
+            layout is not None
+            and any(column.time == "before" for column in layout.columns)
+            and (options.layout is not None or options.first_row is None)
         )
-        named = layout is not None and file.attributes.get("layout") == layout.name
-        self._is_before = self._fits_before and (options.layout is not None or named)
+        self._layout = layout
         self.notes: list[str] = []
         self.single = len(anchor.shape) == 2
         self.count = 1 if self.single else anchor.shape[anchor.extra]
@@ -271,7 +272,7 @@ class FileRows:
             )
         return steps
 
-    def _labels_of(self, one: DetectedArray) -> Array:
+    def _labels_of(self, one: NamedArray) -> Array:
         """Labels of the rows. Labels of several runs have a first axis of runs."""
         shape, outer = one.shape, self._part.outer
         if self.count in shape:
@@ -303,52 +304,35 @@ class FileRows:
             If a result of a step has values in the row of step 0, or the rows do not fit the named
             layout.
         """
-        if not self.single and self._are_before(variables):
-            for held in variables:
-                if held.variable in _STATE and (np.diff(self.steps) != 1).any():
-                    raise FormatError(
-                        f"{self._file.path}: {held.key} is the value before the step of its row, "
-                        "so its steps must be consecutive; use the run from which it was exported"
-                    )
+        if not self.single and self._is_before:
+            self._check_before(variables)
             variables = tuple(
                 replace(held, shift=held.shift + 1) if held.variable in _STATE else held
                 for held in variables
             )
         return tuple(map(self._with_first_row, variables))
 
-    def _are_before(self, variables: Variables) -> bool:
-        """True if W and the moments are the values before the step of their row.
+    def _check_before(self, variables: Variables) -> None:
+        """Refuse states that are not those before the step of their row.
 
-        Rows 0 and 1 of each are then equal, both before step 1, and the moments do not depend on
-        the gradient of row 1. Without moments, and with the names of such a layout, an option must
-        decide.
+        Rows 0 and 1 are both before step 1, so they are equal. Steps are consecutive.
         """
-        if self._options.first_row is not None and not self._is_before:
-            return False
-        held = {each.variable: each for each in variables}
-        states = [held[name] for name in _STATE if name in held]
-        if "W" not in held or self.steps[0] != 0 or len(self.steps) < 2:
-            return self._is_before and "W" in held
-        same = [np.array_equal(each.read(0, 1), each.read(1, 2)) for each in states]
-        forced = self._options.layout if self._fits_before else None
-        if forced is not None and not all(same):
-            raise FormatError(
-                f"{self._file.path}: {states[same.index(False)].key} differs between rows 0 and 1, "
-                f"but in layout {forced.name} both come before step 1; omit --layout {forced.name}"
-            )
-        if not all(same) or "grad" not in held or held["grad"].shift:
-            return False
-        if self._is_before:
-            return True
-        if len(states) == 1 and self._fits_before and not self._labels:
-            raise FormatError(
-                f"{self._file.path}: {held['W'].key} is equal in rows 0 and 1, either because "
-                "files of 1.12a hold W before the step of each row, or because the first step had "
-                "a learning rate of 0; pass --layout 1.12a, or --first-row 0"
-            )
-        last = len(self.steps) - 1
-        moments = any(not each.is_blank(last) for each in states[1:])
-        return moments and not held["grad"].is_blank(1) and held["grad"].is_blank(0)
+        for held in variables:
+            if held.variable not in _STATE:
+                continue
+            if (np.diff(self.steps) != 1).any():
+                raise FormatError(
+                    f"{self._file.path}: {held.key} is the value before the step of its row, "
+                    "so its steps must be consecutive; use the run from which it was exported"
+                )
+            both = self.steps[0] == 0 and len(self.steps) > 1
+            if both and not np.array_equal(held.read(0, 1), held.read(1, 2)):
+                name = "" if self._layout is None else self._layout.name
+                fix = f"omit --layout {name}" if self._options.layout else "pass --first-row 0"
+                raise FormatError(
+                    f"{self._file.path}: {held.key} differs between rows 0 and 1, but in layout "
+                    f"{name} both come before step 1; {fix}"
+                )
 
     def _with_first_row(self, held: ImportedVariable) -> ImportedVariable:
         """The variable. Its first row becomes NaN if no step precedes it."""

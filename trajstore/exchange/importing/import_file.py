@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from trajstore.argument_types import Count, checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
-from trajstore.exchange.guessing.detect_arrays import Detection
 from trajstore.exchange.importing.import_options import import_options
 from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun, ImportedVariable
+from trajstore.exchange.importing.named_arrays import TableLine
 from trajstore.exchange.importing.read_runs import opened_file
 from trajstore.schema import row_lengths
 from trajstore.store.storage.remote_path import local_path
@@ -59,8 +59,8 @@ class Imported:
         Native type of each variable.
     notes : tuple of str
         Notes on corrections, omissions and missing information.
-    table : tuple of Detection
-        Detected kind of each array and number of the file.
+    table : tuple of TableLine
+        What each array and number of the file becomes.
     others : tuple of Imported
         Further runs of a file that holds several.
     """
@@ -76,7 +76,7 @@ class Imported:
     last_step: int
     variables: dict[str, str]
     notes: tuple[str, ...]
-    table: tuple[Detection, ...] = ()
+    table: tuple[TableLine, ...] = ()
     others: tuple[Imported, ...] = ()
 
 
@@ -130,14 +130,13 @@ def import_file(
     ----------
     file : path-like
         safetensors, HDF5, ``.npz``, ``.npy``, ``.pt`` of torch, or a folder of one such file per
-        step. Arrays are recognized by common names, types and shapes. A single array of (step,
-        token, hidden) is enough.
+        step. Arrays are known by usual names, which ``trajstore import`` lists, or by `map`.
     path : path-like
         Path of the new run, which appears complete. Several runs become ``NAME.0.zarr``,
         ``NAME.1.zarr`` or ``NAME.E.zarr``, ``NAME.W.zarr`` in the same folder.
     layout : str, optional
         native, hdf5 or a layout of the notebooks, which ``trajstore import`` lists. It defines the
-        keys and the alignment. Default: recognized.
+        keys and the alignment. Default: that of the names in the file.
     map : mapping of str to str or iterable of str, optional
         Arrays by kind, such as ``{"W": "weights_0", "loss": "nll"}``. Arrays under ``ignore`` are
         omitted.

@@ -1,4 +1,4 @@
-"""Options of an import. They override or complete the detection."""
+"""Options of an import. They override or complete the usual names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.guessing.detect_arrays import IGNORE
+from trajstore.exchange.importing.named_arrays import IGNORE
 from trajstore.exchange.importing.token_masks import masks_of
 from trajstore.exchange.importing.token_tables import TokenArray
 from trajstore.exchange.layouts import IMPORT_LAYOUTS, Layout, layout_of
@@ -18,7 +18,7 @@ OTHERS = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Options of an import. They override or complete the detection.
+    """Options of an import. They override or complete the usual names.
 
     Attributes
     ----------

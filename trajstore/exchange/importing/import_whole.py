@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import Detection, abridged
 from trajstore.exchange.importing.file_rows import checked_labels
 from trajstore.exchange.importing.imported_file import (
     ImportedFile,
@@ -20,6 +19,7 @@ from trajstore.exchange.importing.imported_file import (
     kept_attributes,
     reader,
 )
+from trajstore.exchange.importing.named_arrays import TableLine, abridged
 from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.schema import (
@@ -86,7 +86,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
     kinds = {key: name for name, key in (keys | labels).items()}
     kinds |= {key: key for key in populations} | {key: MARKS[key] for key in layout.marks}
     table = tuple(
-        Detection(name=key, dtype=file.dtype(key), shape=file.shape(key),
+        TableLine(name=key, dtype=file.dtype(key), shape=file.shape(key),
                   kind=kinds.get(key, ""), why="" if key in kinds else "unknown name")
         for key in file.keys
         if file.format == "safetensors" or key not in [text_key(layout, name) for name in _TEXTS]

@@ -1,4 +1,4 @@
-"""Content of a file after detection, with checked shapes and types."""
+"""Content of a file, with checked shapes and types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import Detection
+from trajstore.exchange.importing.named_arrays import TableLine
 from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import OPTIMIZER_STATE, TRAJECTORIES
@@ -200,13 +200,13 @@ class ImportedFile:
     layout : str
         Name of the layout, or the format of a file without one.
     runs : tuple of ImportedRun
-    table : tuple of Detection
-        Detected kind of each array.
+    table : tuple of TableLine
+        What each array becomes.
     """
 
     layout: str
     runs: tuple[ImportedRun, ...]
-    table: tuple[Detection, ...] = field(default=())
+    table: tuple[TableLine, ...] = field(default=())
 
 
 def checked_tokens(file: ArrayFile, token: Array) -> Array:

@@ -10,7 +10,6 @@ from typing import Any
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.detect_arrays import abridged
 from trajstore.exchange.importing.import_arrays import read_arrays
 from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.import_whole import read_whole, whole_layout
@@ -20,6 +19,7 @@ from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
 )
+from trajstore.exchange.importing.named_arrays import abridged
 from trajstore.exchange.layouts import Layout
 from trajstore.formats.array_file import ArrayFile
 from trajstore.formats.open_file import open_file
@@ -111,7 +111,7 @@ def _check_layout(file: ArrayFile, layout: Layout, *, is_given: bool) -> None:
     if missing:
         raise FormatError(
             f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
-            f"{abridged(file.keys)}{'; omit --layout to detect the arrays' if is_given else ''}"
+            f"{abridged(file.keys)}{'; omit --layout to go by usual names' if is_given else ''}"
         )
 
 

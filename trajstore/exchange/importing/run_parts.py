@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
+from trajstore.exchange.importing.named_arrays import NamedArray, NamedArrays
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES, VARIABLES
 
@@ -26,32 +26,32 @@ class RunPart:
     Attributes
     ----------
     label : str
-    found : tuple of DetectedArray
+    found : tuple of NamedArray
     numbers : dict
     outer : int, optional
         Position along a first axis of runs, for arrays that have one.
     """
 
     label: str
-    found: tuple[DetectedArray, ...]
+    found: tuple[NamedArray, ...]
     numbers: dict[str, Any]
     outer: int | None = None
 
 
-def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
+def run_parts(file: ArrayFile, content: NamedArrays) -> Iterator[RunPart]:
     """Split a file into runs, by numbers in names, a first axis, or the matrices of untied models.
 
     Parameters
     ----------
     file : ArrayFile
-    detected : DetectedArrays
+    content : NamedArrays
 
     Raises
     ------
     FormatError
         If arrays disagree about the number of runs, or an array belongs to an unknown run.
     """
-    found = detected.found
+    found = content.arrays
     anchors = [one for one in found if one.kind.name in TRAJECTORIES]
     numbered = sorted({one.run for one in anchors if one.run is not None})
     lengths = {one.key: one.shape[0] for one in found if one.extra == 1 and one.kind.is_variable}
@@ -73,7 +73,7 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
         f"the names of arrays give {count} runs ({', '.join(map(str, numbered[:12]))})" if numbered
         else f"{anchors[0].key} of shape {anchors[0].shape} has {count} runs"
     )  # fmt: skip
-    _check_count(file, detected, count, what)
+    _check_count(file, content, count, what)
     for one in found:
         of_all = one.run is None and one.extra < 1
         if (numbered or along) and one.kind.is_variable and of_all and one.kind.name != "lr":
@@ -100,8 +100,8 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
                         f"{file.path}: {one.key} belongs to E or W, which are untied, but its name "
                         f"does not end with _E or _W; omit it with --map ignore={one.key}"
                     )
-            numbers = dict(detected.numbers)
-            for key, values in detected.vectors.items():
+            numbers = dict(content.numbers)
+            for key, values in content.vectors.items():
                 if number is not None and len(values) == len(places):
                     numbers[key] = values[outer if outer is not None else places.index((run, None))]
             used = tuple(one for one in mine if one.key not in numbers or one.kind.is_variable)
@@ -109,15 +109,15 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
             yield RunPart(label=".".join(labels), found=used, numbers=numbers, outer=outer)
 
 
-def _check_count(file: ArrayFile, detected: DetectedArrays, count: int, what: str) -> None:
+def _check_count(file: ArrayFile, content: NamedArrays, count: int, what: str) -> None:
     """Refuse a number of runs, or lists of one number per run, that differ from the arrays."""
-    for key, value in detected.numbers.items():
+    for key, value in content.numbers.items():
         if key.lower() in RUN_COUNTS and value != count:
             raise FormatError(
                 f"{file.path}: {key} is {value}, but {what}; omit it with --map ignore={key}"
             )
-    for key, values in detected.vectors.items():
-        of_rows = any(one.key == key for one in detected.found)
+    for key, values in content.vectors.items():
+        of_rows = any(one.key == key for one in content.arrays)
         if len(values) not in (1, count) and count > 1 and not of_rows:
             raise FormatError(
                 f"{file.path}: {key} has {len(values)} values, but {what}; omit it with --map "

@@ -11,22 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import abridged, detect_arrays
-from trajstore.exchange.guessing.kind_table import named
+from trajstore.exchange.importing.named_arrays import abridged, named_arrays
 from trajstore.exchange.importing.token_tables import (
-    TOKEN_KINDS,
     TokenArray,
     token_arrays,
     token_table,
 )
-from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.formats.open_file import open_file
-
-_TAKEN_AS = {
-    "dead_ids": "ids without a known name, taken as the dead tokens",
-    "dead_mask": "a mask without a known name, taken as the mask of the dead tokens",
-    "live_mask": "taken as the mask of the live tokens",
-}
 
 
 def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
@@ -38,38 +29,14 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
         If the file does not exist, or holds none of them.
     """
     with open_file(masks) as file:
-        nameless = _nameless(file)
-        detected = detect_arrays(file, nameless)
-        arrays = token_arrays(file, detected.found, of=f" of {Path(masks).name}")
+        arrays = token_arrays(file, named_arrays(file).arrays, of=f" of {Path(masks).name}")
         if not arrays:
             raise FormatError(
                 f"{masks} labels no tokens: found {abridged(file.keys)}, expected masks, lists of "
-                "ids or counts; rename an array to dead_mask, untrained_mask, live_ids, "
-                "trained_indices, token_counts, …"
+                "ids or counts; rename an array, or the .npy, to dead_mask, untrained_mask, "
+                "live_ids, trained_indices, token_counts, …"
             )
-    notes = {
-        kind: f"{key} of {Path(masks).name}: {_TAKEN_AS[kind]}" for key, kind in nameless.items()
-    }
-    return tuple(
-        replace(one, is_separate=True, note=notes.get(one.kind, one.note)) for one in arrays
-    )
-
-
-def _nameless(file: ArrayFile) -> dict[str, str]:
-    """Key and kind of the only array of a file, if it is a mask or distinct ids without a name."""
-    if len(file.keys) != 1:
-        return {}
-    (key,) = file.keys
-    kind = named(key).kind
-    is_known = kind is not None and kind.name in TOKEN_KINDS
-    if is_known or len(file.shape(key)) != 1:
-        return {}
-    if file.dtype(key) == "bool":
-        return {key: "live_mask" if "live" in key.lower() else "dead_mask"}
-    if "int" not in file.dtype(key):
-        return {}
-    ids = values_of(file, key)
-    return {key: "dead_ids"} if len(np.unique(ids)) == len(ids) else {}
+    return tuple(replace(array, is_separate=True) for array in arrays)
 
 
 def annotations_of(
@@ -90,7 +57,7 @@ def annotations_of(
         If the file does not exist, labels no tokens, or does not fit the run's tokens.
     """
     ids = TokenArray(name="the run's tokens", kind="token", values=np.asarray(token, np.int64))
-    arrays = [one for one in masks_of(masks) if one.kind not in ("token", "token_ids")]
+    arrays = [one for one in masks_of(masks) if one.kind != "token"]
     table = token_table(masks, len(token), [ids, *arrays], {}, sizes={}, rows_of="the run")
     found = table.coordinates
     if not found:

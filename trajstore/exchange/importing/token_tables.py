@@ -1,7 +1,9 @@
 """Tokens of the rows of a file: their ids, which are dead, and how often they occur.
 
 Sources are masks along the vocabulary, lists of ids, counts of occurrences, and sizes of the
-populations, in the file itself or in another one. All sources must agree.
+populations, in the file itself or in another one. All sources must agree. Rows are the tokens 0, 1,
+2, … unless an array ``token`` holds their ids. A mask as long as such an array marks the rows, any
+other mask the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import DetectedArray
+from trajstore.exchange.importing.named_arrays import NamedArray
+from trajstore.exchange.usual_names import POPULATION_SIZES
 from trajstore.formats.array_file import ArrayFile, labels_of
 
 Array = npt.NDArray[Any]
@@ -24,23 +27,10 @@ TOKEN_KINDS = (
     "live_mask",
     "dead_ids",
     "live_ids",
-    "token_ids",
     "token_count",
     "token",
 )
 """Kinds of arrays that describe the tokens."""
-
-POPULATION_SIZES = {
-    **dict.fromkeys(
-        "n_dead n_untrained num_dead num_untrained dead_count dead_tokens untrained_tokens".split(),
-        "dead",
-    ),
-    **dict.fromkeys(
-        "n_live n_trained num_live num_trained live_count live_tokens trained_tokens".split(),
-        "live",
-    ),
-}
-"""Names of the numbers of dead or live tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +48,6 @@ class TokenArray:
         True if it refers to positions along the token axis, not to vocabulary ids.
     is_separate : bool
         True if it comes from another file than the rows, given by ``masks``.
-    note : str
-        Note on how its kind was found, if not by its name.
     """
 
     name: str
@@ -67,7 +55,6 @@ class TokenArray:
     values: Array
     by_place: bool = False
     is_separate: bool = False
-    note: str = ""
 
     @property
     def is_dense(self) -> bool:
@@ -101,15 +88,13 @@ class TokenTable:
     notes: tuple[str, ...] = ()
 
 
-def token_arrays(
-    file: ArrayFile, found: Iterable[DetectedArray], *, of: str = ""
-) -> list[TokenArray]:
+def token_arrays(file: ArrayFile, named: Iterable[NamedArray], *, of: str = "") -> list[TokenArray]:
     """Arrays of a file that describe the tokens, with checked types.
 
     Parameters
     ----------
     file : ArrayFile
-    found : iterable of DetectedArray
+    named : iterable of NamedArray
     of : str, optional
         Suffix of the names in messages.
 
@@ -120,7 +105,7 @@ def token_arrays(
         1-D.
     """
     arrays = []
-    for one in found:
+    for one in named:
         if one.kind.name not in TOKEN_KINDS:
             continue
         values = labels_of(file, one.key)
@@ -148,8 +133,7 @@ def token_arrays(
         values = values.astype(np.int64)
         if one.kind.name != "token_count" and len(np.unique(values)) != len(values):
             raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
-        note = one.note and f"{name}: {one.note}"
-        arrays.append(TokenArray(name=name, kind=one.kind.name, values=values, note=note))
+        arrays.append(TokenArray(name=name, kind=one.kind.name, values=values))
     return arrays
 
 
@@ -186,10 +170,19 @@ def token_table(
     FormatError
         If two sources contradict each other, or one does not fit the axis.
     """
-    arrays, notes = _resolved(where, tokens, list(arrays))
-    arrays = _counted_by_place(tokens, arrays, by_place=by_place)
-    length, from_ = _vocabulary(where, arrays, sizes)
-    token, restricted = _rows(where, tokens, arrays, length, from_, rows_of)
+    given = [each for each in arrays if each.kind == "token"]
+    marks = [
+        replace(each, by_place=_is_by_place(each, tokens, lists=by_place) if given else False)
+        for each in arrays
+        if each.kind != "token"
+    ]
+    length, from_ = _vocabulary(where, marks, sizes)
+    token = _rows(where, tokens, given, rows_of)
+    if not given and length not in (None, tokens):
+        raise FormatError(
+            f"{where}: {from_} means {length} tokens, but {rows_of} has {tokens} with unknown ids; "
+            f"name the array of their ids with --map token=NAME, or omit --map ignore={from_}"
+        )
     if length is not None and int(token.max(initial=-1)) >= length:
         raise FormatError(
             f"{where}: {from_} means {length} tokens, but by other arrays {rows_of} has a row of "
@@ -200,85 +193,43 @@ def token_table(
             f"{where}: got token {token.max()}, expected 32-bit vocabulary ids up to "
             f"{np.iinfo(np.int32).max}"
         )
-    certain = length is not None or not restricted
-    universe = max(length or 0, int(token.max(initial=-1)) + 1)
-    for each in arrays:
-        limit = tokens if each.by_place else universe
-        if each.kind.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
-            if each.by_place or certain:
-                what = "positions" if each.by_place else "token ids"
-                raise FormatError(
-                    f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
-                    f"{limit - 1}"
-                )
-            universe = int(each.values.max()) + 1
-    coordinates = _dead(where, arrays, universe, token, numbers, certain=certain)
-    counts = [each for each in arrays if each.kind == "token_count"]
+    for each in marks:
+        limit = tokens if each.by_place or not given else length
+        if limit is not None and not each.is_dense and int(each.values.max(initial=0)) >= limit:
+            what = "positions" if each.by_place else "token ids"
+            more = "" if given else "; name the array of the ids of the rows with --map token=NAME"
+            raise FormatError(
+                f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
+                f"{limit - 1}{more}"
+            )
+    coordinates = _dead(where, marks, token, numbers, is_whole=not given)
+    counts = [each for each in marks if each.kind == "token_count"]
+    notes = []
     if not coordinates:
         counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
         only = f", only their number ({', '.join(counted)})" if counted else ""
         notes.append(f"the file does not label dead tokens{only}")
-    elif {each.kind for each in arrays} <= {"token", "token_count"}:
+    elif len(counts) == len(marks):
         notes.append(
             f"dead tokens are those for which {counts[0].name} is 0; nothing else labels them"
         )
     for each in counts[:1]:
         coordinates["token_count"] = each.values if each.by_place else each.values[token]
+    universe = max(length or 0, int(token.max(initial=-1)) + 1)
     return TokenTable(token=token, coordinates=coordinates, vocabulary=universe, notes=tuple(notes))
 
 
-def _counted_by_place(tokens: int, arrays: list[TokenArray], *, by_place: bool) -> list[TokenArray]:
-    """The arrays, marked if they refer to positions along the token axis.
-
-    This holds in files of trajstore. In other files with the ids of the rows, it holds for masks as
-    long as the axis, and for two lists that together contain every position.
-    """
-    if not any(each.kind == "token" for each in arrays):
-        return arrays
-    lists = [each.values for each in arrays if each.kind in ("dead_ids", "live_ids")]
-    every = np.sort(np.concatenate(lists)) if len(lists) == 2 else np.empty(0)
-    by_place = by_place or np.array_equal(every, np.arange(tokens))
-    marked = []
-    for each in arrays:
-        listed = each.kind in ("dead_ids", "live_ids")
-        places = len(each.values) == tokens if each.is_dense else listed and by_place
-        marked.append(replace(each, by_place=places and not each.is_separate))
-    return marked
-
-
-def _resolved(
-    where: Any, tokens: int, arrays: list[TokenArray]
-) -> tuple[list[TokenArray], list[str]]:
-    """The arrays and notes. A list without a stated meaning becomes the ids of the rows."""
-    resolved, notes = [], []
-    for each in arrays:
-        notes += [each.note] if each.note else []
-        if each.kind != "token_ids":
-            resolved.append(each)
-        elif len(each.values) == tokens:
-            resolved.append(replace(each, kind="token"))
-            if each.is_separate:
-                notes.append(f"{each.name}: the ids of the rows, since the lengths match")
-        elif each.is_separate:
-            raise FormatError(
-                f"{where}: {each.name} lists {len(each.values)} tokens, but there are rows of "
-                f"{tokens}, so they are not the ids of the rows; if they are dead or live tokens, "
-                "rename the array, or the .npy, to dead_ids or live_ids"
-            )
-        else:
-            notes.append(
-                f"{each.name} omitted: it lists {len(each.values)} tokens without their kind; name "
-                f"it with --map dead_ids={each.name} or --map live_ids={each.name}"
-            )
-    return resolved, notes
+def _is_by_place(each: TokenArray, tokens: int, *, lists: bool) -> bool:
+    """True if an array beside the ids of the rows refers to the rows, not to the vocabulary."""
+    return not each.is_separate and (len(each.values) == tokens if each.is_dense else lists)
 
 
 def _vocabulary(
-    where: Any, arrays: list[TokenArray], sizes: Mapping[str, int]
+    where: Any, marks: list[TokenArray], sizes: Mapping[str, int]
 ) -> tuple[int | None, str]:
     """Length of the vocabulary, and the name of its source."""
     lengths = [
-        (each.name, len(each.values)) for each in arrays if each.is_dense and not each.by_place
+        (each.name, len(each.values)) for each in marks if each.is_dense and not each.by_place
     ]
     lengths += sizes.items()
     for name, length in lengths:
@@ -290,11 +241,8 @@ def _vocabulary(
     return lengths[0][::-1] if lengths else (None, "")
 
 
-def _rows(
-    where: Any, tokens: int, arrays: list[TokenArray], length: int | None, from_: str, rows_of: str
-) -> tuple[Array, bool]:
-    """Ids of the rows, and True if they are only a part of the vocabulary."""
-    given = [each for each in arrays if each.kind == "token"]
+def _rows(where: Any, tokens: int, given: list[TokenArray], rows_of: str) -> Array:
+    """Ids of the rows."""
     for each in given:
         if len(each.values) != tokens:
             raise FormatError(
@@ -306,95 +254,54 @@ def _rows(
                 f"{where}: {given[0].name} and {each.name} hold different ids; omit one with --map "
                 f"ignore={each.name}"
             )
-    if given:
-        return given[0].values, True
-    whole = np.arange(tokens, dtype=np.int64)
-    if length == tokens:
-        return whole, False
-    lists = {
-        population: [
-            (each.name, each.ids)
-            for each in arrays
-            if each.kind in (f"{population}_ids", f"{population}_mask")
-        ]
-        for population in ("dead", "live")
-    }
-    if length is None and _is_whole(tokens, lists):
-        return whole, False
-    fitting = {
-        population: (name, ids)
-        for population, named in lists.items()
-        for name, ids in named
-        if len(ids) == tokens
-    }
-    if len(fitting) == 2:
-        raise FormatError(
-            f"{where}: {rows_of} has {tokens} tokens, as many as {fitting['dead'][0]} and as "
-            f"{fitting['live'][0]}; choose with --map token={fitting['dead'][0]}"
-        )
-    if fitting:
-        ((_, ids),) = fitting.values()
-        return ids, True
-    if length is not None:
-        raise FormatError(
-            f"{where}: {from_} means {length} tokens, but {rows_of} has {tokens} with unknown ids; "
-            f"use --map token=NAME, or --map ignore={from_}"
-        )
-    return whole, False
-
-
-def _is_whole(tokens: int, lists: Mapping[str, list[tuple[str, Array]]]) -> bool:
-    """True if lists of ids alone imply that every token has a row."""
-    every = [ids for named in lists.values() for _, ids in named]
-    if not every:
-        return True
-    if lists["dead"] and lists["live"]:
-        return len(lists["dead"][0][1]) + len(lists["live"][0][1]) == tokens
-    return all(len(ids) != tokens or int(ids.max(initial=0)) < tokens for ids in every)
+    return given[0].values if given else np.arange(tokens, dtype=np.int64)
 
 
 def _dead(
     where: Any,
-    arrays: list[TokenArray],
-    universe: int,
+    marks: list[TokenArray],
     token: Array,
     numbers: Mapping[str, Any],
     *,
-    certain: bool,
+    is_whole: bool,
 ) -> dict[str, Array]:
     """``is_dead``, on which all sources and the sizes agree; nothing without a source."""
-    # Counts come last: they label dead tokens only if nothing else does.
-    tables = sorted(
-        (each for each in arrays if each.kind not in ("token", "token_ids")),
-        key=lambda each: each.kind == "token_count",
-    )
-    if not tables:
+    if not marks:
         return {}
-    whole = [each for each in tables if not each.by_place]
-    if any(each.is_dense for each in whole):
-        ids = np.arange(universe)
-    else:  # no mask covers the vocabulary: its length is only a number in the file
-        ids = np.unique(np.concatenate([token, *(each.values for each in whole)]))
-    every = {each.name: _is_dead(each, ids) for each in whole}
-    _agree(where, every)
+    # Counts come last: they label dead tokens only if nothing else does.
+    marks = sorted(marks, key=lambda each: each.kind == "token_count")
     places = np.arange(len(token))
-    answers = {each.name: _is_dead(each, places if each.by_place else token) for each in tables}
-    _agree(where, answers)
-    name, here = next(iter(answers.items()))
-    known = next(iter(every.values()), here)
-    dead = int(np.count_nonzero(known))
-    counts = {"dead": dead, "live": (universe if every else len(known)) - dead}
+    first, is_dead = marks[0], _is_dead(marks[0], places if marks[0].by_place else token)
+    for each in marks[1:]:
+        wrong = np.flatnonzero(is_dead != _is_dead(each, places if each.by_place else token))
+        if len(wrong):
+            raise FormatError(
+                f"{where}: {first.name} and {each.name} disagree about {len(wrong)} dead tokens, "
+                f"the first is {token[wrong[0]]}; omit one with --map ignore={each.name}"
+            )
     for key, value in numbers.items():
         population = POPULATION_SIZES.get(key.lower())
         if population is None or not isinstance(value, int):
             continue
-        count, held = counts[population], int(np.count_nonzero(here == (population == "dead")))
-        if value not in (count, held) and (certain or held):
+        here = int(np.count_nonzero(is_dead == (population == "dead")))
+        totals = [] if is_whole else [_total(each, population) for each in marks]
+        known = [total for total in totals if total is not None]
+        if value not in (here, *known) and (is_whole or known):
             raise FormatError(
-                f"{where}: {key} is {value}, but {name} marks {count} tokens as {population}; "
-                f"omit one with --map ignore={key}"
+                f"{where}: {key} is {value}, but {first.name} marks {here} tokens as "
+                f"{population}; omit one with --map ignore={key}"
             )
-    return {"is_dead": here}
+    return {"is_dead": is_dead}
+
+
+def _total(each: TokenArray, population: str) -> int | None:
+    """Number of tokens of a population in the vocabulary, if an array tells it."""
+    if each.by_place:
+        return None
+    if not each.is_dense:
+        return len(each.values) if each.kind.startswith(population) else None
+    dead = int(np.count_nonzero(_is_dead(each, np.arange(len(each.values)))))
+    return dead if population == "dead" else len(each.values) - dead
 
 
 def _is_dead(each: TokenArray, ids: Array) -> Array:
@@ -403,14 +310,3 @@ def _is_dead(each: TokenArray, ids: Array) -> Array:
         return np.asarray(np.isin(ids, each.values) == (each.kind == "dead_ids"))
     of_dead = 0 if each.kind == "token_count" else each.kind == "dead_mask"
     return np.asarray(each.values[ids] == of_dead)
-
-
-def _agree(where: Any, answers: Mapping[str, Array]) -> None:
-    first = next(iter(answers), None)
-    for other in answers:
-        wrong = np.flatnonzero(answers[first or other] != answers[other])
-        if len(wrong):
-            raise FormatError(
-                f"{where}: {first} and {other} disagree about {len(wrong)} dead tokens, the first "
-                f"is {wrong[0]}; omit one with --map ignore={other}"
-            )

@@ -46,7 +46,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
     assert "omitted" in lines["centroid"]
-    assert "derived from other arrays" in lines["centroid"]
+    assert "unknown name" in lines["centroid"]
     assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json").stdout)

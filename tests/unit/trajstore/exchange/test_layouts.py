@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 import trajstore
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange import layouts
-from trajstore.exchange.guessing.kind_table import named
 from trajstore.exchange.layouts import LAYOUTS, MARKS, MASKS
+from trajstore.exchange.usual_names import named
 
 CONFIG = {
     "model": {"vocab_size": 7, "hidden": 3, "layers": 2, "heads": 1},

@@ -140,7 +140,7 @@ def test_arrays_in_groups_go_by_their_last_names(tmp_path: Path) -> None:
     W = np.arange(ROWS * TOKENS * HIDDEN, dtype="f4").reshape(ROWS, TOKENS, HIDDEN)
     dead = np.arange(TOKENS) % 2 == 0
     with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["states/W"], file["masks/dead_mask"], file["pca/W"] = W, dead, W + 1
+        file["states/W"], file["masks/dead_mask"], file["pca/first"] = W, dead, W + 1
     done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
     ds = trajstore.open_run(done.path)
     assert (ds.W.values == W).all()
@@ -164,8 +164,9 @@ def test_references_compounds_and_virtual_datasets_are_named(tmp_path: Path) -> 
         file["grad"] = np.zeros((2, 3, 4), "f4")
         file.create_dataset("W", (2, 3, 4), h5py.ref_dtype)[0, 0, 0] = file["grad"].ref
         file.create_dataset("U", (2, 3), np.dtype([("a", "f4"), ("b", "f4")]))
-    references = r"W \(references to objects, not followed\)"
-    with pytest.raises(FormatError, match=rf"U \(of a compound type.*{references}"):
+    with pytest.raises(
+        FormatError, match="(?s)U  not read: of a compound.* W  not read: references"
+    ):
         trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
     layout = h5py.VirtualLayout((2, 3, 4), "f4")
     layout[:] = h5py.VirtualSource("other.h5", "W", (2, 3, 4))
@@ -177,19 +178,3 @@ def test_references_compounds_and_virtual_datasets_are_named(tmp_path: Path) -> 
         file["W"] = np.zeros((2, 3, 4), np.longdouble)
     with pytest.raises(FormatError, match="W has type "):
         trajstore.import_file(tmp_path / "l.h5", tmp_path / "run.zarr")
-
-
-def test_a_file_whose_end_is_refused_is_an_error_of_the_system(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full(h5py.File):  # type: ignore[misc]
-        def close(self) -> None:
-            is_open = bool(self)
-            super().close()
-            if is_open:  # the error of h5py if the system refuses bytes
-                raise RuntimeError("Can't decrement id ref count")
-
-    monkeypatch.setattr(h5py, "File", Full)
-    with pytest.raises(OSError, match="cannot write the last bytes"):
-        trajstore.export(small_run[0], tmp_path / "run.h5", format="hdf5")
-    assert list(tmp_path.glob("*.h5")) == list(tmp_path.glob(".*.partial")) == []

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import trajstore
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
+from trajstore.exchange.usual_names import ARRAY_KINDS
 from trajstore.formats.open_file import open_file
 from trajstore.formats.step_folder import STEPS
 from trajstore.schema import STEP

@@ -1,4 +1,4 @@
-"""Imports of files that are recognized by their arrays."""
+"""Imports of files by the names of their arrays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from grammar_files import Truth, imported, stored, truth, write
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists
+from trajstore.exchange.layouts import layout_of
 
 KNOWN = truth()
 DEAD = np.flatnonzero(KNOWN.dead)
@@ -29,21 +30,26 @@ def same(ds: Any, name: str, expected: np.ndarray) -> bool:
     return np.array_equal(ds[name].values, expected, equal_nan=True)
 
 
-def test_an_array_of_three_dimensions_alone_is_enough(tmp_path: Path) -> None:
-    ds, done = imported(tmp_path, {"whatever": series("W"), "other": np.zeros(3)})
+def test_a_file_without_usual_names_is_described_with_the_command_to_edit(tmp_path: Path) -> None:
+    arrays = {"my nll": series("loss"), "g": series("grad"), "hessian": series("W")}
+    with pytest.raises(FormatError, match="no array with a usual name of W") as error:
+        imported(tmp_path, arrays)
+    *_, array, _, command = str(error.value).splitlines()
+    assert array == "  hessian  float32 (6, 7, 3)"
+    assert command == (
+        f"  trajstore import {tmp_path / 'file'} --map W=g --map 'KIND=my nll' --map KIND=hessian "
+        "-o run.zarr"
+    )
+    ds, done = imported(tmp_path, arrays, map={"W": "hessian"})
     assert same(ds, "W", KNOWN.values["W"])
-    assert [(line.name, line.kind) for line in done.table] == [("whatever", "W"), ("other", "")]
-    assert done.notes[0].startswith("whatever was taken as W because of its shape alone")
-    with pytest.raises(FormatError, match=r"holds no W .* --map W=NAME"):
-        imported(tmp_path, {"one": series("W"), "two": series("W")})
-    ds, _ = imported(tmp_path, {"one": series("grad"), "two": series("W")}, map={"W": "two"})
-    assert same(ds, "W", KNOWN.values["W"])
+    assert {line.name: line.kind for line in done.table} == {
+        "hessian": "W", "g": "grad", "my nll": ""
+    }  # fmt: skip
+    assert "omitted: my nll (see the table; --map KIND=NAME reads one)" in done.notes
 
 
 def test_arrays_are_mapped_by_the_user(tmp_path: Path) -> None:
     arrays = {"x": series("W"), "dW": series("grad"), "n": series("loss"), "cs": KNOWN.steps * 50}
-    with pytest.raises(FormatError, match="dW may be grad or delta; choose with --map grad=dW"):
-        imported(tmp_path, arrays)
     options = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
     ds, _ = imported(tmp_path, arrays, **options)
     assert ds.step.values.tolist() == (KNOWN.steps * 50).tolist()
@@ -112,29 +118,31 @@ def test_the_user_chooses_the_type_of_16_bits(tmp_path: Path) -> None:
     assert not any("--bits" in note for note in done.notes)
 
 
-def test_before_the_step_of_their_row(tmp_path: Path) -> None:
-    """Recognized by the values: no moment depends on the gradient of row 1 yet."""
-    arrays = {"recorded": np.zeros(2), "g": series("grad"), "losses": series("loss")}
-    for name, key in (("W", "weights"), ("exp_avg", "m"), ("exp_avg_sq", "v")):
+def test_layout_1_12a_holds_states_before_the_step_of_their_row(tmp_path: Path) -> None:
+    texts = dict.fromkeys(layout_of("1.12a").texts, 1) | {"vocab_size": 7, "hidden_dim": 3}
+    arrays = {"grads": series("grad"), "loss": series("loss")}
+    for name, key in (("W", "W"), ("exp_avg", "momentum"), ("exp_avg_sq", "variance")):
         whole = series(name)
         arrays[key] = np.concatenate([whole[:1], whole[:-1]])
-    ds, done = imported(tmp_path, arrays)
-    assert any("shifted by one" in note for note in done.notes)
-    for name in ("W", "exp_avg", "exp_avg_sq"):
-        assert same(ds.isel(step=slice(None, -1)), name, KNOWN.values[name][:-1])
-        assert np.isnan(ds[name].values[-1]).all()
-    assert same(ds, "grad", KNOWN.values["grad"])
-    ds, _ = imported(tmp_path, arrays, first_row=0)
-    assert (ds.W.values == arrays["weights"]).all()
-
-
-def test_a_first_step_that_does_not_move_is_no_shift(tmp_path: Path) -> None:
-    """The warm-up of a schedule begins with a learning rate of 0."""
-    W = series("W")
-    W[1] = W[0]
-    arrays = {"weights": W, "g": series("grad"), "m": series("exp_avg")}
-    ds, _ = imported(tmp_path, arrays)
-    assert (ds.W.values == W).all()
+    # The metadata of the notebook's files identify the layout, or the user does.
+    for options in ({"attributes": texts}, {"layout": "1.12a"}):
+        ds, done = imported(tmp_path, arrays, "safetensors", **options)
+        assert any("shifted by one" in note for note in done.notes)
+        for name in ("W", "exp_avg", "exp_avg_sq"):
+            assert same(ds.isel(step=slice(None, -1)), name, KNOWN.values[name][:-1])
+            assert np.isnan(ds[name].values[-1]).all()
+        assert same(ds, "grad", KNOWN.values["grad"])
+    # Without either, rows are states after their step. So they are if the user names the first row.
+    for options in ({}, {"attributes": texts, "first_row": 0}):
+        ds, _ = imported(tmp_path, arrays, "safetensors", **options)
+        assert (ds.W.values == arrays["W"]).all()
+    arrays["W"] = series("W")
+    for options, fix in (
+        ({"attributes": texts}, "pass --first-row 0"),
+        ({"layout": "1.12a"}, "omit"),
+    ):
+        with pytest.raises(FormatError, match=f"W differs between rows 0 and 1, .* {fix}"):
+            imported(tmp_path, arrays, "safetensors", **options)
 
 
 def test_resumed_files_lack_the_results_of_their_first_step(tmp_path: Path) -> None:
@@ -209,10 +217,6 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     assert (ds.token_count.values == counts).all()
     assert ds.attrs["imported"]["masks"] == "counts"
     assert any("token_counts of counts is 0" in note for note in done.notes)
-    write(tmp_path / "ids", "safetensors", {"token_ids": DEAD}, description="untrained tokens")
-    ds, done = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
-    assert (ds.is_dead.values == KNOWN.dead).all()
-    assert "token_ids of ids: dead tokens, by a description in its file" in done.notes
     write(tmp_path / "other", "npz", {"dead_mask": ~KNOWN.dead})
     with pytest.raises(FormatError, match="dead_ids and dead_mask of other disagree"):
         imported(tmp_path, {"W": series("W"), "dead_ids": DEAD}, masks=tmp_path / "other")
@@ -222,8 +226,7 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     ("name", "values"),
     [
         ("trained_mask", (~KNOWN.dead).astype("u1")),
-        ("mine", DEAD),  # ids without a known name
-        ("my live ones", ~KNOWN.dead),
+        ("dead_ids", DEAD),
     ],
 )
 def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.ndarray) -> None:
@@ -235,27 +238,19 @@ def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.
 def test_token_ids_are_the_ids_of_the_rows(tmp_path: Path) -> None:
     ids = np.array([3, 1, 4, 15, 9, 2, 6])
     np.save(tmp_path / "token_ids.npy", ids)
-    ds, done = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "token_ids.npy")
+    ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "token_ids.npy")
     assert ds.token.values.tolist() == ids.tolist()
     assert "is_dead" not in ds.coords
     assert same(ds, "W", KNOWN.values["W"])
-    note = "token_ids of token_ids.npy: the ids of the rows, since the lengths match"
-    assert note in done.notes
     np.save(tmp_path / "token_ids.npy", ids[:3])
-    with pytest.raises(FormatError, match=r"lists 3 tokens, but there are rows of 7.* dead_ids"):
+    with pytest.raises(FormatError, match="token_ids of token_ids.npy has 3 ids, but W has 7"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "token_ids.npy")
 
 
-def test_the_only_array_of_a_file_is_the_mask(tmp_path: Path) -> None:
+def test_masks_need_names(tmp_path: Path) -> None:
     write(tmp_path / "masks", "npz", {"arr_0": KNOWN.dead})
-    ds, done = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
-    assert (ds.is_dead.values == KNOWN.dead).all()
-    assert "arr_0 of masks: a mask without a known name, taken" in " ".join(done.notes)
-    # Several arrays, or a mask that could be a list, need names.
-    for arrays in ({"arr_0": KNOWN.dead, "arr_1": KNOWN.dead}, {"mine": KNOWN.dead.astype("i4")}):
-        write(tmp_path / "masks", "npz", arrays)
-        with pytest.raises(FormatError, match=f"labels no tokens: found {', '.join(arrays)}"):
-            imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
+    with pytest.raises(FormatError, match="labels no tokens: found arr_0, .* rename"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
 
 
 def test_numbers_go_to_the_configuration(tmp_path: Path) -> None:
@@ -336,8 +331,12 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
     write(tmp_path / "masks", "npz", {"untrained_mask": KNOWN.dead})
     ds, _ = imported(tmp_path, {"dead_W": W}, masks=tmp_path / "masks")
     assert ds.token.values.tolist() == DEAD.tolist()
-    with pytest.raises(FormatError, match=r"as many as .* choose with --map token="):
-        imported(tmp_path, {"W": W, "dead_ids": DEAD, "live_ids": LIVE[: len(DEAD)]})
+    arrays = {"W": W, "dead_ids": DEAD, "dead_mask": KNOWN.dead}
+    with pytest.raises(FormatError, match="dead_mask means 7 tokens, but W has 2 .* --map token="):
+        imported(tmp_path, arrays)
+    ds, _ = imported(tmp_path, arrays, map={"token": "dead_ids"})
+    assert ds.token.values.tolist() == DEAD.tolist()
+    assert ds.is_dead.values.all()
 
 
 def test_a_preview_equals_the_import(tmp_path: Path) -> None:
@@ -352,19 +351,7 @@ def test_a_preview_equals_the_import(tmp_path: Path) -> None:
     assert seen.dead == len(DEAD)
     kinds = {line.name: (line.kind, line.why) for line in seen.table}
     assert kinds["W"] == ("W", "bits of bfloat16")
-    assert kinds["centroid"] == ("", "derived from other arrays")
-
-
-def test_a_first_step_that_does_not_move_under_the_names_of_another_layout(tmp_path: Path) -> None:
-    """Without moments, a file of 1.12a looks like a warmup: the user decides."""
-    W = np.concatenate([series("W")[:1], series("W")[:-1]])
-    arrays = {"W": W, "grads": series("grad"), "loss": series("loss")}
-    with pytest.raises(FormatError, match=r"pass --layout 1\.12a, or --first-row 0"):
-        imported(tmp_path, arrays, "safetensors")
-    ds, _ = imported(tmp_path, arrays, "safetensors", first_row=0)
-    assert (ds.W.values == W).all()
-    ds, _ = imported(tmp_path, arrays, "safetensors", layout="1.12a")
-    assert (ds.W.values[:-1] == KNOWN.values["W"][:-1]).all()
+    assert kinds["centroid"] == ("", "unknown name (--map)")
 
 
 def test_a_run_of_cells_comes_back(tmp_path: Path) -> None:
@@ -381,5 +368,5 @@ def test_python_objects_are_omitted_and_reported(tmp_path: Path) -> None:
     left = {line.name: line.why for line in done.table if not line.kind}
     assert left["config"] == "it holds Python objects, which could run code and are never loaded"
     np.savez(tmp_path / "f.npz", W=np.array([series("W")[0], None], dtype=object))
-    with pytest.raises(FormatError, match=r"holds no W .* not read: W"):
+    with pytest.raises(FormatError, match=r"(?s)no array with a usual name of W.* W  not read: "):
         trajstore.import_file(tmp_path / "f.npz", tmp_path / "other.zarr")

@@ -50,11 +50,3 @@ def test_contradicting_numbers_of_runs(tmp_path: Path) -> None:
             imported(tmp_path, arrays)
     _, done = imported(tmp_path, {"W": W, "seeds": np.arange(3)})
     assert {line.name: line.kind for line in done.table}["seeds"] == ""
-
-
-def test_no_array_is_guessed_as_W_next_to_named_ones(tmp_path: Path) -> None:
-    arrays = {"hessian": ARRAYS["W"], "g": ARRAYS["g"]}
-    with pytest.raises(FormatError, match=r"hessian of shape \(6, 7, 3\) .* --map W=hessian"):
-        imported(tmp_path, arrays)
-    _, done = imported(tmp_path, arrays, map={"W": "hessian"})
-    assert {*done.variables} == {"W", "grad"}

@@ -1,8 +1,8 @@
-"""Known kinds of arrays and numbers: common names, dimensions and types.
+"""Usual names of arrays and numbers in files, with their dimensions and types.
 
-This table drives the detection in every format. A name is looked up whole, and then without common
-additions: the prefix ``run_0_``, the suffixes ``_history`` or ``_bits``, ``_E``, ``_W`` or ``_U``
-for the matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
+A name is looked up whole, and then without common additions: the prefix ``run_0_``, the suffixes
+``_history`` or ``_bits``, ``_E``, ``_W`` or ``_U`` for the matrix, ``dead_`` or ``live_`` for the
+rows of some tokens. Case does not matter. Arrays with other names need ``--map``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, STEP, VARIABLES
 
@@ -49,7 +49,8 @@ _NAMES = {
     "W": "w weight weights embedding embeddings embedding_matrix emb e wte unembedding "
     "unembeddings w_e w_u w_in w_out token_embedding token_embeddings wte.weight wte_weight "
     "embed_tokens.weight embed.weight embedding.weight embeddings.weight token_embedding.weight "
-    "tok_embeddings.weight lm_head.weight lm_head unembed.weight",
+    "tok_embeddings.weight lm_head.weight lm_head unembed.weight "
+    "tensor tensors",  # without a name, in a file of torch.save
     "grad": "grad grads gradient gradients g",
     "exp_avg": "exp_avg m momentum momenta first_moment first_moments adam_m",
     "exp_avg_sq": "exp_avg_sq v variance variances second_moment second_moments adam_v",
@@ -61,14 +62,13 @@ _NAMES = {
     "grad_norm": "grad_norm grad_norms gradient_norm gradient_norms",
     "step": "step steps recorded_step recorded_steps step_number step_numbers global_step "
     "global_steps iteration iterations checkpoint_steps steps_of_the_names",
-    "token": "token recorded_tokens token_id vocab_ids vocabulary_ids",
+    "token": "token token_id token_ids token_indices recorded_tokens vocab_ids vocabulary_ids",
     "dead_mask": "dead_mask untrained_mask is_dead is_untrained dead_token_mask",
     "live_mask": "live_mask trained_mask is_live is_trained live_token_mask",
     "dead_ids": "dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens untrained_ids "
     "untrained_token_ids untrained_indices untrained_tokens untrained_token_indices",
     "live_ids": "live_ids live_token_ids live_indices live_token_indices live_tokens trained_ids "
     "trained_token_ids trained_indices trained_tokens trained_token_indices",
-    "token_ids": "token_ids tokens ids indices token_indices",
     "token_count": "token_count token_counts counts count occurrences frequencies "
     "token_frequencies token_frequency token_occurrence_counts appearances vocab_counts",
 }
@@ -84,7 +84,7 @@ _DIMS: dict[str, tuple[str, ...]] = {
     STEP.name: ("step",),
     "token": ("token",),
     **dict.fromkeys(("dead_mask", "live_mask"), ("vocabulary",)),
-    **dict.fromkeys(("dead_ids", "live_ids", "token_ids"), ("tokens",)),
+    **dict.fromkeys(("dead_ids", "live_ids"), ("tokens",)),
     "token_count": ("vocabulary",),
 }
 
@@ -98,21 +98,6 @@ ARRAY_KINDS: dict[str, ArrayKind] = {
     for name, dims in _DIMS.items()
 }
 """Kinds by name."""
-
-AMBIGUOUS: dict[str, tuple[str, ...]] = {
-    "dw": ("grad", "delta"),
-    "d_w": ("grad", "delta"),
-    "mu": ("exp_avg", "hidden_mean"),
-    "means": ("exp_avg", "hidden_mean"),
-}
-"""Names that are common for more than one kind."""
-
-# Words in the names of derived arrays, which are omitted.
-_DERIVED = frozenset(
-    "prime centroid centroids motion freeze frozen freezing l1 l2 linf phase phases displacement "
-    "displacements distance distances radius radii cosine similarity pca center centre mean std "
-    "norm norms drift velocity velocities speed angle angles ulp ulps entropy spread".split()
-)
 
 _RUN = re.compile(r"(?:run|trial|replicate)[_\-./]?(\d+)[_\-./](.+)", re.IGNORECASE)
 _POPULATION = re.compile(r"(dead|live|untrained|trained)_(.+)")
@@ -142,15 +127,12 @@ class Name:
     matrix : {'E', 'W'}, optional
     population : {'dead', 'live'}, optional
         Tokens of its rows.
-    note : str
-        How a description of the file, not the name, defines the kind.
     """
 
     kind: ArrayKind | None
     run: int | None = None
     matrix: str | None = None
     population: str | None = None
-    note: str = ""
 
 
 def named(key: str) -> Name:
@@ -170,7 +152,7 @@ def named(key: str) -> Name:
         run, text = int(match[1]), match[2]
     *groups, last = text.lower().rstrip("'").split("/")
     stems = [_stem("/".join((*groups, last)))]
-    # A group whose own name is known or derived decides; the name inside it does not.
+    # A group whose own name is known decides; the name inside it does not.
     if groups and not any(_is_known(_stem(group)) for group in groups):
         stems.append(_stem(last))
     for wording, matrix, population in (each for stem in stems for each in _readings(stem)):
@@ -186,14 +168,12 @@ def _stem(text: str) -> str:
 
 
 def _is_known(group: str) -> bool:
-    return is_derived(group) or any(wording in _by_name() for wording, *_ in _readings(group))
+    return any(wording in _by_name() for wording, *_ in _readings(group))
 
 
 def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
     """Possible names within a name, the longest first, each with its matrix and population."""
     yield stem, None, None
-    if is_derived(stem):
-        return
     parts = stem.split(".")
     for at in range(1, len(parts)):  # the path to a tensor of a model or an optimizer
         if parts[at:] != ["weight"]:  # a weight of any layer
@@ -219,18 +199,6 @@ def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
 @cache
 def _by_name() -> dict[str, ArrayKind]:
     return {name: kind for kind in ARRAY_KINDS.values() for name in kind.names}
-
-
-def is_derived(key: str) -> bool:
-    """True if a name belongs to no kind and contains a word for a derived quantity.
-
-    Examples
-    --------
-    >>> is_derived("delta_W_prime"), is_derived("last_motion_step"), is_derived("grads")
-    (True, True, False)
-    """
-    stem = key.lower()
-    return stem not in _by_name() and any(word in _DERIVED for word in re.split(r"[\W_]+", stem))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +267,18 @@ SCALARS: dict[str, Scalar] = {
 """Scalars by name. Other numbers of a file go to ``config.scalars`` under their own names."""
 
 
+POPULATION_SIZES = {
+    **dict.fromkeys(
+        "n_dead n_untrained num_dead num_untrained dead_count dead_tokens untrained_tokens".split(),
+        "dead",
+    ),
+    **dict.fromkeys(
+        "n_live n_trained num_live num_trained live_count live_tokens trained_tokens".split(),
+        "live",
+    ),
+}
+"""Names of the numbers of dead or live tokens."""
+
 _CONFIGURATION = re.compile(
     r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups"
     r"|meta|metadata)[./])+"
@@ -321,31 +301,3 @@ def scalar_of(key: str) -> Scalar | None:
             if wording in scalar.names:
                 return scalar
     return None
-
-
-_OF_TOKENS = frozenset("token tokens id ids".split())
-_NEGATIONS = frozenset("not no non never neither nor without except un t".split())  # t: of isn't
-_TRAINED_TOKENS = r"\btrained[\s_-]+(?:token|id)"
-
-
-def described_population(text: Any) -> Literal["dead", "live"] | None:
-    """Population that a description means: dead or live tokens; None if it is unclear.
-
-    It is unclear if it mentions neither, both, a negation, or no tokens.
-
-    Examples
-    --------
-    >>> described_population("IDs of tokens that never occur in the corpus (untrained)")
-    'dead'
-    """
-    description = re.sub(r"\bnever (?:occur|appear)\w*", "absent", str(text).lower())
-    words = set(re.findall(r"[a-z]+", description))
-    if not words & _OF_TOKENS or words & _NEGATIONS:
-        return None
-    dead = bool(words & {"dead", "untrained", "unseen", "unreachable", "absent", "unused"})
-    live = bool(words & {"live", "alive", "trained"})
-    if dead == live:
-        return None
-    if live and not words & {"live", "alive"} and not re.search(_TRAINED_TOKENS, description):
-        return None  # "trained" describes a model or a tokenizer
-    return "dead" if dead else "live"
