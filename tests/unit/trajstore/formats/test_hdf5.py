@@ -165,7 +165,7 @@ def test_references_compounds_and_virtual_datasets_are_named(tmp_path: Path) -> 
         file.create_dataset("W", (2, 3, 4), h5py.ref_dtype)[0, 0, 0] = file["grad"].ref
         file.create_dataset("U", (2, 3), np.dtype([("a", "f4"), ("b", "f4")]))
     with pytest.raises(
-        FormatError, match="(?s)U  not read: of a compound.* W  not read: references"
+        FormatError, match=r"(?s)U  not read: of a compound.* W  not read: references"
     ):
         trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
     layout = h5py.VirtualLayout((2, 3, 4), "f4")

@@ -243,13 +243,13 @@ def test_token_ids_are_the_ids_of_the_rows(tmp_path: Path) -> None:
     assert "is_dead" not in ds.coords
     assert same(ds, "W", KNOWN.values["W"])
     np.save(tmp_path / "token_ids.npy", ids[:3])
-    with pytest.raises(FormatError, match="token_ids of token_ids.npy has 3 ids, but W has 7"):
+    with pytest.raises(FormatError, match=r"token_ids of token_ids\.npy has 3 ids, but W has 7"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "token_ids.npy")
 
 
 def test_masks_need_names(tmp_path: Path) -> None:
     write(tmp_path / "masks", "npz", {"arr_0": KNOWN.dead})
-    with pytest.raises(FormatError, match="labels no tokens: found arr_0, .* rename"):
+    with pytest.raises(FormatError, match=r"labels no tokens: found arr_0, .* rename"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
 
 
@@ -332,7 +332,7 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
     ds, _ = imported(tmp_path, {"dead_W": W}, masks=tmp_path / "masks")
     assert ds.token.values.tolist() == DEAD.tolist()
     arrays = {"W": W, "dead_ids": DEAD, "dead_mask": KNOWN.dead}
-    with pytest.raises(FormatError, match="dead_mask means 7 tokens, but W has 2 .* --map token="):
+    with pytest.raises(FormatError, match=r"dead_mask means 7 tokens, but W has 2 .* --map token="):
         imported(tmp_path, arrays)
     ds, _ = imported(tmp_path, arrays, map={"token": "dead_ids"})
     assert ds.token.values.tolist() == DEAD.tolist()
