@@ -113,15 +113,6 @@ def run_status(facts: Mapping[str, Any]) -> str:
     return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
 
 
-def stored_bytes(path: RunPath) -> int | None:
-    """Bytes of all files of a run, including a block that is being written.
-
-    None on a web server, which cannot list objects.
-    """
-    place = location(path)
-    return sum(object_sizes(place).values()) if _lists_sizes(place) else None
-
-
 def _lists_sizes(place: Location) -> bool:
     return isinstance(place, Path) or place.listed
 
