@@ -98,7 +98,7 @@ class BackwardPass:
         All passes that it went through.
     is_dropped : bool
         True if the loop has discarded its gradients.
-    reached : set of tensor
+    reached : set of int
         Parameters whose gradients it has changed.
     """
 
@@ -110,7 +110,7 @@ class BackwardPass:
     quotient: float = 1.0
     passes: list[ForwardPass] = field(default_factory=list)
     is_dropped: bool = False
-    reached: Set[torch.Tensor] = frozenset()
+    reached: Set[int] = frozenset()
 
     @classmethod
     def of(cls, roots: Sequence[Any], factors: Sequence[torch.Tensor | None]) -> BackwardPass:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of
+from trajstore.trainers.recording.parameters import as_dense, gradient_of
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -28,7 +28,13 @@ from trajstore.trainers.recording.sharding import (
     total_norm,
     whole,
 )
-from trajstore.trainers.recording.torch_internals import counts_versions, scale_in_step, version
+from trajstore.trainers.recording.torch_internals import (
+    counts_versions,
+    plain_total_norm,
+    scale_in_step,
+    version,
+    versions,
+)
 from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
@@ -112,7 +118,55 @@ class _Clipping(NamedTuple):
     after: _Mark
 
 
-Marks = dict[torch.Tensor, _Mark]
+class Moment:
+    """All gradients at a moment. It keeps none of them alive.
+
+    Parameters
+    ----------
+    places : dict of tensor to int
+        Place of each parameter in the list of gradients.
+    gradients : sequence of tensor or None
+    """
+
+    __slots__ = ("_places", "_references", "_versions")
+
+    def __init__(
+        self, places: dict[torch.Tensor, int], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._places = places
+        self._references = [None if g is None else weakref.ref(g) for g in gradients]
+        self._versions = versions(gradients)
+
+    def mark(self, parameter: torch.Tensor) -> _Mark | None:
+        """Return the gradient of one parameter; None if it had none."""
+        place = self._places.get(parameter, -1)
+        reference = None if place < 0 else self._references[place]
+        return None if reference is None else _Mark(reference, self._versions[place])
+
+    def keep(self, parameters: Set[torch.Tensor], before: Moment) -> None:
+        """Take the gradients of some parameters from another moment, if it has them."""
+        for parameter in parameters:
+            mark, place = before.mark(parameter), self._places.get(parameter)
+            if mark is not None and place is not None and self._references[place] is not None:
+                self._references[place], self._versions[place] = mark
+
+    def changed(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
+        """Return the places of present gradients that are others, or have changed since."""
+        counts = counts_versions()
+        held = zip(self._references, self._versions, gradients, versions(gradients), strict=True)
+        return frozenset(
+            place
+            for place, (reference, before, gradient, now) in enumerate(held)
+            if gradient is not None
+            and not (counts and reference is not None and reference() is gradient and before == now)
+        )
+
+    def are_tensors(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Return True if the gradients are the same tensors, whether they have changed or not."""
+        return all(
+            gradient is (None if reference is None else reference())
+            for reference, gradient in zip(self._references, gradients, strict=True)
+        )
 
 
 class StepGradients:
@@ -136,20 +190,19 @@ class StepGradients:
         self._rows = tuple(rows)
         self._max_grad_norm = recording.loop.max_grad_norm
         self._on_note = recording.notes.mention
-        self._parameters: tuple[torch.Tensor, ...] = tuple(self._model.parameters())
-        self._of_optimizer: list[int] = []  # identities of its parameters
+        self.find_parameters()
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
-        self._before: Marks = {}
-        self._settled: Marks = {}
+        self._before: dict[torch.Tensor, _Mark] = {}
+        self._settled: dict[torch.Tensor, _Mark] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the gradients so far: a step begins, or the loop has discarded them."""
         self.total_norm: torch.Tensor | None = None
         self._norms: dict[Optimizer, torch.Tensor] = {}  # of the gradients of each optimizer
-        self._taken: Marks = {}  # all gradients when they were taken
+        self._taken: Moment | None = None  # when the gradients were taken
         self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
         self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
         self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
@@ -158,7 +211,7 @@ class StepGradients:
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
         self._results: list[_Mark] = []  # of `torch.autograd.grad`
-        self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
+        self._reached: Set[int] = frozenset()  # places whose gradients the last pass changed
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -167,29 +220,33 @@ class StepGradients:
         trained = self._optimizer.parameters(*self._optimizer.members)
         self._of_optimizer = [*map(id, trained)]
         self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
+        self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        self._trained = frozenset(map(self._places.__getitem__, trained))
+        self._are_sharded = any(map(is_sharded, self._parameters))
 
     def are_others_trained(self) -> bool:
         """Return True if the optimizer has other parameters than before."""
         now = self._optimizer.parameters(*self._optimizer.members)
         return [*map(id, now)] != self._of_optimizer
 
-    def marks(self) -> Marks:
-        """Return the present gradient of each parameter of the model and of the optimizer."""
-        return {
-            parameter: _Mark.of(gradient)
-            for parameter in self._parameters
-            if (gradient := parameter.grad) is not None
-        }
+    def moment(self) -> Moment:
+        """Return the present gradients of the parameters of the model and of the optimizer."""
+        return Moment(self._places, self._present())
 
-    def end_backward(
-        self, before: Marks, *, is_scaled: bool, is_of_model: bool
-    ) -> Set[torch.Tensor]:
+    def _present(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
+    def _mark(self, parameter: torch.Tensor) -> _Mark | None:
+        """Return the gradient of a parameter when it was taken; None if it was not."""
+        return None if self._taken is None else self._taken.mark(parameter)
+
+    def end_backward(self, before: Moment, *, is_scaled: bool, is_of_model: bool) -> Set[int]:
         """Take the gradients of a backward pass, before the loop can change them.
 
         Parameters
         ----------
-        before : mapping
-            Marks before the pass.
+        before : Moment
+            Gradients before the pass.
         is_scaled : bool
             A gradient scaler has multiplied the loss; the gradients are taken when it divides them.
         is_of_model : bool
@@ -197,40 +254,37 @@ class StepGradients:
 
         Returns
         -------
-        set of tensor
-            Parameters whose gradients have changed; empty if the pass trains something else.
+        set of int
+            Places of the parameters whose gradients have changed; empty if the pass trains
+            something else.
         """
-        now = self.marks()
-        reached = {p for p in now if p not in before or not before[p].is_still(p.grad)}
-        if self._trained().isdisjoint(reached):
+        present = self._present()
+        reached = before.changed(present)
+        if self._trained.isdisjoint(reached):
             # Without synchronization, FSDP2 adds the gradient to that of a later pass.
             is_held_back = is_of_model and has_fsdp(self._model)
-            return self._trained() if is_held_back else frozenset()
+            return self._trained if is_held_back else frozenset()
         self._reached = reached
         if is_scaled:
-            self._taken = now
+            self._taken = Moment(self._places, present)
             self._scaled = {*self._optimizer.members}
         else:
-            self._take(now)
+            self._take(present)
         return self._reached
 
     def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Remember the results of `torch.autograd.grad`, which the loop may assign."""
         self._results += (_Mark.of(one) for one in gradients if one is not None)
 
-    def _trained(self) -> set[torch.Tensor]:
-        """Return the parameters of the optimizer."""
-        return {*self._optimizer.parameters(*self._optimizer.members)}
-
     def are_discarded(self) -> bool:
         """Return True if the loop has discarded the gradients of the last backward pass."""
-        if not self._reached:
-            return False
-        trained = self._trained()
-        return all(self._is_discarded(p) for p in self._reached if p in trained)
+        reached = self._reached & self._trained
+        return bool(self._reached) and all(
+            self._is_discarded(self._parameters[place]) for place in reached
+        )
 
     def _is_discarded(self, one: torch.Tensor) -> bool:
-        mark = self._taken.get(one)
+        mark = self._mark(one)
         gradient = gradient_of(one)
         if gradient is None or mark is None or not mark.is_tensor(one.grad):
             return gradient is None
@@ -239,23 +293,27 @@ class StepGradients:
         return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
 
     def _take(
-        self, marks: Marks, *, only: Optimizer | None = None, scale: float | None = None
+        self,
+        present: Sequence[torch.Tensor | None],
+        *,
+        only: Optimizer | None = None,
+        scale: float | None = None,
     ) -> None:
-        """Take the gradients of all optimizers, or of `only` one, divided by `scale`."""
+        """Take the present gradients of all optimizers, or of `only` one, divided by `scale`."""
         others = {*self._optimizer.members} - {only} if only is not None else set()
         kept = {*self._optimizer.parameters(*others)}
         consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
         unscale = 1.0 if scale is None else 1.0 / scale
         self._scaled &= others
-        self._taken = {
-            p: self._taken[p] if p in kept and p in self._taken else mark
-            for p, mark in marks.items()
-        }
-        for tensor in marks.keys() - kept:
-            self._settled.pop(tensor, None)
-            self._clippings.pop(tensor, None)
-            self._replaced.discard(tensor)
-        gradients = [g for g in map(gradient_of, marks) if g is not None]
+        before, self._taken = self._taken, Moment(self._places, present)
+        if before is not None:
+            self._taken.keep(kept, before)
+        for rows in self._rows:
+            if rows.parameter.tensor.grad is not None and rows.parameter.tensor not in kept:
+                self._settled.pop(rows.parameter.tensor, None)
+                self._clippings.pop(rows.parameter.tensor, None)
+                self._replaced.discard(rows.parameter.tensor)
+        gradients = [as_dense(gradient) for gradient in present if gradient is not None]
         if not gradients:
             return
         self._take_of_others(unscale, consumed)
@@ -268,16 +326,22 @@ class StepGradients:
             if scale is not None:
                 self._divided.add(parameter.tensor)
         if only is not None and others:
-            own = [g for p in marks if p not in kept and (g := gradient_of(p)) is not None]
+            pairs = zip(self._parameters, present, strict=True)
+            own = [as_dense(g) for p, g in pairs if g is not None and p not in kept]
             if own:
-                self._norms[only] = total_norm(own) * unscale
+                self._norms[only] = self._norm(own) * unscale
             norms = list(self._norms.values())
             self.total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
             return
-        self.total_norm = total_norm(gradients) * unscale
+        norm = self._norm(gradients)
+        self.total_norm = norm if scale is None else norm * unscale
         if consumed:
             self.total_norm = torch.full_like(self.total_norm, float("nan"))
             self._on_note(_BETWEEN)
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of gradients together, as `clip_grad_norm_` computes it."""
+        return total_norm(gradients) if self._are_sharded else plain_total_norm(gradients)
 
     def _take_of_others(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
         if (state := self._recording.state) is not None:
@@ -307,7 +371,7 @@ class StepGradients:
         return all(
             mark is None or mark.is_still(rows.parameter.tensor.grad)
             for rows in self._rows_of(optimizer)
-            for mark in [self._taken.get(rows.parameter.tensor)]
+            for mark in [self._mark(rows.parameter.tensor)]
         )
 
     def after_unscale(
@@ -326,15 +390,15 @@ class StepGradients:
         self._were_still = {
             rows.parameter.tensor: mark is not None and mark.is_still(rows.parameter.tensor.grad)
             for rows in self._rows
-            for mark in [self._taken.get(rows.parameter.tensor)]
+            for mark in [self._mark(rows.parameter.tensor)]
         }
 
     def _take_assigned(self) -> None:
         """Take gradients that no backward pass has left, if there are some."""
-        rows = [one for one in self._rows if one.parameter.tensor not in self._taken]
+        rows = [one for one in self._rows if self._mark(one.parameter.tensor) is None]
         rows = [one for one in rows if one.parameter.tensor.grad is not None]
         if rows:
-            self._take(self.marks())
+            self._take(self._present())
             unknown = [one for one in rows if not self._is_known(one.parameter.tensor.grad)]
             self._doubt(unknown, _ASSIGNED)
 
@@ -352,7 +416,7 @@ class StepGradients:
     def after_clipping(self, max_norm: float, norm: torch.Tensor) -> None:
         """Remember the factor of a call of `clip_grad_norm_`."""
         for parameter, was_still in self._were_still.items():
-            mark, gradient = self._taken.get(parameter), parameter.grad
+            mark, gradient = self._mark(parameter), parameter.grad
             if mark is None or gradient is None or mark.is_still(gradient):
                 continue  # the call was about others
             known = was_still and parameter not in self._clippings
@@ -364,7 +428,7 @@ class StepGradients:
         self, optimizer: Optimizer, scale: float | None = None, *, were_still: bool
     ) -> None:
         """Take gradients of a scaled loss, which the scaler has divided or the step divides."""
-        self._take(self.marks(), only=optimizer, scale=scale)
+        self._take(self._present(), only=optimizer, scale=scale)
         if not were_still:
             self._doubt(self._rows_of(optimizer), _SCALED)
 
@@ -384,13 +448,18 @@ class StepGradients:
                 self._settled[rows.parameter.tensor] = _Mark.of(gradient)
         if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
-        now = self.marks()
-        same = now.keys() == self._taken.keys() and all(
-            self._taken[p].is_tensor(p.grad) for p in now
-        )
-        if not same and now:
-            norm = total_norm([g for g in map(gradient_of, now) if g is not None])
-            unchanged = all(self._taken[p].is_still(p.grad) for p in now if p in self._taken)
+        present = self._present()
+        if self._taken is not None and self._taken.are_tensors(present):
+            return
+        gradients = [as_dense(gradient) for gradient in present if gradient is not None]
+        if gradients:
+            norm = self._norm(gradients)
+            pairs = ((self._mark(p), p.grad) for p in self._parameters)
+            unchanged = all(
+                mark.is_still(gradient)
+                for mark, gradient in pairs
+                if mark is not None and gradient is not None
+            )
             known = unchanged and not self._doubtful
             self.total_norm = norm if known else torch.full_like(norm, float("nan"))
             if not unchanged:
@@ -409,13 +478,15 @@ class StepGradients:
 
     def _settle(self, rows: ParameterRows, *, inside: bool) -> None:
         parameter = rows.parameter.tensor
-        before, taken = self._settled.get(parameter), self._taken.get(parameter)
+        before, taken = self._settled.get(parameter), self._mark(parameter)
         gradient = gradient_of(parameter)
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
             return
         is_same = before is not None and before.is_still(parameter.grad)
-        if is_same and not (inside and taken is not None and self._has_changed(rows, gradient)):
+        if is_same and not (
+            inside and taken is not None and self._has_changed(rows, gradient, taken)
+        ):
             return
         owner = rows.parameter.optimizer
         if owner is not None and (sentence := why_unproven(owner, parameter)) is not None:
@@ -427,9 +498,9 @@ class StepGradients:
                 self._note(_AGAIN, rows)
             elif not self._is_known(parameter.grad):
                 self._doubt([rows], _ASSIGNED)
-        elif is_sharded(parameter) or self._has_changed(rows, gradient):
+        elif is_sharded(parameter) or self._has_changed(rows, gradient, taken):
             # If several processes hold the gradient, all compare, and the result has to agree.
-            self._compare(rows, own_rows(gradient))
+            self._compare(rows, own_rows(gradient), taken)
             if parameter not in self._doubtful:
                 return
         if sentence := self._doubtful.get(parameter):
@@ -438,13 +509,13 @@ class StepGradients:
         else:
             rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
 
-    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor) -> bool:
+    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: _Mark) -> bool:
         """Return True if a gradient has changed since it was taken.
 
         A change of its `Tensor.data` is not counted, so on the CPU the bits are compared.
         """
         parameter = rows.parameter.tensor
-        if not self._taken[parameter].is_still(parameter.grad):
+        if not taken.is_still(parameter.grad):
             return True
         raw = rows.copy_of("grad")
         if raw is None or gradient.device.type != "cpu" or raw.dtype != gradient.dtype:
@@ -453,7 +524,7 @@ class StepGradients:
             return False
         return not same_bits(raw, rows.recorded_tokens(gradient))
 
-    def _compare(self, rows: ParameterRows, consumed: torch.Tensor) -> None:
+    def _compare(self, rows: ParameterRows, consumed: torch.Tensor, taken: _Mark) -> None:
         """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
@@ -463,7 +534,7 @@ class StepGradients:
         on_host = seen.device.type == "cpu" and not is_sharded(parameter)
         is_elsewhere = raw is not None and raw.device != seen.device
         if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
-            is_still = self._taken[parameter].is_still(parameter.grad)
+            is_still = taken.is_still(parameter.grad)
             known = self._factor(clipping) if is_clipped else torch.ones_like(total)
             unknown = torch.full_like(total, float("nan"))
             rows.set("clip_coef", self.as_norm(known if is_clipped or is_still else unknown))
@@ -574,7 +645,7 @@ class StepGradients:
     def release(self) -> None:
         """Release all tensors."""
         self.begin_step()
-        self._parameters, self._rows, self._before = (), (), {}
+        self._parameters, self._places, self._rows, self._before = (), {}, (), {}
 
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""

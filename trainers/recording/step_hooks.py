@@ -522,7 +522,7 @@ class Recorder:
         factors = [grad_tensors] if single or grad_tensors is None else list(grad_tensors)
         factors += [None] * (len(roots) - len(factors))
         self._new_roots += (weakref.ref(root) for root in roots if isinstance(root, torch.Tensor))
-        return BackwardPass.of(roots, factors), self._gradients.marks()
+        return BackwardPass.of(roots, factors), self._gradients.moment()
 
     @_guarded
     def _end_backward(self, frame: BackwardPass, before: Any) -> None:

@@ -6,7 +6,7 @@ No other module of the recording uses private names of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +54,14 @@ def version(tensor: torch.Tensor) -> int:
     if type(tensor) is not torch.Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor._version
+
+
+def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return `version` of each tensor, and -1 for None."""
+    return [
+        -1 if one is None else one._version if type(one) is torch.Tensor else version(one)
+        for one in tensors
+    ]
 
 
 def factor_of(node: torch.autograd.graph.Node) -> float:
@@ -184,6 +192,19 @@ def norms(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor]:
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
     return list(torch._foreach_norm(tensors, order, dtype)) if tensors else []
+
+
+def plain_total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of tensors together, as `torch.nn.utils.get_total_norm` does, bit for bit.
+
+    That function sorts the tensors by device and type, which takes longer than the norm.
+    """
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if not all(one.dtype == dtype and one.device == device for one in tensors):
+        return torch.nn.utils.get_total_norm(tensors)
+    norms = torch._foreach_norm([*tensors], 2.0)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def differences(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
