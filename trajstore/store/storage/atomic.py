@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def check_writable(path: Path) -> None:
     """Raise an error if a file or folder cannot be created at a path, whose folder may be missing.
 
+    A temporary file without a name is created: permissions alone do not tell, as for root.
+
     Raises
     ------
     InvalidArgument
@@ -124,8 +127,16 @@ def check_writable(path: Path) -> None:
     folder = next(each for each in path.absolute().parents if os.path.exists(each))
     if not folder.is_dir():
         raise InvalidArgument(f"cannot write {path}: {folder} is not a folder; choose another path")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise read_only(folder / path.name)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except PermissionError as error:
+        raise read_only(folder / path.name) from error
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            raise read_only(folder / path.name) from error
+        raise InvalidArgument(
+            f"cannot write to the folder {folder}: {error.strerror}; choose another path"
+        ) from error
 
 
 def read_only(path: Path) -> InvalidArgument:

@@ -62,6 +62,21 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
     return target
 
 
+def check_folder(path: RunPath) -> None:
+    """Check that this user can write to the folder of a local run, and to the run if it exists.
+
+    Raises
+    ------
+    InvalidArgument
+        With the name of the folder.
+    """
+    target = location(path).absolute()
+    if isinstance(target, Path):
+        check_writable(target)
+        if target.is_dir():
+            check_writable(target / METADATA_KEY)
+
+
 def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     """Check that a run may be created at a local path. Only recordings can be remote.
 
