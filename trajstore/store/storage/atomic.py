@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
         for path, parts in objects:
             temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
             written[temporary] = path
-            with temporary.open("wb") as file:
+            with temporary.open("wb") as file, named_errors(path):
                 for part in parts:
                     file.write(part)
                 size += file.tell()
@@ -96,6 +97,17 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
     if fsync:
         flush({path.parent for path in written.values()})
     return size
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name a file in the errors of writes and flushes, to which the system gives no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -182,7 +194,8 @@ def flush_tree(path: Path) -> None:
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named_errors(path):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FLUSH or not path.is_dir():
             raise

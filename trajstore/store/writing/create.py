@@ -20,6 +20,7 @@ from trajstore.store.storage.atomic import (
     flush,
     flush_tree,
     make_folder,
+    named_errors,
     put,
     sweep,
 )
@@ -289,11 +290,8 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         sweep(path)
         folder.mkdir()
         try:
-            yield folder
-        except OSError as error:
-            if error.errno is not None and error.filename is None:  # of writes and flushes
-                error.filename = str(path)
-            raise
+            with named_errors(path):
+                yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
