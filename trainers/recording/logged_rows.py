@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +32,8 @@ class LoggedRows:
     Parameters
     ----------
     log : callable
-        Takes a dict of numbers. After an error it is not called again; the error is logged.
+        Takes a dict of numbers. Called in a copy of this thread's context, where trackers keep
+        their run. After an error it is not called again; the error is logged.
     every : int
         Rows of steps that are a multiple of it are passed.
     layout : Layout
@@ -49,7 +52,8 @@ class LoggedRows:
         is_dead: npt.NDArray[np.bool_] | None,
         prefix: str,
     ) -> None:
-        self._log, self._every, self._layout, self._prefix = log, every, layout, prefix
+        self._log = functools.partial(contextvars.copy_context().run, log)
+        self._every, self._layout, self._prefix = every, layout, prefix
         masks = {"all": slice(None)} if is_dead is None else {"dead": is_dead, "live": ~is_dead}
         self._masks: dict[str, Any] = {
             name: mask for name, mask in masks.items() if isinstance(mask, slice) or mask.any()

@@ -149,7 +149,7 @@ def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
         if not path.exists():
             raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
         if not path.is_dir():
-            raise FormatError(f"{text} is a file; a run is a folder")
+            raise FormatError(f"{text} is a file; a run is a folder: unpack a zip file first")
         objects = _files(path, found.notes)
     elif path.listed:
         objects = object_sizes(path)

@@ -7,7 +7,7 @@ not end the check.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.store.reading.unzipped_run import unzipped
+from trajstore.store.storage.remote_path import Location, RunPath, key_within, location
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
@@ -114,7 +115,8 @@ def verify(
     Parameters
     ----------
     path : path-like, str or RemotePath
-        On a web server, which lists nothing, only the contents of the root are checked.
+        On a web server, which lists nothing, only the contents of the root are checked. A zip file
+        is unpacked into a temporary folder.
     threads : int, optional
         By default the number of processors, at most 8; 16 for an object store.
     on_progress : callable, optional
@@ -142,7 +144,15 @@ def verify(
     >>> found.clean, found.rows, found.problems
     (True, 21, ())
     """
-    return check_run(path, threads=threads, on_progress=on_progress).found
+    place = location(path).absolute()
+    with unzipped(path) as folder:
+        found = check_run(folder, threads=threads, on_progress=on_progress).found
+    if found.path == place:
+        return found
+    problems = (
+        replace(each, path=place / key_within(each.path, found.path)) for each in found.problems
+    )
+    return replace(found, path=place, problems=tuple(problems))
 
 
 def check_run(

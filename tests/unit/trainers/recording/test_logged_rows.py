@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+RUN: contextvars.ContextVar[str] = contextvars.ContextVar("RUN")
 DEAD = np.arange(VOCAB) >= 13
 
 
@@ -36,7 +38,10 @@ def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16) -> 
 def test_the_numbers_are_those_of_the_run_and_come_from_another_thread(tmp_path: Path) -> None:
     path, numbers, threads = tmp_path / "run.zarr", [], set()
 
+    RUN.set("mine")  # where trackio keeps its run
+
     def log(given: dict[str, float]) -> None:
+        assert RUN.get() == "mine"
         numbers.append({name.removeprefix("trajstore/"): each for name, each in given.items()})
         threads.add(threading.get_ident())
 

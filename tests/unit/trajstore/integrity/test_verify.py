@@ -4,16 +4,20 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import zarr
+from click.testing import CliRunner
 from damage import contents, cut, edit, flip, put, shard_index, wide_run, write_shard
 
 from trajstore import RunWriter, export, open_run, repair, verify
+from trajstore.cli.main import main
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.integrity import metadata_checks as inspection
 from trajstore.integrity.verify import Verification
@@ -46,6 +50,24 @@ def test_a_sound_run_is_clean_and_all_of_it_was_read(run: Path) -> None:
     assert calls[-1] == (shards, shards)
     assert verify(run, threads=1) == found
     json.dumps(found.facts())
+
+
+def test_a_zip_file_is_checked_as_its_content(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", run))
+    sound, found = verify(run), verify(packed)
+    assert found.clean
+    assert (found.path, found.rows, found.bytes) == (packed, sound.rows, sound.bytes)
+    flip(run / "W" / "c.1.0.0", 5)
+    with zipfile.ZipFile(packed, "w") as file:
+        for key, data in contents(run).items():
+            file.writestr(key, data)
+    assert only(verify(packed)).path == packed / "W" / "c.1.0.0"
+    assert CliRunner().invoke(main, ["verify", str(packed)]).exit_code == 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=9))
+    with pytest.raises(FormatError, match=r"packed.zip unpacks to .*, but .* has 9 B free; set TM"):
+        verify(packed)
 
 
 def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
