@@ -87,8 +87,7 @@ class RunMetadata:
             Attributes that replace present ones.
         """
         present = root["attributes"] | dict(attributes or {})
-        fixed = {name: value for name, value in present.items() if name not in CHANGING}
-        found = cls(root["consolidated_metadata"]["metadata"], fixed)
+        found = cls(root["consolidated_metadata"]["metadata"], fixed_attributes(present))
         found.notes = notes_of(present)
         return found
 
@@ -124,6 +123,11 @@ class RunMetadata:
     def _with_rows(self, name: str, rows: int) -> dict[str, Any]:
         array = self._arrays[name]
         return with_rows(name, array, rows) if name in self._series else array
+
+
+def fixed_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the root that no commit changes."""
+    return {name: value for name, value in attributes.items() if name not in CHANGING}
 
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
