@@ -29,29 +29,31 @@ from trajstore.integrity.problem import Problem
 from trajstore.schema import EXPORTED, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
 from trajstore.store.metadata.array_metadata import is_series, with_rows
 from trajstore.store.metadata.fingerprint import (
+    CHANGING,
     CONTENT,
     COPY,
     FINGERPRINT,
-    NOTES,
     fingerprint_of,
 )
 from trajstore.store.metadata.metadata_form import (
     REQUIRED,
-    STATUSES,
-    is_digest,
     is_length,
+    is_possible,
     other_format,
     root_of,
 )
 from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.store.metadata.zarr_json import fixed_attributes, notes_of
+from trajstore.store.metadata.zarr_json import fixed_attributes
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.strict_json import JsonObject, changes, parse, same, utc_now
+from trajstore.strict_json import JsonObject, changes, parse, utc_now
 
 _MOST_MISSING = 1 << 16
+
+_REQUIRED = [name for name in REQUIRED if name not in (CONTENT, FINGERPRINT)]
+"""Attributes of the second copy: a repair can compute the digests again."""
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
@@ -89,7 +91,6 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     _choose(found)
     if found.whole is not None:
         _compare(found)
-        _check_age(found)
         _check_extent(found)
     return found
 
@@ -225,36 +226,28 @@ def read_metadata(path: Location, array: str | None) -> JsonObject | Problem:
 
 def _choose(found: CheckedMetadata) -> None:
     """Choose the copy of the metadata that is whole, and report the faults of the other."""
-    own = {name for name, metadata in found.own.items() if metadata is not None}
+    known = {name for name, own in found.own.items() if own is not None}
+    faults: list[Found] = [] if found.root is None else faults_in(found.root, known)
     second = _second_copy(found)
-    required = [name for name in REQUIRED if name not in (CONTENT, FINGERPRINT)]
-    of_second = faults_in(second, own, required) if second else [(STEP.name, NO_COPY)]
-    of_root: list[Found] | None = None if found.root is None else faults_in(found.root, own)
-    if of_root == []:
-        assert found.root is not None
+    of_second = [(STEP.name, NO_COPY)] if second is None else faults_in(second, known, _REQUIRED)
+    if found.root is not None and not faults:
         found.choose(found.root)
-        if second and not of_second and _proves(found, second):
-            differing = _differing(found.arrays, second)
-            found.choose(second)
-            of_root = [
-                (name, f"its copy in the root differs from its own metadata file in {members}")
-                for name, members in differing.items()
-            ]
-    elif second and not of_second:
+        if second is not None and not of_second:
+            faults = _disproved(found, second)
+    if second is not None and not of_second and (faults or found.root is None):
         found.choose(second)
-    for name, fault in of_root or ():
+    for name, fault in faults:
         found.report(name, fault, found.path / METADATA_KEY)
     if found.whole is None and not found.refused:
         for name, fault in of_second:
-            if name is not None and found.own.get(name) is not None:
+            if name in known:
                 found.report(name, fault)
         found.problems = [replace(problem, remedy="none") for problem in found.problems]
-        found.report(
-            None,
+        message = (
             "neither the root nor the second copy of the metadata, in the folders of the arrays, "
-            "is whole, so no values were checked; restore the run from a backup",
-            remedy="none",
+            "is whole, so no values were checked; restore the run from a backup"
         )
+        found.report(None, message, remedy="none")
 
 
 def _second_copy(found: CheckedMetadata) -> JsonObject | None:
@@ -262,68 +255,59 @@ def _second_copy(found: CheckedMetadata) -> JsonObject | None:
     copy = parsed_copy(found.own.get(STEP.name))
     if copy is None:
         return None
-    before = attributes_of(found.root)
-    if before and (found.root or {}).get("consolidated_metadata") is None:
-        # zarr drops the consolidated metadata when a user sets an attribute: this is intended.
+    listed, before = listed_arrays(found.root), attributes_of(found.root)
+    lost = bool(before) and (found.root or {}).get("consolidated_metadata") is None
+    if lost:  # zarr drops the consolidated metadata when a user sets an attribute: intended
         copy = fixed_attributes(before)
     held = variables_of(copy)
-    missing = [name for name in listed_arrays(found.root) if belongs(name, held)]
-    arrays: dict[str, Any] = dict.fromkeys(missing)
-    arrays |= {
-        name: own for name, own in found.own.items() if own is not None or belongs(name, held)
+    arrays: dict[str, Any] = {
+        name: found.own.get(name)
+        for name in (*found.own, *listed)
+        if belongs(name, held) or found.own.get(name) is not None
     }
     step = arrays[STEP.name]
     arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: json.dumps(copy)}}
-    series = [
-        name
-        for name, own in arrays.items()
-        if belongs(name, held) and is_series(name) and _has_rows(own)
-    ]
-    rows = min((arrays[name]["shape"][0] for name in series), default=0)
-    committed = before.get("committed_rows")
-    if found.root is not None and is_length(committed) and _shows(found.root, committed):
+    series = [name for name in arrays if belongs(name, held) and is_series(name)]
+    rows = min((n for name in series if (n := _rows(arrays[name])) is not None), default=0)
+    committed: Any = before.get("committed_rows")
+    if is_length(committed) and (lost or _rows(listed.get(STEP.name)) == committed):
         rows = min(rows, committed)  # the others were never committed
-    arrays |= {name: with_rows(name, arrays[name], rows) for name in series}
-    status = before.get("status")
-    changing = {
-        "status": status if status in STATUSES else "interrupted",
-        "committed_rows": rows,
-        "updated": utc_now(),
-        **{key: before[key] for key in (CONTENT, FINGERPRINT) if is_digest(before.get(key))},
+    for name in series:
+        if _rows(arrays[name]) is not None:
+            arrays[name] = with_rows(name, arrays[name], rows)
+    changing = {"status": "interrupted", "updated": utc_now()} | {
+        key: before[key] for key in CHANGING if key in before and is_possible(key, before[key])
     }
-    with contextlib.suppress(FormatError):
-        if notes := notes_of(before):
-            changing[NOTES] = notes
-    return root_of(copy | changing, arrays)
+    return root_of(copy | changing | {"committed_rows": rows}, arrays)
 
 
-def _shows(root: JsonObject, rows: int) -> bool:
-    """True if `step` has that number of rows in the root, or the root has lost its arrays."""
-    step = listed_arrays(root).get(STEP.name)
-    lost = root.get("consolidated_metadata") is None
-    return lost or (_has_rows(step) and step["shape"][0] == rows)
-
-
-def _has_rows(metadata: Any) -> bool:
+def _rows(metadata: Any) -> int | None:
+    """Rows of an array, of metadata that may be damaged."""
     shape = metadata.get("shape") if isinstance(metadata, dict) else None
-    return isinstance(shape, list) and bool(shape) and is_length(shape[0])
+    return shape[0] if isinstance(shape, list) and shape and is_length(shape[0]) else None
 
 
-def _proves(found: CheckedMetadata, second: JsonObject) -> bool:
-    """True if the digests of the commit fit the second copy, and not the whole root."""
-    assert found.whole is not None
-    return (
-        attributes_of(second)["committed_rows"] == found.rows
-        and bool(_differing(found.arrays, second))
-        and not _is_proved(found, found.whole)
-        and _is_proved(found, second)
-    )
+def _disproved(found: CheckedMetadata, second: JsonObject) -> list[Found]:
+    """Differences from the second copy, if the digests of the commit prove it, and not the root."""
+    held, listed = variables_of(attributes_of(second)), listed_arrays(second)
+    names = [name for name in {**found.arrays, **listed} if belongs(name, held)]
+    differing = {name: changes(found.arrays.get(name), listed.get(name)) for name in names}
+    text = "its copy in the root differs from its own metadata file in "
+    faults: list[Found] = [
+        (name, text + ", ".join(member or "all members" for member, *_ in members))
+        for name, members in differing.items()
+        if members
+    ]
+    is_candidate = faults and attributes_of(second)["committed_rows"] == found.rows
+    if is_candidate and not _is_proved(found, found.whole) and _is_proved(found, second):
+        return faults
+    return []
 
 
-def _is_proved(found: CheckedMetadata, root: JsonObject) -> bool:
+def _is_proved(found: CheckedMetadata, root: JsonObject | None) -> bool:
     """True if a root without faults, and the stored blocks, have the digests of the commit."""
     try:
-        digests = digests_of(found.path, root, found.rows)
+        digests = digests_of(found.path, root or {}, found.rows)
     except ObjectStoreError:
         raise
     except (FormatError, OSError):  # a block or a coordinate is damaged
@@ -331,55 +315,48 @@ def _is_proved(found: CheckedMetadata, root: JsonObject) -> bool:
     return all(found.attributes[key] == digest for key, digest in digests.items())
 
 
-def _differing(arrays: JsonObject, second: JsonObject) -> dict[str, str]:
-    """Members in which arrays of the run differ from the second copy, by array."""
-    held, others = variables_of(attributes_of(second)), listed_arrays(second)
-    names = [name for name in {**arrays, **others} if belongs(name, held)]
-    found = {name: changes(arrays.get(name), others.get(name)) for name in names}
-    return {
-        name: ", ".join(member or "all" for member, *_ in members)
-        for name, members in found.items()
-        if members
-    }
-
-
 def _compare(found: CheckedMetadata) -> None:
     """Compare the arrays' own metadata files with those of the whole root."""
-    for name, metadata in found.own.items():
-        if metadata is not None and name not in found.arrays:
-            if belongs(name, variables_of(found.attributes)):
-                found.report(name, "the root does not list it", found.path / METADATA_KEY, "none")
-            else:
-                found.notes.append(f"{name} is an array that is not part of the run")
+    held = variables_of(found.attributes)
+    for name in [name for name in found.own if name not in found.arrays]:
+        if found.own[name] is None:  # reported already
+            continue
+        if belongs(name, held):
+            found.report(name, "the root does not list it", found.path / METADATA_KEY, "none")
+        else:
+            found.notes.append(f"{name} is an array that is not part of the run")
     for name, whole in found.arrays.items():
         own = found.own.get(name)
         if name not in found.own:
             found.report(name, "its folder is missing")
-        if own is None:
-            continue
-        if is_series(name) and _has_rows(own):
-            rows = own["shape"][0] - found.rows
-            if rows > 0:
-                found.notes.append(
-                    f"{name} is {rows} rows ahead of the root; a writer is in a commit, or died in "
-                    "one"
-                )
-            elif rows < 0:
-                had = found.rows + rows
-                found.report(
-                    name, f"has {had} rows in its own metadata file, {found.rows} are committed"
-                )
-            own = with_rows(name, own, found.rows)
-        differing = [member for member, *_ in changes(own, whole)]
-        if differing == [f"attributes.{COPY}"] and _is_replaced(found, own):
+        elif own is not None:
+            _compare_array(found, name, own, whole)
+    rows = {_rows(found.own.get(name)) or 0 for name in found.arrays if is_series(name)}
+    if found.attributes["status"] == "complete" and len(rows) == 1 and min(rows) > found.rows:
+        message = (
+            f"the root records a complete run of {found.rows} rows, but the metadata of all "
+            f"arrays {rows.pop()} rows; an older root was restored"
+        )
+        found.report(None, message)
+
+
+def _compare_array(found: CheckedMetadata, name: str, own: JsonObject, whole: JsonObject) -> None:
+    rows = _rows(own)
+    if is_series(name) and rows is not None and rows >= found.rows:
+        own = with_rows(name, own, found.rows)
+        if rows > found.rows:
             found.notes.append(
-                "the attributes of the root are being changed; a writer is in a resume, or died in "
-                "one"
+                f"{name} is {rows - found.rows} rows ahead of the root; a writer is in a commit, "
+                "or died in one"
             )
-        elif differing:
-            found.report(
-                name, f"its own metadata file differs from the root in {', '.join(differing)}"
-            )
+    differing = [member for member, *_ in changes(own, whole)]
+    if differing == [f"attributes.{COPY}"] and _is_replaced(found, own):
+        found.notes.append(
+            "the attributes of the root are being changed; a writer is in a resume, or died in one"
+        )
+    elif differing:
+        message = f"its own metadata file differs from the root in {', '.join(differing)}"
+        found.report(name, message)
 
 
 def _is_replaced(found: CheckedMetadata, step: JsonObject) -> bool:
@@ -392,18 +369,6 @@ def _is_replaced(found: CheckedMetadata, step: JsonObject) -> bool:
     digest = fingerprint_of(attributes, bytes.fromhex(attributes[CONTENT]))
     recording = attributes["status"] == "recording"
     return recording and digest == attributes[FINGERPRINT] and parsed_copy(step) is not None
-
-
-def _check_age(found: CheckedMetadata) -> None:
-    """Report a root that is older than all arrays of a complete run."""
-    series = [found.own.get(name) for name in found.arrays if is_series(name)]
-    own = {own["shape"][0] for own in series if own is not None and _has_rows(own)}
-    if found.attributes["status"] == "complete" and len(own) == 1 and min(own) > found.rows:
-        found.report(
-            None,
-            f"the root records a complete run of {found.rows} rows, but the metadata of all "
-            f"arrays {own.pop()} rows; an older root was restored",
-        )
 
 
 def _check_extent(found: CheckedMetadata) -> None:
@@ -436,7 +401,8 @@ def is_outdated(metadata: CheckedMetadata) -> bool:
     if isinstance(root, Problem) or metadata.root is None:
         return False
     now, then = attributes_of(root), attributes_of(metadata.root)
-    rows, before = now.get("committed_rows"), then.get("committed_rows")
+    rows: Any = now.get("committed_rows")
+    before: Any = then.get("committed_rows")
     if any(now.get(key) != then.get(key) for key in ("created", "status")):
         return True
     return is_length(rows) and is_length(before) and rows < before

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from trajstore.errors import FormatError
 from trajstore.integrity.checked_metadata import attributes_of, listed_arrays, series_in
 from trajstore.schema import STEP, TRAJECTORIES, belongs, variables_of
 from trajstore.store.metadata.array_metadata import (
@@ -23,7 +22,7 @@ from trajstore.store.metadata.metadata_form import (
     root_faults,
     run_identity,
 )
-from trajstore.store.metadata.zarr_json import RunMetadata, fixed_attributes, notes_of
+from trajstore.store.metadata.zarr_json import RunMetadata, fixed_attributes
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.resumed_run import fingerprint_at
 from trajstore.strict_json import MISSING, JsonObject, changes, parse, same
@@ -73,10 +72,6 @@ def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[F
             yield None, f"the attribute {key} {how} {where}"
     for fault in attribute_faults(attributes, required):
         yield None, str(fault)
-    try:
-        notes_of(attributes)
-    except FormatError as error:
-        yield None, str(error)
 
 
 def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[Found]:
@@ -136,7 +131,7 @@ def parsed_copy(step: Any) -> JsonObject | None:
     """The fixed attributes of the root from their copy in `step`; None if it is damaged."""
     attributes = step.get("attributes") if isinstance(step, dict) else None
     try:
-        value = parse(attributes.get(COPY)) if isinstance(attributes, dict) else None
-    except (TypeError, ValueError):
+        value: Any = parse(attributes[COPY]) if isinstance(attributes, dict) else None
+    except (KeyError, TypeError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -19,27 +19,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
 from trajstore.schema import STEP, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import with_rows
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
-from trajstore.store.metadata.metadata_form import Status, root_of
-from trajstore.strict_json import fits, utc_now
+from trajstore.store.metadata.metadata_form import UNPROVEN, Status, root_of
+from trajstore.strict_json import utc_now
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
-
-UNPROVEN = "unproven"
-"""Member of a note: ranges of steps that do not follow from the recorded values alone."""
-
-
-def _is_range(value: Any) -> bool:
-    return fits(value, [int]) and len(value) == 2 and value[0] <= value[1]
-
-
-_NOTE = {
-    "note": str, "first_step": int, "last_step": int, "count": int, f"{UNPROVEN}?": [_is_range],
-}  # fmt: skip
 
 
 class RunMetadata:
@@ -131,18 +118,8 @@ def fixed_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the notes of a run.
-
-    Raises
-    ------
-    FormatError
-        If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``, or
-        ``unproven`` is not a list of pairs of steps.
-    """
-    found = attributes.get(NOTES, [])
-    if not fits(found, [_NOTE]):
-        raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
-    return [dict(one) for one in found]
+    """Return the notes of a run, from the checked attributes of its root."""
+    return [dict(one) for one in attributes.get(NOTES, [])]
 
 
 def notes_until(notes: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:

@@ -158,6 +158,16 @@ def test_an_attribute_set_with_zarr_stays_and_the_consolidated_block_comes_back(
     assert got["status"] == "complete"
 
 
+def test_notes_of_the_rows_that_stay_are_kept(run: Path) -> None:
+    notes = [{"note": "a", "first_step": n, "last_step": n, "count": 1} for n in (2, 6)]
+    edit(run / "zarr.json", lambda root: root["attributes"].update(notes=notes))
+    assert repair(run).actions == ()
+    assert attributes(run)["notes"] == notes
+    (run / "W" / "c.1.0.0").unlink()
+    repair(run)
+    assert attributes(run)["notes"] == notes[:1]
+
+
 def test_a_lost_root_is_rebuilt(run: Path, whole: Path) -> None:
     (run / "zarr.json").unlink()
     mended(run)
@@ -266,7 +276,7 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     assert found.unrepaired == ()
     assert verify(run).clean
     assert verify(run).notes == tuple(
-        f"{name} is an array that is not part of the run" for name in ("mask", "along")
+        f"{name} is an array that is not part of the run" for name in ("along", "mask")
     )
     assert open_run(run).sizes["step"] == 8
     assert "along" not in open_run(run)  # its rows would contradict those of the run
