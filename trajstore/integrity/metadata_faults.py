@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from typing import Any
 
 from trajstore.integrity.checked_metadata import attributes_of, listed_arrays, series_in
@@ -13,7 +12,6 @@ from trajstore.store.metadata.array_metadata import (
     array_faults,
     contradicting_lengths,
     facts_of,
-    metadata_of,
 )
 from trajstore.store.metadata.fingerprint import COPY
 from trajstore.store.metadata.metadata_form import (
@@ -25,12 +23,17 @@ from trajstore.store.metadata.metadata_form import (
 from trajstore.store.metadata.zarr_json import RunMetadata, fixed_attributes
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.resumed_run import fingerprint_at
-from trajstore.strict_json import MISSING, JsonObject, changes, parse, same
+from trajstore.strict_json import JsonObject, changes, parse
 
 Found = tuple[str | None, str]
 """Array, or None for the root; and a sentence."""
 
 NO_COPY = f"its attribute {COPY} is missing, or is not a JSON object"
+LOST = (
+    "the root has lost its consolidated metadata, which give readers the number of committed rows; "
+    "zarr drops them when it sets an attribute"
+)
+FOREIGN = "another program stored it in its own way, so its values cannot be checked"
 
 
 def faults_in(
@@ -48,13 +51,7 @@ def faults_in(
     """
     found: list[Found] = [(None, str(fault)) for fault in root_faults(root)]
     if root.get("consolidated_metadata") is None:
-        found.append(
-            (
-                None,
-                "the root has lost its consolidated metadata, which give readers the number of "
-                "committed rows; zarr drops them when it sets an attribute",
-            )
-        )
+        found.append((None, LOST))
     found = found or [*_attribute_faults(root, required)]
     found = found or [*_array_faults(root, known)]
     return found or [*_contradictions(root)]
@@ -65,11 +62,8 @@ def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[F
     copy = parsed_copy(listed_arrays(root).get(STEP.name))
     if copy is None:
         yield STEP.name, NO_COPY
-    else:
-        for key, value, copied in changes(fixed_attributes(attributes), copy):
-            where = "the root" if value is MISSING else f"its copy in {STEP.name}"
-            how = "is missing in" if MISSING in (value, copied) else "differs from"
-            yield None, f"the attribute {key} {how} {where}"
+    for key, *_ in () if copy is None else changes(fixed_attributes(attributes), copy):
+        yield None, f"the attribute {key} differs from its copy in {STEP.name}"
     for fault in attribute_faults(attributes, required):
         yield None, str(fault)
 
@@ -85,17 +79,7 @@ def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[Found]:
         for fault in array_faults(facts, metadata, runs):
             yield name, str(fault)
         if isinstance(facts, ArrayFacts) and facts.foreign is not None:
-            recorded = metadata_of(replace(facts, foreign=None))
-            members = [
-                member
-                for member in ("chunk_key_encoding", "codecs")
-                if not same(facts.foreign.get(member, recorded[member]), recorded[member])
-            ]
-            yield (
-                name,
-                "its storage differs from that of a recorder, so its values cannot be checked; "
-                f"another program wrote it, or changed its {' and '.join(members)}",
-            )
+            yield name, FOREIGN
 
 
 def _contradictions(root: JsonObject) -> Iterator[Found]:

@@ -69,13 +69,7 @@ class Repair:
 
     def facts(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        return asdict(self) | {
-            "path": str(self.path),
-            "actions": list(self.actions),
-            "unrepaired": list(self.unrepaired),
-            "whole": list(self.whole),
-            "exports": list(self.exports),
-        }
+        return asdict(self) | {"path": str(self.path)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,56 +95,50 @@ class RepairPlan:
 
 def plan_repair(checked: CheckedRun) -> RepairPlan:
     """Plan the repair of a run."""
-    metadata = checked.metadata
-    facts: dict[str, Any] = {"path": metadata.path, "rows_before": metadata.rows}
-    problems = tuple(map(str, checked.found.problems))
-    # A metadata file that the system refuses to read may be sound: do not replace it, drop no rows.
-    if metadata.refused or metadata.whole is None:
-        return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=problems, **facts))
+    metadata, problems = checked.metadata, checked.found.problems
     lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
-    damaged = _damage_by_array(checked, lost)
-    whole = tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
     try:
         digests, on_digests = _digests(metadata, rows)
-    except ObjectStoreError:
-        raise
-    except (FormatError, OSError) as error:
-        problems += (f"the fingerprint cannot be computed: {error}",)
-        return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=problems, **facts))
+    except _NotPossible as error:
+        kept = tuple(map(str, (*problems, *error.args)))
+        facts: dict[str, Any] = {"path": metadata.path, "rows_before": metadata.rows}
+        return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=kept, **facts))
+    damaged = _damage_by_array(checked, lost)
+    whole = tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
     changed = _changed_metadata(checked, rows, digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
-    broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
+    broken = list(dict.fromkeys(item.path for item in problems if item.remedy == "remove"))
+    actions = (
+        *_on_rows(metadata, rows, lost),
+        *on_digests,
+        *_on_status(metadata),
+        *_on_metadata(checked, rows, changed),
+        *_on_removed(checked, beyond, broken),
+    )
     lasting = [
-        problem
-        for problem in checked.found.problems
-        if problem.remedy == "none"
-        or (problem.remedy == "rewrite" and problem.array and problem.path not in changed)
+        str(item)
+        for item in problems
+        if item.remedy == "none"
+        or (item.remedy == "rewrite" and item.array and item.path not in changed)
     ]
     report = Repair(
+        path=metadata.path,
+        actions=actions,
+        unrepaired=tuple(lasting),
+        rows_before=metadata.rows,
         rows=rows,
-        actions=(
-            *_on_rows(metadata, rows, lost),
-            *on_digests,
-            *_on_status(metadata),
-            *_on_metadata(checked, rows, changed),
-            *_on_removed(checked, beyond, broken),
-        ),
-        unrepaired=tuple(map(str, lasting)),
         damaged=damaged,
         whole=whole,
         exports=_exports(checked, lost, damaged, whole),
-        **facts,
     )
-    return RepairPlan(
-        report=report,
-        files={
-            path: json.dumps(content, indent=1, allow_nan=False).encode()
-            for path, content in changed.items()
-        },
-        removed=(*beyond, *broken),
-        sweeps=bool(checked.leftovers.temporaries),
-    )
+    files = {path: json.dumps(new, indent=1).encode() for path, new in changed.items()}
+    sweeps = bool(checked.leftovers.temporaries)
+    return RepairPlan(report=report, files=files, removed=(*beyond, *broken), sweeps=sweeps)
+
+
+class _NotPossible(Exception):
+    """Nothing can be repaired; with other problems than those of the check."""
 
 
 def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
@@ -230,17 +218,24 @@ def _digests(metadata: CheckedMetadata, rows: int) -> tuple[dict[str, str], list
 
     Raises
     ------
-    FormatError, OSError
-        If they have to be computed, and a label of a block cannot be read.
+    _NotPossible
+        Without whole metadata; if the system refused to read a part of them, which may be sound; or
+        if the digests have to be computed, and a label of a block cannot be read.
     """
+    if metadata.refused or metadata.whole is None:
+        raise _NotPossible
     root, attributes = metadata.root or {}, metadata.attributes
     kept = {key: attributes[key] for key in (CONTENT, FINGERPRINT) if key in attributes}
     if len(kept) == 2 and rows == attributes_of(root).get("committed_rows"):
         if root.get("consolidated_metadata") is None:  # with another attribute of a user
             kept[FINGERPRINT] = fingerprint_of(attributes, bytes.fromhex(kept[CONTENT]))
         return kept, []
-    assert metadata.whole is not None
-    found = digests_of(metadata.path, metadata.whole, rows)
+    try:
+        found = digests_of(metadata.path, metadata.whole, rows)
+    except ObjectStoreError:
+        raise
+    except (FormatError, OSError) as error:
+        raise _NotPossible(f"the fingerprint cannot be computed: {error}") from error
     lost = ["the fingerprint is computed again from the stored content"]
     return found, lost if len(kept) < 2 else []
 
