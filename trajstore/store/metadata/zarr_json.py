@@ -5,7 +5,8 @@ the root change. The root contains the metadata of all arrays (Zarr's inline
 consolidated metadata), and thereby their shapes. The commit is the replacement of this one object.
 
 The attributes of the root that no commit changes are also an attribute of the array ``step``, as
-one JSON text. `repair` restores a lost root from this copy, and `verify` compares the root with it.
+one JSON text: with the arrays' own metadata, a second copy of all that the root holds. `verify`
+compares the two, and `repair` takes the whole one.
 If a resumed run gets other attributes, the writer replaces the root first. If it dies then, the
 fingerprint in the root shows that the copy is the older one.
 """
