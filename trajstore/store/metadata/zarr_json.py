@@ -158,7 +158,8 @@ def unproven_rows(attributes: Mapping[str, Any], steps: npt.NDArray[Any]) -> dic
 
 def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str]) -> bool:
     """True for an array of a user along ``step``, which contradicts a run with other rows."""
-    return not belongs(name, variables) and STEP.name in (array.get("dimension_names") or ())
+    dims = array.get("dimension_names")
+    return not belongs(name, variables) and isinstance(dims, list) and STEP.name in dims
 
 
 def _dump(metadata: Mapping[str, Any]) -> bytes:

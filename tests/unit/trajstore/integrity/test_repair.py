@@ -279,6 +279,10 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     assert mask["shape"] == [3]
     assert _entries(json.loads((run / "zarr.json").read_bytes()))["mask"] == mask
     assert list(zarr.open_group(run, mode="r")["mask"][...]) == [0, 1, 2]
+    edit(run / "mask" / "zarr.json", lambda metadata: metadata.update(dimension_names=5))
+    edit(run / "zarr.json", lambda root: root.update(consolidated_metadata=None))
+    assert repair(run).unrepaired == ()
+    assert verify(run).clean
 
 
 def test_a_broken_checkpoint_goes_and_a_good_one_stays(run: Path) -> None:
