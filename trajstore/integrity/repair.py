@@ -37,9 +37,10 @@ def repair(
     """Restore a run to its last complete commit.
 
     All arrays are cut to the rows before the first damaged block. Shards past the commit and
-    temporary files are removed; no reader sees them. Metadata files are rebuilt from their copies.
-    Sound chunks of the remaining rows stay unchanged. `trajstore.export` copies more of a damaged
-    run, as a new run: with ``variables`` or ``fill_damaged``.
+    temporary files are removed; no reader sees them. Damaged metadata files are replaced by their
+    second copy, if all of it is whole; otherwise nothing is changed. Sound chunks of the remaining
+    rows stay unchanged. `trajstore.export` copies more of a damaged run, as a new run: with
+    ``variables`` or ``fill_damaged``.
 
     Parameters
     ----------

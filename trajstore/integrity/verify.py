@@ -20,10 +20,11 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
 from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.coordinate_checks import check_coordinates
-from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
+from trajstore.integrity.metadata_faults import digests_of
 from trajstore.integrity.problem import Problem
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.reading.unzipped_run import unzipped
@@ -183,7 +184,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
     checkpoints = check_checkpoints(metadata.path)
     whole = not (metadata.problems or chunks.problems or coordinates.problems)
-    fingerprint = check_fingerprint(metadata, chunks) if whole else []
+    fingerprint = _check_fingerprint(metadata) if whole else []
     cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
     # Shards of another program, by array, if they hold the values of the run.
     accepted = Counter(item.array for item in chunks.relabeled if whole and not fingerprint)
@@ -214,6 +215,30 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         bytes=chunks.bytes + coordinates.bytes,
     )
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
+
+
+def _check_fingerprint(metadata: CheckedMetadata) -> list[Problem]:
+    """Compare the digests of a run without other problems with those of its commit."""
+    assert metadata.whole is not None
+    message, attributes = None, metadata.attributes
+    try:
+        found = digests_of(metadata.path, metadata.whole, metadata.rows)
+        if found[CONTENT] != attributes[CONTENT]:
+            message = (
+                "the content digest differs from the committed one, but no part is damaged; an "
+                "older block was restored, or metadata or coordinates were changed in all copies"
+            )
+        elif found[FINGERPRINT] != attributes[FINGERPRINT]:
+            message = (
+                "the fingerprint differs from the committed one: attributes of the root were "
+                "changed in both copies"
+            )
+    except ObjectStoreError:
+        raise
+    except (FormatError, OSError) as error:
+        message = f"the fingerprint cannot be computed: {error}"
+    path = metadata.path / METADATA_KEY
+    return [Problem(array=None, path=path, message=message)] if message else []
 
 
 def _check_cells(path: Location) -> list[Problem]:
