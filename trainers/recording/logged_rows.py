@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +51,7 @@ class LoggedRows:
         is_dead: npt.NDArray[np.bool_] | None,
         prefix: str,
     ) -> None:
-        self._log = functools.partial(contextvars.copy_context().run, log)
+        self._log, self._context = log, contextvars.copy_context()
         self._every, self._layout, self._prefix = every, layout, prefix
         masks = {"all": slice(None)} if is_dead is None else {"dead": is_dead, "live": ~is_dead}
         self._masks: dict[str, Any] = {
@@ -82,7 +81,8 @@ class LoggedRows:
                     numbers = self._numbers(block, row)
                     numbers |= {"step": step, "rows": first_row + row + 1}
                     numbers["bytes_on_disk"] = bytes_written
-                    self._log({f"{self._prefix}{name}": each for name, each in numbers.items()})
+                    named = {f"{self._prefix}{name}": each for name, each in numbers.items()}
+                    self._context.run(self._log, named)
             self._done = first_row + len(block[STEP.name]) - 1
             if "W" in block and len(block["W"]) == self._layout.block_rows:
                 self._before = block["W"][-1].copy()
