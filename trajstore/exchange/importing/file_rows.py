@@ -213,17 +213,24 @@ class FileRows:
         anchor: NamedArray,
     ) -> None:
         self._file, self._part, self._options, self._anchor = file, part, options, anchor
-        # True if its states are those before the step of their row.
-        self._is_before = (
-            layout is not None
-            and any(column.time == "before" for column in layout.columns)
-            and (options.layout is not None or options.first_row is None)
-        )
         self._layout = layout
         self.notes: list[str] = []
         self.single = len(anchor.shape) == 2
         self.count = 1 if self.single else anchor.shape[anchor.extra]
         self._labels = [one for one in part.found if one.kind.name == STEP.name and one.shape]
+        # True if its states are those before the step of their row, as an option, the attribute of
+        # an export or the names of 1.12a say, whose files have no labels.
+        self._is_before = (
+            layout is not None
+            and any(column.time == "before" for column in layout.columns)
+            and (
+                options.layout is not None
+                or (
+                    options.first_row is None
+                    and (file.attributes.get("layout") == layout.name or not self._labels)
+                )
+            )
+        )
         self._start = self._number(STARTING_STEP)
         self.steps = self._steps()
         self._resumed = bool(self._start) and int(self.steps[0]) == self._start

@@ -210,13 +210,15 @@ def described(file: ArrayFile) -> str:
     listed += ["  …"] if len(file.keys) > _MOST_LISTED else []
     listed += [f"  {key}  not read: {why}" for key, why in [*file.unread.items()][:_MOST_LISTED]]
     matrices = [key for key in file.keys if _is_float(file.dtype(key)) and len(file.shape(key)) > 1]
-    matrix = max(matrices, key=lambda key: len(file.shape(key)), default="NAME")
+    if not matrices:
+        return "\n".join(listed or ["  nothing"])
+    matrix = max(matrices, key=lambda key: len(file.shape(key)))
     others = [key for key in file.keys if key != matrix and file.shape(key)]
     unnamed = [key for key in others if named(key).kind is None and scalar_of(key) is None]
     words = [f"W={matrix}", *(f"KIND={key}" for key in unnamed[:4])]
     options = " ".join(f"--map {shlex.quote(word)}" for word in words)
     return (
-        "\n".join(listed or ["  nothing"])
+        "\n".join(listed)
         + "\nName the arrays; `trajstore import` lists each KIND and its usual names:\n"
         + f"  trajstore import {shlex.quote(str(file.path))} {options} -o run.zarr"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import shutil
 import tempfile
 import zipfile
@@ -12,7 +13,11 @@ from pathlib import Path
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import FormatError
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.storage.remote_path import Location, RunPath, location
+
+# An encrypted member is a RuntimeError, of which an unknown compression is a kind.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 
 @contextmanager
@@ -36,6 +41,11 @@ def unzipped(path: RunPath) -> Iterator[Location]:
         try:
             with zipfile.ZipFile(place) as packed:
                 members = packed.infolist()
+                if METADATA_KEY not in [member.filename for member in members]:
+                    raise FormatError(
+                        f"{place} has no {METADATA_KEY} at its top; pack a run from inside its "
+                        "folder"
+                    )
                 size, free = sum(each.file_size for each in members), shutil.disk_usage(folder).free
                 if size > free:
                     raise FormatError(
@@ -45,6 +55,8 @@ def unzipped(path: RunPath) -> Iterator[Location]:
                 for member in members:
                     del member.CRC  # ZipExtFile then compares none
                     packed.extract(member, folder)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        except OSError as error:
+            raise FormatError(f"{place} cannot be unpacked: {error.strerror or error}") from error
+        except _DAMAGED as error:
             raise FormatError(f"{place} cannot be unpacked: {error}") from error
         yield folder
