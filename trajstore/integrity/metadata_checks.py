@@ -48,12 +48,15 @@ from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.strict_json import JsonObject, changes, parse, utc_now
+from trajstore.strict_json import MISSING, JsonObject, changes, parse, utc_now
 
 _MOST_MISSING = 1 << 16
 
 _REQUIRED = [name for name in REQUIRED if name not in (CONTENT, FINGERPRINT)]
 """Attributes of the second copy: a repair can compute the digests again."""
+
+_WITHOUT_FORM = ("timeline", "optimizer", "provenance")
+"""Attributes of the format that may have any value."""
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
@@ -257,13 +260,16 @@ def _second_copy(found: CheckedMetadata) -> JsonObject | None:
         return None
     listed, before = listed_arrays(found.root), attributes_of(found.root)
     lost = bool(before) and (found.root or {}).get("consolidated_metadata") is None
+    stored = copy
     if lost:  # zarr drops the consolidated metadata when a user sets an attribute: intended
         copy = fixed_attributes(before)
+    else:
+        copy = stored | _of_user(before, stored | (parsed_copy(listed.get(STEP.name)) or {}))
     held = variables_of(copy)
     arrays: dict[str, Any] = {
         name: found.own.get(name)
         for name in (*found.own, *listed)
-        if belongs(name, held) or found.own.get(name) is not None
+        if belongs(name, held) or (name in listed and found.own.get(name) is not None)
     }
     step = arrays[STEP.name]
     arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: json.dumps(copy)}}
@@ -278,7 +284,25 @@ def _second_copy(found: CheckedMetadata) -> JsonObject | None:
     changing = {"status": "interrupted", "updated": utc_now()} | {
         key: before[key] for key in CHANGING if key in before and is_possible(key, before[key])
     }
+    if CONTENT in changing and copy != stored:
+        content = bytes.fromhex(changing[CONTENT])
+        if changing.get(FINGERPRINT) == fingerprint_of(stored, content):  # else it stays wrong
+            changing[FINGERPRINT] = fingerprint_of(copy, content)
     return root_of(copy | changing | {"committed_rows": rows}, arrays)
+
+
+def _of_user(attributes: JsonObject, known: JsonObject) -> JsonObject:
+    """Attributes that a user added to the root with zarr.
+
+    None if another one is missing: it may be renamed, which is damage.
+    """
+    if not attributes.keys() >= {*known, *REQUIRED}:
+        return {}
+    return {
+        key: value
+        for key, value in fixed_attributes(attributes).items()
+        if key not in known and key not in _WITHOUT_FORM and is_possible(key, MISSING)
+    }
 
 
 def _rows(metadata: Any) -> int | None:

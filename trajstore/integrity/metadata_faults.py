@@ -23,7 +23,7 @@ from trajstore.store.metadata.metadata_form import (
 from trajstore.store.metadata.zarr_json import RunMetadata, fixed_attributes
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.resumed_run import fingerprint_at
-from trajstore.strict_json import JsonObject, changes, parse
+from trajstore.strict_json import MISSING, JsonObject, changes, parse
 
 Found = tuple[str | None, str]
 """Array, or None for the root; and a sentence."""
@@ -62,8 +62,9 @@ def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[F
     copy = parsed_copy(listed_arrays(root).get(STEP.name))
     if copy is None:
         yield STEP.name, NO_COPY
-    for key, *_ in () if copy is None else changes(fixed_attributes(attributes), copy):
-        yield None, f"the attribute {key} differs from its copy in {STEP.name}"
+    for key, _, other in () if copy is None else changes(fixed_attributes(attributes), copy):
+        how = "is missing in" if other is MISSING else "differs from"
+        yield None, f"the attribute {key} {how} its copy in {STEP.name}"
     for fault in attribute_faults(attributes, required):
         yield None, str(fault)
 

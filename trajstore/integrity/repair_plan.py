@@ -21,7 +21,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import NAMES, STEP, TRAJECTORIES, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import is_series
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.metadata_form import Status, is_moment
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import (
@@ -224,11 +224,9 @@ def _digests(metadata: CheckedMetadata, rows: int) -> tuple[dict[str, str], list
     """
     if metadata.refused or metadata.whole is None:
         raise _NotPossible
-    root, attributes = metadata.root or {}, metadata.attributes
+    attributes = metadata.attributes
     kept = {key: attributes[key] for key in (CONTENT, FINGERPRINT) if key in attributes}
-    if len(kept) == 2 and rows == attributes_of(root).get("committed_rows"):
-        if root.get("consolidated_metadata") is None:  # with another attribute of a user
-            kept[FINGERPRINT] = fingerprint_of(attributes, bytes.fromhex(kept[CONTENT]))
+    if len(kept) == 2 and rows == attributes_of(metadata.root).get("committed_rows"):
         return kept, []
     try:
         found = digests_of(metadata.path, metadata.whole, rows)
@@ -297,7 +295,7 @@ def _on_metadata(
                 f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
-        elif path.parent.name == STEP.name:
+        elif own is not None and parsed_copy(own) != parsed_copy(changed[path]):
             yield f"{what} receives the attributes of the root"
 
 

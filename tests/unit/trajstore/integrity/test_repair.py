@@ -161,6 +161,48 @@ def test_an_attribute_set_with_zarr_stays_and_the_consolidated_block_comes_back(
     assert got["status"] == "complete"
 
 
+def test_an_attribute_added_with_zarr_stays_and_a_changed_one_does_not(
+    run: Path, whole: Path
+) -> None:
+    zarr.open_group(run, mode="r+").attrs["mine"] = "a note"
+    (problem, _) = verify(run).problems
+    assert "attribute mine is missing in its copy in step" in problem.message
+    mended(run)
+    group = zarr.open_group(run, mode="r+")
+    group.attrs["other"] = 2
+    group.attrs["config"] = {"changed": True}
+    mended(run)
+    got = attributes(run)
+    assert (got["mine"], got["other"]) == ("a note", 2)
+    assert got["config"] == attributes(whole)["config"]
+    assert open_run(run).attrs["mine"] == "a note"
+
+
+def test_a_wrong_fingerprint_stays_wrong_beside_an_added_attribute(run: Path) -> None:
+    edit(run / "zarr.json", lambda root: root["attributes"].update(fingerprint="ab" * 32, mine=1))
+    assert repair(run).done
+    (problem,) = verify(run).problems
+    assert "the fingerprint differs" in problem.message
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_run_with_an_array_of_somebody_else_can_be_opened_afterwards(run: Path) -> None:
+    group = zarr.open_group(run, mode="r+")
+    group.create_array("mine", data=np.arange(3))  # without names of dimensions
+    group.attrs["m"] = 1
+    assert repair(run).done
+    assert open_run(run).attrs["m"] == 1
+    (run / "zarr.json").unlink()
+    assert repair(run).done
+    assert open_run(run).attrs["m"] == 1
+    assert list(zarr.open_array(run / "mine")[...]) == [0, 1, 2]
+
+
+def test_a_cut_does_not_report_attributes_that_stay(run: Path) -> None:
+    (run / "W" / "c.2.0.0").unlink()
+    assert not [action for action in repair(run).actions if "receives the attributes" in action]
+
+
 def test_notes_of_the_rows_that_stay_are_kept(run: Path) -> None:
     notes = [{"note": "a", "first_step": n, "last_step": n, "count": 1} for n in (2, 6)]
     edit(run / "zarr.json", lambda root: root["attributes"].update(notes=notes))
@@ -321,7 +363,6 @@ def test_what_would_be_done_is_said_where_nothing_can_be_written(
         return real(path, flags, *more, **options)
 
     (run / "W" / "c.2.0.0").unlink()
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     monkeypatch.setattr(os, "open", refuse)
     found = repair(run, dry_run=True)
     assert (found.rows_before, found.rows, found.done) == (11, 8, False)

@@ -287,7 +287,7 @@ def test_without_a_root_the_rest_is_checked(run: Path) -> None:
         ("config", ..., "attribute config differs"),
         ("trajstore_format", 9, "trajstore_format"),
         ("block_rows", 5, "block_rows differs from its copy"),
-        ("segments", [{"step": 0, "config": {}}], "attribute segments differs"),
+        ("segments", [{"step": 0, "config": {}}], "segments is missing in its copy"),
         ("notes", [{"note": "x"}], "notes"),
     ],
 )
