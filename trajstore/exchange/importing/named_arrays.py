@@ -26,11 +26,15 @@ from trajstore.exchange.usual_names import (
     scalar_of,
 )
 from trajstore.formats.array_file import ArrayFile, is_number, values_of
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import TRAJECTORIES
 from trajstore.values.native_types import NATIVE_TYPES
 
 IGNORE = "ignore"
 """Kind of arrays to omit."""
+
+KINDS = (*ARRAY_KINDS, *SCALARS, IGNORE)
+"""All words that ``--map`` accepts."""
 
 UNKNOWN = "unknown name (--map)"
 """Reason for the omission of an array without a usual name."""
@@ -219,7 +223,8 @@ def described(file: ArrayFile) -> str:
     options = " ".join(f"--map {shlex.quote(word)}" for word in words)
     return (
         "\n".join(listed)
-        + "\nName the arrays; `trajstore import` lists each KIND and its usual names:\n"
+        + "\nReplace each KIND by a word that `trajstore import` lists, or delete its --map; add your "
+        "other options:\n"
         + f"  trajstore import {shlex.quote(str(file.path))} {options} -o run.zarr"
     )
 
@@ -228,8 +233,8 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
     for kind in mapped.values():
         if kind not in ARRAY_KINDS and kind not in SCALARS:
             raise InvalidArgument(
-                f"there is no kind {kind!r}; choose from "
-                f"{', '.join((*ARRAY_KINDS, *SCALARS, IGNORE))}"
+                f"there is no kind {kind!r}{did_you_mean(kind, KINDS)}; choose from "
+                f"{', '.join(KINDS)}"
             )
     held = (*file.keys, *file.attributes)
     unknown = [key for key in mapped if key not in held]
