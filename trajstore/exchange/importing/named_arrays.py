@@ -223,8 +223,8 @@ def described(file: ArrayFile) -> str:
     options = " ".join(f"--map {shlex.quote(word)}" for word in words)
     return (
         "\n".join(listed)
-        + "\nReplace each KIND by a word that `trajstore import` lists, or delete its --map; add your "
-        "other options:\n"
+        + "\nReplace each KIND by a word that `trajstore import` lists, or delete its --map; add "
+        "your other options:\n"
         + f"  trajstore import {shlex.quote(str(file.path))} {options} -o run.zarr"
     )
 
