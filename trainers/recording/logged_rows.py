@@ -93,7 +93,7 @@ class LoggedRows:
                     self._context.run(self._log, named)
             if "W" in block and len(block["W"]) == self._layout.block_rows:
                 self._before = block["W"][-1].copy()
-        except Exception:
+        except Exception:  # a tracker can raise anything, which must not end the recording
             self._has_failed = True
             logger.exception("log= failed and is not called again; the recording continues")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import FormatError
 from trajstore.store.metadata.object_keys import METADATA_KEY
+from trajstore.store.reading.open_group import no_zipped_run
 from trajstore.store.storage.remote_path import Location, RunPath, location
 
 # An encrypted member is a RuntimeError, of which an unknown compression is a kind.
@@ -42,10 +43,7 @@ def unzipped(path: RunPath) -> Iterator[Location]:
             with zipfile.ZipFile(place) as packed:
                 members = packed.infolist()
                 if METADATA_KEY not in [member.filename for member in members]:
-                    raise FormatError(
-                        f"{place} has no {METADATA_KEY} at its top; pack a run from inside its "
-                        "folder"
-                    )
+                    raise no_zipped_run(place)
                 size, free = sum(each.file_size for each in members), shutil.disk_usage(folder).free
                 if size > free:
                     raise FormatError(
