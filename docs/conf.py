@@ -154,8 +154,10 @@ def described(column: Column) -> str:
         "change": f"change of {name} since the row before",
         "ulps": f"change of {name} since the row before, in ulps",
         "initial": f"{name} of step 0",
+        "centroid": f"centroid of {name}",
+        "last_motion": f"step of the last motion of {name}",
     }[column.time]
-    parts = [value, f"bits of {column.type}" if column.bits else column.type]
+    parts = [value, f"bits of {column.type}" if column.bits else column.file_type]
     if column.tokens != "all":
         parts.append(f"{column.tokens} tokens only")
     if column.first_row:

@@ -4,7 +4,7 @@ python tools/device.py [--device cuda|mps|cpu] [--preset NAME …] [--steps N] [
                        [--tokenizer PATH]
 
 It runs the tests marked `device`. Then it records some steps of each preset, verifies every byte,
-replays each step, and compares the time of steps with and without recording. With ``--device cpu``
+and replays each step. With ``--device cpu``
 it tries itself on a machine without a device.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from trajstore import __version__
-from trajstore.trainers import PRESETS, preset, time_steps
+from trajstore.trainers import PRESETS
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests" / "unit" / "trainers" / "recording"
@@ -53,7 +53,7 @@ def last_line(*command: str, **environment: str) -> tuple[bool, str]:
 
 
 def check(name: str, device: str, arguments: argparse.Namespace, folder: str) -> list[str]:
-    """Return a row of the table: results of recording, verify and replay, and times."""
+    """Return a row of the table: results of recording, verify and replay."""
     run = str(Path(folder) / f"{name}.zarr")
     texts = {key: getattr(arguments, key) for key in ("corpus", "tokenizer")}
     if name.startswith("gatsby"):
@@ -69,16 +69,8 @@ def check(name: str, device: str, arguments: argparse.Namespace, folder: str) ->
         success, line = last_line(TRAJSTORE, *command)
         row.append("yes" if success else line)
         if not success:
-            return [*row, *["not run"] * (7 - len(row))]
-    config = preset(name).with_values([f"training.device={device}"])
-    timed = time_steps(config, seconds=20, **texts)
-    whole = timed.step_seconds + timed.row_seconds
-    return [
-        *row,
-        f"{timed.step_seconds * 1e3:.1f}",
-        f"{timed.row_seconds * 1e3:.1f}",
-        f"{whole / timed.step_seconds:.3f}",
-    ]
+            return [*row, *["not run"] * (4 - len(row))]
+    return row
 
 
 def main() -> None:
@@ -100,8 +92,8 @@ def main() -> None:
         sys.executable, "-m", "pytest", "-q", "-m", "device", str(TESTS), TRAJSTORE_DEVICE=device
     )
     print(f"| tests marked `device` | {line} |\n")
-    print("| preset | recorded | verified | replayed | ms a step | ms a row | with / without |")
-    print("|" + " --- |" * 7)
+    print("| preset | recorded | verified | replayed |")
+    print("|" + " --- |" * 4)
     with tempfile.TemporaryDirectory() as folder:
         for one in arguments.preset:
             row = check(one, device, arguments, folder)

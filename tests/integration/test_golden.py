@@ -1,8 +1,13 @@
-"""Stores that an earlier build of the same format wrote are read, bit for bit."""
+"""Stores that an earlier build of the same format wrote are read, bit for bit.
+
+Release 0.3.0 wrote release-0.3.0.zarr: record --preset gatsby --steps 6 --threads 1 --set
+model.hidden=4 --set model.layers=1 --set model.heads=1 --set model.context=16
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -51,3 +56,27 @@ def test_a_golden_store_is_sound(name: str) -> None:
     assert found.clean, found.problems
     attributes = trajstore.open_run(DATA / f"format3-{name}.zarr").attrs
     assert attributes["fingerprint"] == FINGERPRINTS[name]
+
+
+@pytest.mark.torch
+def test_a_run_of_the_last_release_is_opened_verified_exported_and_resumed(tmp_path: Path) -> None:
+    trainers = pytest.importorskip("trajstore.trainers", exc_type=ImportError)
+    from safetensors.torch import load_file
+
+    for kind in ("zarr", "ckpt"):
+        shutil.copytree(DATA / f"release-0.3.0.{kind}", tmp_path / f"run.{kind}")
+    run = tmp_path / "run.zarr"
+    before = trajstore.open_run(run).load()
+    assert before.attrs["provenance"]["trajstore"] == "0.3.0"
+    assert trajstore.verify(run).clean
+    assert trainers.replay(run).clean
+    trajstore.export(run, tmp_path / "run.safetensors")
+    exported = load_file(tmp_path / "run.safetensors")["W"].float()
+    assert exported.numpy().tobytes() == before.W.values.tobytes()
+    config = trainers.recorded_config(run).with_values(["training.steps=8"])
+    trainers.record(config, run, resume=True, threads=1)
+    after = trajstore.open_run(run)
+    assert after.step.values.tolist() == list(range(9))
+    assert after.isel(step=slice(7)).W.values.tobytes() == before.W.values.tobytes()
+    assert trajstore.verify(run).clean
+    assert trainers.replay(run).clean

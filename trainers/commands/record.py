@@ -81,7 +81,7 @@ def record(output: str | None, resume: bool, dry_run: bool, **options: Any) -> N
     if resume and output is None and not named:
         raise InvalidArgument("no run to resume; name it: --resume -o RUN.zarr")
     from trajstore.store.storage.remote_path import location
-    from trajstore.store.writing.create import check_target
+    from trajstore.store.writing.create import check_folder, check_target
 
     path = location(output or f"{stem_of(options)}.zarr")
     if dry_run:
@@ -90,6 +90,7 @@ def record(output: str | None, resume: bool, dry_run: bool, **options: Any) -> N
         return
     if not resume:  # before torch is imported, which takes seconds
         check_target(path, overwrite=options["overwrite"])
+    check_folder(path)
 
     def train(config: RunConfig, progress: RecordingProgress, **common: Any) -> None:
         from trajstore import trainers

@@ -17,6 +17,7 @@ The path of the tensors of one step:
 3. ``device_to_host`` copies the tensor into the writer's block: at once on the CPU, asynchronously
    from CUDA. At the end of the step the writer receives the complete row.
 4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.
+   ``logged_rows`` gives numbers of the committed rows to a tracker.
 
 Before the first step ``capture`` sets this up (`attach` and `capture` for a loop); ``hf_callback``
 calls it for a `Trainer` of Hugging Face, ``lightning_callback`` for one of Lightning.

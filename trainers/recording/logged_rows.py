@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,13 +31,16 @@ class LoggedRows:
     Parameters
     ----------
     log : callable
-        Takes a dict of numbers. After an error it is not called again; the error is logged.
+        Takes a dict of numbers. Called in a copy of this thread's context, where trackers keep
+        their run. After an error it is not called again; the error is logged.
     every : int
-        Rows of steps that are a multiple of it are passed.
+        The first row at or after each multiple of so many steps is passed.
     layout : Layout
         Of the run.
     is_dead : ndarray of bool, (token,), optional
         Of the recorded tokens.
+    last_step : int
+        Step of the last row before the recording, which is not passed.
     prefix : str
         Prefix of the names.
     """
@@ -47,14 +51,17 @@ class LoggedRows:
         every: int,
         layout: Layout,
         is_dead: npt.NDArray[np.bool_] | None,
+        *,
+        last_step: int,
         prefix: str,
     ) -> None:
-        self._log, self._every, self._layout, self._prefix = log, every, layout, prefix
+        self._log, self._context = log, contextvars.copy_context()
+        self._every, self._layout, self._prefix = every, layout, prefix
         masks = {"all": slice(None)} if is_dead is None else {"dead": is_dead, "live": ~is_dead}
         self._masks: dict[str, Any] = {
             name: mask for name, mask in masks.items() if isinstance(mask, slice) or mask.any()
         }
-        self._done = 0  # last row that was passed or passed over; row 0 has no gradient
+        self._last = last_step
         self._before: npt.NDArray[Any] | None = None  # bits of W in the last row of the last block
         self._has_failed = False
 
@@ -74,15 +81,19 @@ class LoggedRows:
             return
         try:
             for row, step in enumerate(block[STEP.name].tolist()):
-                if first_row + row > self._done and step % self._every == 0:
+                if step <= self._last:
+                    continue
+                is_next = step // self._every > self._last // self._every
+                self._last = step
+                if is_next:
                     numbers = self._numbers(block, row)
                     numbers |= {"step": step, "rows": first_row + row + 1}
                     numbers["bytes_on_disk"] = bytes_written
-                    self._log({f"{self._prefix}{name}": each for name, each in numbers.items()})
-            self._done = first_row + len(block[STEP.name]) - 1
+                    named = {f"{self._prefix}{name}": each for name, each in numbers.items()}
+                    self._context.run(self._log, named)
             if "W" in block and len(block["W"]) == self._layout.block_rows:
                 self._before = block["W"][-1].copy()
-        except Exception:
+        except Exception:  # a tracker can raise anything, which must not end the recording
             self._has_failed = True
             logger.exception("log= failed and is not called again; the recording continues")
 

@@ -26,7 +26,7 @@ from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
-from trajstore.store.writing.create import check_target
+from trajstore.store.writing.create import check_folder, check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens
 
@@ -174,9 +174,12 @@ class RecordingOptions:
         ------
         RunExists
             As `check_place`.
+        InvalidArgument
+            If this user cannot write to the folder.
         """
         if self.has_one_run:
             self.check_place(path)
+        check_folder(path)
 
     def check_place(self, run: RunPath) -> None:
         """Check that a run can be created or resumed at a path.

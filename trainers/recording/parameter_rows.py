@@ -205,7 +205,7 @@ class ParameterRows:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
         if isinstance(self.writer, RunWriter):
-            self._planned.feed_log(self.writer)
+            self._planned.feed_log(self.writer, existing.last_step)
         last_step = existing.last_step
         self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
         if missing := existing.missing_steps:
@@ -510,7 +510,7 @@ class ParameterRows:
             self.parameter.tensor.device, (last[name] for name in self.variables)
         )
         self.writer = writer = self._planned.create(types, room, in_transit, kept)
-        self._planned.feed_log(writer)
+        self._planned.feed_log(writer, self.last_step)
         writer.notes = self._notes.entries
         rows = [(self.last_step, self._initial_row(last))]
         rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]

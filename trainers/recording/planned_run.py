@@ -198,15 +198,20 @@ class PlannedRun:
             **chosen,
         )
 
-    def feed_log(self, writer: RunWriter) -> None:
-        """Pass numbers of committed rows to the option `log`, if it is given."""
+    def feed_log(self, writer: RunWriter, last_step: int) -> None:
+        """Pass numbers of committed rows after `last_step` to the option `log`, if it is given."""
         options = self.recording.options
         if options.log is None:
             return
         name = "" if options.has_one_run else f"{self.parameter.name}/"
         is_dead = self.coordinates.get("is_dead")
         writer.on_commit = LoggedRows(
-            options.log, options.log_every, writer.layout, is_dead, f"trajstore/{name}"
+            options.log,
+            options.log_every,
+            writer.layout,
+            is_dead,
+            last_step=last_step,
+            prefix=f"trajstore/{name}",
         )
 
     @property

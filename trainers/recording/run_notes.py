@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trajstore.errors import RecordingError
-from trajstore.store.metadata.zarr_json import UNPROVEN, notes_until
+from trajstore.store.metadata.metadata_form import UNPROVEN
+from trajstore.store.metadata.zarr_json import notes_until
 
 _MOST_RANGES = 1000
 """Maximum number of ranges of a note, which every commit writes; the last one then grows."""

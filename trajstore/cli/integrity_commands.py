@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **options: Any) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
 
-    RUN may be the common name of the two runs of untied weights. Exits with 1 if it finds a
-    problem.
+    RUN may be the common name of the two runs of untied weights, or a zip file, which is unpacked
+    into a temporary folder. Exits with 1 if it finds a problem.
 
     \b
     Example:
@@ -103,10 +103,12 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
 
 def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
     """Result of an installed replay, with ``clean`` and ``facts()``."""
+    from trajstore.store.reading.unzipped_run import unzipped
+
     (installed,) = entry_points(group="trajstore.replays", name=name)
     replay = installed.load()
-    with StepsProgress(verb) as progress:
-        return replay(run, on_progress=progress.show, **options)
+    with unzipped(run) as folder, StepsProgress(verb) as progress:
+        return replay(folder, on_progress=progress.show, **options)
 
 
 @click.command()

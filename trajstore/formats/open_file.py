@@ -1,4 +1,4 @@
-"""TableLine of the format of a file, by its first bytes and never by its name."""
+"""Detection of the format of a file, by its first bytes and never by its name."""
 
 from __future__ import annotations
 

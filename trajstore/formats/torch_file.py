@@ -52,6 +52,7 @@ class TorchFile(ArrayFile):
         with needs_extra(subject, "train", "save the tensors as safetensors"):
             import torch
         self._held: dict[str, Any] = {}
+        self._places: dict[Any, str] = {}  # tied tensors are stored once
         self._files.callback(self._held.clear)
         for key, value in _leaves(self._loaded(torch), "", 0):
             if len(self._held) + len(self.attributes) + len(self.unread) >= _MOST_ITEMS:
@@ -113,24 +114,15 @@ class TorchFile(ArrayFile):
         # A list that repeats one tensor could announce any size.
         if rows and not fault and sum(one.nbytes for one in tensors) > self.path.stat().st_size:
             fault = "a list that repeats one tensor, so earlier values are lost"
-        if not fault and not rows:
-            others = (key for key, held in self._held.items() if _is_tied(held, first))
-            fault = "".join(f"the same tensor as {key}" for key in [*others][:1])
+        if not fault and not rows and first.numel():
+            place = (first.data_ptr(), first.shape, first.stride(), first.dtype)
+            other = self._places.setdefault(place, key)
+            fault = "" if other == key else f"the same tensor as {other}"
         if fault:
             self.unread[key] = fault
         else:
             self._held[key] = tensors if rows else first
             self._arrays[key] = ((*rows, *first.shape), dtype)
-
-
-def _is_tied(held: Any, tensor: torch.Tensor) -> bool:
-    """True if a tensor of the file is stored in the same place as another."""
-    return (
-        not isinstance(held, list)
-        and tensor.numel() > 0
-        and held.data_ptr() == tensor.data_ptr()
-        and (held.shape, held.stride(), held.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-    )
 
 
 def _fault(torch: Any, tensor: torch.Tensor, dtype: str) -> str:

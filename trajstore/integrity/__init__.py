@@ -5,9 +5,8 @@
 
 A new check belongs to the module that reads its files:
 
-- metadata: ``metadata_checks``, with ``root_attribute_checks``; the result is ``checked_metadata``
+- metadata: ``metadata_checks``, with ``metadata_faults``; the result is ``checked_metadata``
 - coordinates: ``coordinate_checks``
 - variables: ``array_checks``; ``chunk_checks`` compares every chunk with its checksum and label
-- digests of the commits: ``fingerprint_checks``
 - checkpoints: ``checkpoint_checks``; files outside the run: ``leftovers``
 """

@@ -73,7 +73,7 @@ def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
             merged.append((first, stop))
-    bounds = [(_step(found, first), _step(found, stop - 1)) for first, stop in merged]
+    bounds = [(step_of(found, first), step_of(found, stop - 1)) for first, stop in merged]
     known = all(step is not None for pair in bounds for step in pair)
     pairs = bounds if known else [(first, stop - 1) for first, stop in merged]
     shown = (str(first) if first == last else f"{first} to {last}" for first, last in pairs)
@@ -81,7 +81,7 @@ def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
     return f"{'step' if known else 'row'}{'s' if several else ''} {', '.join(shown)}"
 
 
-def _step(found: CheckedChunks, row: int) -> int | None:
+def step_of(found: CheckedChunks, row: int) -> int | None:
     """Step of a row; None where `step` could not be read."""
     for first, values in found.steps.items():
         if first <= row < first + len(values):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.array_metadata import ArrayFacts, facts_of
+from trajstore.schema import STEP, belongs, variables_of
+from trajstore.store.metadata.array_metadata import ArrayFacts, facts_of, is_series
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
@@ -26,18 +27,13 @@ class CheckedMetadata:
         Stored metadata of the root; None if it cannot be read.
     own : dict
         Metadata in each array's folder; None if it cannot be read.
-    variables : tuple of str
-        Variables that the run can hold, by the attributes of its root and their copy.
-    attributes : dict
-        Attributes of the root; empty if it cannot be read.
-    copy : dict or None
-        Copy of the root's fixed attributes in `step`.
-    replaced : bool
-        True if the metadata file of `step` holds attributes that a resume replaced in the root.
+    whole : dict or None
+        Root with all metadata of the run: the stored one, or the second copy of it in the folders
+        of the arrays. None if neither is whole.
     rows : int
         Committed rows.
     arrays : dict
-        The better metadata of each array, with the committed rows.
+        Metadata of each array of the run, with the committed rows.
     problems : list of Problem
     notes : list of str
         Remarks that are no damage.
@@ -49,32 +45,30 @@ class CheckedMetadata:
     objects: dict[str, int] | None = None
     root: JsonObject | None = None
     own: dict[str, JsonObject | None] = field(default_factory=dict)
-    variables: tuple[str, ...] = ()
-    attributes: JsonObject = field(default_factory=dict)
-    copy: JsonObject | None = None
-    replaced: bool = False
+    whole: JsonObject | None = None
     rows: int = 0
     arrays: dict[str, JsonObject] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: bool = False
 
+    @property
+    def attributes(self) -> JsonObject:
+        """Attributes of the whole root; empty without one."""
+        return attributes_of(self.whole)
+
+    def choose(self, root: JsonObject) -> None:
+        """Use a root without faults."""
+        self.whole = root
+        self.rows = self.attributes["committed_rows"]
+        held = variables_of(self.attributes)
+        self.arrays = {
+            name: array for name, array in listed_arrays(root).items() if belongs(name, held)
+        }
+
     def stored(self, name: str) -> StoredArray:
         """Reader of an array that grows with the rows."""
-        facts = facts_of(name, self.arrays[name])
-        assert isinstance(facts, ArrayFacts)  # otherwise its metadata file has a fault
-        return self.reader(facts)
-
-    def reader(self, facts: ArrayFacts) -> StoredArray:
-        """Reader of an array with these facts, which grows with the rows."""
-        assert facts.form is not None
-        return StoredArray(path=self.path, name=facts.name, shape=facts.shape, form=facts.form)
-
-    def consolidated(self) -> dict[str, Any] | None:
-        """Metadata files of the arrays in the root; None if they are lost."""
-        block = (self.root or {}).get("consolidated_metadata")
-        entries = block.get("metadata") if isinstance(block, dict) else None
-        return entries if isinstance(entries, dict) else None
+        return array_reader(self.path, name, self.arrays[name])
 
     def report(
         self,
@@ -86,3 +80,32 @@ class CheckedMetadata:
         """Add a problem of a metadata file: by default of the array, otherwise of the root."""
         path = path or self.path / (array or "") / METADATA_KEY
         self.problems.append(Problem(array=array, path=path, message=message, remedy=remedy))
+
+
+def attributes_of(root: JsonObject | None) -> JsonObject:
+    """Attributes of a root, which may be damaged; empty if they cannot be read."""
+    found = (root or {}).get("attributes")
+    return found if isinstance(found, dict) else {}
+
+
+def listed_arrays(root: JsonObject | None) -> dict[str, Any]:
+    """Metadata of the arrays in a root, which may be damaged; empty if they are lost."""
+    block = (root or {}).get("consolidated_metadata")
+    found = block.get("metadata") if isinstance(block, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def array_reader(path: Location, name: str, metadata: JsonObject) -> StoredArray:
+    """Reader of an array that grows with the rows, of metadata without faults."""
+    facts = facts_of(name, metadata)
+    assert isinstance(facts, ArrayFacts)
+    assert facts.form is not None
+    return StoredArray(path=path, name=name, shape=facts.shape, form=facts.form)
+
+
+def series_in(path: Location, root: JsonObject) -> dict[str, StoredArray]:
+    """Readers of the arrays that grow with the rows, `step` first."""
+    held = variables_of(attributes_of(root))
+    names = [name for name in listed_arrays(root) if belongs(name, held) and is_series(name)]
+    names.sort(key=lambda name: name != STEP.name)
+    return {name: array_reader(path, name, listed_arrays(root)[name]) for name in names}

@@ -27,9 +27,6 @@ from trajstore.values.native_types import NativeType, narrow
 
 Array = npt.NDArray[Any]
 
-Place = tuple[str, int, int]
-"""Array, block and part of a shard."""
-
 _ABSENT = (1 << 64) - 1
 _ATTEMPTS = 4
 _WINDOW = 4 << 20  # bytes of one request, for sequential reads
@@ -48,10 +45,6 @@ class CheckedChunks:
         Sentences on unusual values in row 0, if it is the state before any step.
     steps : dict of int to ndarray
         Values of `step`, by their first row.
-    labels : dict of (str, int, int) to BlockLabel
-        Labels of shards, by array, block and part.
-    digests : dict of (str, int, int) to bytes
-        Digests of the completely readable shards.
     shards, chunks, bytes : int
         Checked.
     """
@@ -60,8 +53,6 @@ class CheckedChunks:
     relabeled: list[Problem] = field(default_factory=list)
     row0: list[str] = field(default_factory=list)
     steps: dict[int, Array] = field(default_factory=dict)
-    labels: dict[Place, BlockLabel] = field(default_factory=dict)
-    digests: dict[Place, bytes] = field(default_factory=dict)
     shards: int = 0
     chunks: int = 0
     bytes: int = 0
@@ -72,8 +63,6 @@ class CheckedChunks:
         self.relabeled += other.relabeled
         self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
         self.steps |= other.steps
-        self.labels |= other.labels
-        self.digests |= other.digests
         self.shards += other.shards
         self.chunks += other.chunks
         self.bytes += other.bytes
@@ -116,7 +105,7 @@ class _ShardCheck:
     ) -> None:
         self.found = CheckedChunks()
         self.path = stored.path / stored.key(block, part)
-        self._place: Place = stored.name, block, part
+        self._place = stored.name, block, part
         self._stored = stored
         self._native = native
         self._finished = finished  # no more rows are expected
@@ -153,7 +142,7 @@ class _ShardCheck:
             foreign = "; another program may have written it"
             self._report(f"{error}{foreign * isinstance(error, LabelError)}", end, size)
             raise _Unusable from error
-        label = self.found.labels[self._place] = tail.label
+        label = tail.label
         if label.block == ANYWHERE:
             fault = "its label has no block; another program wrote it"
             self._report(fault, end, size, "none", self.found.relabeled)
@@ -233,8 +222,7 @@ class _ShardCheck:
         known = [pieces[number] or b"" for number in sorted(pieces)]
         if len(known) < math.prod(self._stored.form.grid) or not all(known):
             return
-        digest = self.found.digests[self._place] = digest_of(known)
-        if digest != label.digest:
+        if digest_of(known) != label.digest:
             self._report("its label was written for other chunks", 0, self._size)
 
     def _report(

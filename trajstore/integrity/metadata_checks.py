@@ -1,9 +1,9 @@
 """Metadata of a run, read strictly and compared with each other.
 
-Each fact about an array is stored twice: in its own `zarr.json` and in the root's consolidated
-metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a metadata file is
-detected, and mostly also which copy is right. Of two sound metadata files of an array, the labels
-of its blocks decide, then the other arrays and the schema.
+All metadata of a run exist twice. The root holds its attributes and a copy of every array's
+metadata. The second copy is in the folders of the arrays: their own metadata files, and in `step`
+the attributes of the root. A copy is whole if it has no fault. The root decides if both are whole
+and differ, unless the digests of the commit prove the second copy.
 """
 
 from __future__ import annotations
@@ -17,44 +17,46 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
-from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.problem import Problem
-from trajstore.integrity.root_attribute_checks import (
-    check_attributes,
-    copied_attributes,
-    fixed_attributes,
-    is_replaced,
+from trajstore.integrity.checked_metadata import CheckedMetadata, attributes_of, listed_arrays
+from trajstore.integrity.metadata_faults import (
+    NO_COPY,
+    Found,
+    digests_of,
+    faults_in,
     parsed_copy,
 )
-from trajstore.schema import (
-    EXPORTED,
-    NAMES,
-    STEP,
-    TRAJECTORIES,
-    VARIABLES,
-    belongs,
-    variables_of,
+from trajstore.integrity.problem import Problem
+from trajstore.schema import EXPORTED, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
+from trajstore.store.metadata.array_metadata import is_series, with_rows
+from trajstore.store.metadata.fingerprint import (
+    CHANGING,
+    CONTENT,
+    COPY,
+    FINGERPRINT,
+    fingerprint_of,
 )
-from trajstore.store.metadata.array_metadata import (
-    ArrayFacts,
-    array_faults,
-    contradicting_lengths,
-    facts_of,
-    is_series,
-    metadata_of,
-    recorded_attributes,
-    with_rows,
+from trajstore.store.metadata.metadata_form import (
+    REQUIRED,
+    is_length,
+    is_possible,
+    other_format,
+    root_of,
 )
-from trajstore.store.metadata.fingerprint import COPY
-from trajstore.store.metadata.metadata_form import is_length, root_faults
 from trajstore.store.metadata.object_keys import METADATA_KEY
+from trajstore.store.metadata.zarr_json import fixed_attributes
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.strict_json import JsonObject, changes, parse, same
+from trajstore.strict_json import MISSING, JsonObject, changes, parse, utc_now
 
 _MOST_MISSING = 1 << 16
+
+_REQUIRED = [name for name in REQUIRED if name not in (CONTENT, FINGERPRINT)]
+"""Attributes of the second copy: a repair can compute the digests again."""
+
+_WITHOUT_FORM = ("timeline", "optimizer", "provenance")
+"""Attributes of the format that may have any value."""
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
@@ -77,49 +79,46 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     found = CheckedMetadata(path=place)
     folders = _array_folders(found, text)
     found.root = _read(found, None)
-    if found.root is not None:
-        _check_root(found)
-    elif folders is None:
+    if found.root is None and folders is None:
         raise RunNotFound(
             f"there is no run at {text}, or its root is broken: {found.problems[0].message}"
         )
     if folders is None:  # places without a listing
-        folders = [name for name in found.consolidated() or {} if name and "/" not in name]
-    known = variables_of(found.attributes)
+        folders = [name for name in listed_arrays(found.root) if name and "/" not in name]
+    known = variables_of(attributes_of(found.root))
     for name in sorted(folders):
         listed = found.objects is None or f"{name}/{METADATA_KEY}" in found.objects
         if listed or belongs(name, known):
             found.own[name] = _read(found, name)
-    copy = variables_of(copied_attributes(found.own.get(STEP.name)))
-    found.variables = tuple(dict.fromkeys([*known, *copy]))
-    _choose_metadata(found)
-    _check_rows(found)
-    _check_age(found)
-    _check_lengths(found)
-    _check_extent(found)
-    check_attributes(found)
-    if not _is_of_trajstore(found):
-        raise FormatError(_no_run(found, text))
+    _check_kind(found, text)
+    _choose(found)
+    if found.whole is not None:
+        _compare(found)
+        _check_extent(found)
     return found
 
 
-def _is_of_trajstore(found: CheckedMetadata) -> bool:
-    """True if the metadata are those of a run; other programs use the names step and W, too.
+def _check_kind(found: CheckedMetadata, text: str) -> None:
+    """Refuse other groups, and runs of other formats. Other programs use the names step and W, too.
 
     An exported Zarr has arrays of a run in other codecs, and an attribute of the exporter. A result
     of an analysis has the run's coordinates and `step`, but no recorded parameter.
+
+    Raises
+    ------
+    FormatError
     """
-    if "trajstore_format" in found.attributes:
-        return True
-    if EXPORTED in found.attributes:
-        return False
-    arrays = {**(found.consolidated() or {}), **found.own}
-    trajectories = [arrays[name] for name in TRAJECTORIES if name in arrays]
-    if not trajectories:
-        return False
-    return found.copy is not None or any(
-        "trajstore." in text for text in map(json.dumps, trajectories)
-    )
+    attributes = attributes_of(found.root)
+    if "trajstore_format" not in attributes:
+        arrays = {**listed_arrays(found.root), **found.own}
+        texts = [json.dumps(arrays[name]) for name in TRAJECTORIES if name in arrays]
+        if EXPORTED in attributes or not any("trajstore." in text for text in texts):
+            raise FormatError(_no_run(found, text))
+    number = attributes.get("trajstore_format")
+    copy = parsed_copy(found.own.get(STEP.name)) or {}
+    agrees = copy.get("trajstore_format", number) == number  # otherwise it is damaged
+    if agrees and (error := other_format(found.path, attributes)):
+        raise error
 
 
 def _no_run(found: CheckedMetadata, text: str) -> str:
@@ -149,7 +148,7 @@ def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
         if not path.exists():
             raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
         if not path.is_dir():
-            raise FormatError(f"{text} is a file; a run is a folder")
+            raise FormatError(f"{text} is a file; a run is a folder: unpack a zip file first")
         objects = _files(path, found.notes)
     elif path.listed:
         objects = object_sizes(path)
@@ -228,200 +227,172 @@ def read_metadata(path: Location, array: str | None) -> JsonObject | Problem:
     return Problem(array=array, path=path, message=message, remedy=remedy)
 
 
-def _check_root(found: CheckedMetadata) -> None:
-    root = found.root or {}
-    for fault in root_faults(root):
-        found.report(None, str(fault))
-    if found.consolidated() is None:
-        found.report(
-            None,
-            "the root has lost its consolidated metadata, which give readers the number of "
-            "committed rows; zarr drops them when it sets an attribute",
+def _choose(found: CheckedMetadata) -> None:
+    """Choose the copy of the metadata that is whole, and report the faults of the other."""
+    known = {name for name, own in found.own.items() if own is not None}
+    faults: list[Found] = [] if found.root is None else faults_in(found.root, known)
+    second = _second_copy(found)
+    of_second = [(STEP.name, NO_COPY)] if second is None else faults_in(second, known, _REQUIRED)
+    if found.root is not None and not faults:
+        found.choose(found.root)
+        if second is not None and not of_second:
+            faults = _disproved(found, second)
+    if second is not None and not of_second and (faults or found.root is None):
+        found.choose(second)
+    for name, fault in faults:
+        found.report(name, fault, found.path / METADATA_KEY)
+    if found.whole is None and not found.refused:
+        for name, fault in of_second:
+            if name in known:
+                found.report(name, fault)
+        found.problems = [replace(problem, remedy="none") for problem in found.problems]
+        message = (
+            "neither the root nor the second copy of the metadata, in the folders of the arrays, "
+            "is whole, so no values were checked; restore the run from a backup"
         )
-    attributes = root.get("attributes")
-    if isinstance(attributes, dict):
-        found.attributes = attributes
+        found.report(None, message, remedy="none")
 
 
-def _choose_metadata(found: CheckedMetadata) -> None:
-    """Check each array's two metadata files, report problems, and choose the better."""
-    consolidated = found.consolidated()
-    copies = consolidated or {}
-    sound: dict[str, list[JsonObject]] = {}
-    # Writers keep the order of the root, if it has one.
-    for name in dict.fromkeys([*copies, *found.own]):
-        own, copy = found.own.get(name), copies.get(name)
-        if not belongs(name, found.variables) and isinstance(own, dict):
-            found.notes.append(f"{name} is an array that is not part of the run")
-            continue
-        if copy is None and consolidated is not None and own is not None:
-            found.report(name, "the root does not list it", found.path / METADATA_KEY)
-        if name not in found.own:
-            found.own[name] = None
-            found.report(name, "its folder is missing")
-        both = ((copy, found.path / METADATA_KEY), (own, found.path / name / METADATA_KEY))
-        sound[name] = [
-            metadata
-            for metadata, path in both
-            if metadata is not None and _is_sound(found, name, metadata, path)
-        ]
-    shapes = {name: both[0]["shape"] for name, both in sound.items() if both}
-    for name in shapes:
-        found.arrays[name] = _better(found, name, sound[name], shapes)
-
-
-def _is_sound(found: CheckedMetadata, name: str, metadata: Any, path: Location) -> bool:
-    """Report the faults of the metadata of an array; True without any."""
-    if not belongs(name, found.variables):
-        wrong = ["this version has no variable or coordinate of this name"]
+def _second_copy(found: CheckedMetadata) -> JsonObject | None:
+    """Root made of the metadata in the arrays' folders; None without the attributes in `step`."""
+    copy = parsed_copy(found.own.get(STEP.name))
+    if copy is None:
+        return None
+    listed, before = listed_arrays(found.root), attributes_of(found.root)
+    lost = bool(before) and (found.root or {}).get("consolidated_metadata") is None
+    stored = copy
+    if lost:  # zarr drops the consolidated metadata when a user sets an attribute: intended
+        copy = fixed_attributes(before)
     else:
-        facts = facts_of(name, metadata)
-        wrong = [str(fault) for fault in array_faults(facts, metadata)]
-        if isinstance(facts, ArrayFacts) and facts.foreign is not None:
-            recorded = metadata_of(replace(facts, foreign=None))
-            members = [
-                member
-                for member in ("chunk_key_encoding", "codecs")
-                if not same(facts.foreign.get(member, recorded[member]), recorded[member])
-            ]
-            wrong.append(
-                "its storage differs from that of a recorder, so its values cannot be checked; "
-                f"another program wrote it, or changed its {' and '.join(members)}"
-            )
-    for fault in wrong:
-        found.report(name, fault, path)
-    return not wrong
+        copy = stored | _of_user(before, stored | (parsed_copy(listed.get(STEP.name)) or {}))
+    held = variables_of(copy)
+    arrays: dict[str, Any] = {
+        name: found.own.get(name)
+        for name in (*found.own, *listed)
+        if belongs(name, held) or (name in listed and found.own.get(name) is not None)
+    }
+    step = arrays[STEP.name]
+    arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: json.dumps(copy)}}
+    series = [name for name in arrays if belongs(name, held) and is_series(name)]
+    rows = min((n for name in series if (n := _rows(arrays[name])) is not None), default=0)
+    committed: Any = before.get("committed_rows")
+    if is_length(committed) and (lost or _rows(listed.get(STEP.name)) == committed):
+        rows = min(rows, committed)  # the others were never committed
+    for name in series:
+        if _rows(arrays[name]) is not None:
+            arrays[name] = with_rows(name, arrays[name], rows)
+    changing = {"status": "interrupted", "updated": utc_now()} | {
+        key: before[key] for key in CHANGING if key in before and is_possible(key, before[key])
+    }
+    if CONTENT in changing and copy != stored:
+        content = bytes.fromhex(changing[CONTENT])
+        if changing.get(FINGERPRINT) == fingerprint_of(stored, content):  # else it stays wrong
+            changing[FINGERPRINT] = fingerprint_of(copy, content)
+    return root_of(copy | changing | {"committed_rows": rows}, arrays)
 
 
-def _better(
-    found: CheckedMetadata, name: str, sound: list[JsonObject], shapes: dict[str, list[int]]
-) -> JsonObject:
-    """The better of the sound metadata files of an array; report differences."""
-    copy, own = sound[0], sound[-1]
-    if is_series(name):
-        rows, copied = own["shape"][0], copy["shape"][0]
-        if rows > copied:
+def _of_user(attributes: JsonObject, known: JsonObject) -> JsonObject:
+    """Attributes that a user added to the root with zarr.
+
+    None if another one is missing: it may be renamed, which is damage.
+    """
+    if not attributes.keys() >= {*known, *REQUIRED}:
+        return {}
+    return {
+        key: value
+        for key, value in fixed_attributes(attributes).items()
+        if key not in known and key not in _WITHOUT_FORM and is_possible(key, MISSING)
+    }
+
+
+def _rows(metadata: Any) -> int | None:
+    """Rows of an array, of metadata that may be damaged."""
+    shape = metadata.get("shape") if isinstance(metadata, dict) else None
+    return shape[0] if isinstance(shape, list) and shape and is_length(shape[0]) else None
+
+
+def _disproved(found: CheckedMetadata, second: JsonObject) -> list[Found]:
+    """Differences from the second copy, if the digests of the commit prove it, and not the root."""
+    held, listed = variables_of(attributes_of(second)), listed_arrays(second)
+    names = [name for name in {**found.arrays, **listed} if belongs(name, held)]
+    differing = {name: changes(found.arrays.get(name), listed.get(name)) for name in names}
+    text = "its copy in the root differs from its own metadata file in "
+    faults: list[Found] = [
+        (name, text + ", ".join(member or "all members" for member, *_ in members))
+        for name, members in differing.items()
+        if members
+    ]
+    is_candidate = faults and attributes_of(second)["committed_rows"] == found.rows
+    if is_candidate and not _is_proved(found, found.whole) and _is_proved(found, second):
+        return faults
+    return []
+
+
+def _is_proved(found: CheckedMetadata, root: JsonObject | None) -> bool:
+    """True if a root without faults, and the stored blocks, have the digests of the commit."""
+    try:
+        digests = digests_of(found.path, root or {}, found.rows)
+    except ObjectStoreError:
+        raise
+    except (FormatError, OSError):  # a block or a coordinate is damaged
+        return False
+    return all(found.attributes[key] == digest for key, digest in digests.items())
+
+
+def _compare(found: CheckedMetadata) -> None:
+    """Compare the arrays' own metadata files with those of the whole root."""
+    held = variables_of(found.attributes)
+    for name in [name for name in found.own if name not in found.arrays]:
+        if found.own[name] is None:  # reported already
+            continue
+        if belongs(name, held):
+            found.report(name, "the root does not list it", found.path / METADATA_KEY, "none")
+        else:
+            found.notes.append(f"{name} is an array that is not part of the run")
+    for name, whole in found.arrays.items():
+        own = found.own.get(name)
+        if name not in found.own:
+            found.report(name, "its folder is missing")
+        elif own is not None:
+            _compare_array(found, name, own, whole)
+    rows = {_rows(found.own.get(name)) or 0 for name in found.arrays if is_series(name)}
+    if found.attributes["status"] == "complete" and len(rows) == 1 and min(rows) > found.rows:
+        message = (
+            f"the root records a complete run of {found.rows} rows, but the metadata of all "
+            f"arrays {rows.pop()} rows; an older root was restored"
+        )
+        found.report(None, message)
+
+
+def _compare_array(found: CheckedMetadata, name: str, own: JsonObject, whole: JsonObject) -> None:
+    rows = _rows(own)
+    if is_series(name) and rows is not None and rows >= found.rows:
+        own = with_rows(name, own, found.rows)
+        if rows > found.rows:
             found.notes.append(
-                f"{name} is {rows - copied} rows ahead of the root; a writer is in a "
-                "commit, or died in one"
+                f"{name} is {rows - found.rows} rows ahead of the root; a writer is in a commit, "
+                "or died in one"
             )
-        elif rows < copied:
-            found.report(name, f"has {rows} rows in its own metadata file, {copied} in the root's")
-        own = with_rows(name, own, copied)
-    differing = [member for member, *_ in changes(own, copy)]
-    if differing == [f"attributes.{COPY}"] and is_replaced(found, copy, own):
-        found.replaced = True
+    differing = [member for member, *_ in changes(own, whole)]
+    if differing == [f"attributes.{COPY}"] and _is_replaced(found, own):
         found.notes.append(
             "the attributes of the root are being changed; a writer is in a resume, or died in one"
         )
-        return copy
-    if not differing:
-        return copy
-    chosen = min(copy, own, key=lambda metadata: _rank(found, name, metadata, shapes))
-    found.report(
-        name,
-        f"its own metadata file and its copy in the root differ in {', '.join(differing)}",
-        found.path / (name if chosen is copy else "") / METADATA_KEY,
-    )
-    return chosen
+    elif differing:
+        message = f"its own metadata file differs from the root in {', '.join(differing)}"
+        found.report(name, message)
 
 
-def _rank(
-    found: CheckedMetadata, name: str, metadata: JsonObject, shapes: dict[str, list[int]]
-) -> tuple[bool, int]:
-    """Rank of a sound metadata file that differs from its copy; lower is better."""
-    facts = facts_of(name, metadata)
-    assert isinstance(facts, ArrayFacts)  # or it had a fault
-    among = contradicting_lengths({**shapes, name: metadata["shape"]})
-    odd = sum(other == name for other, *_ in among)
-    attributes = facts.attributes
-    named = attributes.get("coordinates", "").split()
-    known = recorded_attributes(name, attributes.get("native_dtype"), named)
-    odd += sum(attributes.get(key) != value for key, value in known.items())
-    odd += not found.own.keys() >= set(named)
-    if COPY in attributes:
-        odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
-    return not _fits_label(found, facts), odd
+def _is_replaced(found: CheckedMetadata, step: JsonObject) -> bool:
+    """True if `step` only holds the attributes that the root had before a resume.
 
-
-def _fits_label(found: CheckedMetadata, facts: ArrayFacts) -> bool:
-    """True if the first block was written with the settings of these facts, or there is none."""
-    if facts.form is None or not facts.shape[0]:
-        return True
-    stored = found.reader(facts)
-    try:
-        with stored.opened(0, 0):
-            pass
-    except ObjectStoreError:
-        raise
-    except (FormatError, OSError):
-        return False
-    return True
-
-
-def _check_rows(found: CheckedMetadata) -> None:
-    """Determine the committed rows, and report contradictions."""
-    series = [name for name in found.arrays if is_series(name)]
-    committed = found.attributes.get("committed_rows")
-    copies = found.consolidated() or {}
-    shown = {name: copies[name]["shape"][0] for name in series if _has_shape(copies.get(name))}
-    votes = Counter([*shown.values(), *filter(is_length, [committed])])
-    if votes:
-        best = max(votes.values())
-        found.rows = min(rows for rows, count in votes.items() if count == best)
-    elif series:
-        # Without a root: a writer writes the shards before any metadata file grows.
-        found.rows = min(found.arrays[name]["shape"][0] for name in series)
-    if is_length(committed) and committed != found.rows:
-        found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
-    for name in series:
-        rows = shown.get(name, min(found.arrays[name]["shape"][0], found.rows))
-        if rows != found.rows:
-            found.report(
-                name, f"has {rows} rows, others have {found.rows}", found.path / METADATA_KEY
-            )
-        found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
-
-
-def _check_age(found: CheckedMetadata) -> None:
-    """Report a root that is older than all arrays of a complete run."""
-    own = {
-        metadata["shape"][0]
-        for metadata in (found.own.get(name) for name in found.arrays if is_series(name))
-        if metadata is not None and _has_shape(metadata)
-    }
-    if found.attributes.get("status") == "complete" and len(own) == 1 and min(own) > found.rows:
-        found.report(
-            None,
-            f"the root records a complete run of {found.rows} rows, but the metadata of all "
-            f"arrays {own.pop()} rows; an older root was restored",
-        )
-
-
-def _has_shape(metadata: Any) -> bool:
-    shape = metadata.get("shape") if isinstance(metadata, dict) else None
-    return isinstance(shape, list) and bool(shape) and is_length(shape[0])
-
-
-def _check_lengths(found: CheckedMetadata) -> None:
-    """Check that required arrays exist, and that all lengths agree."""
-    there = found.arrays.keys() | found.own.keys()
-    needed = {STEP.name: "every run needs it", "token": "every run needs it"}
-    for name, needing in NAMES.items():
-        if not there.isdisjoint(needing):
-            needed[name] = f"it holds the names of the {name}s"
-    if there.isdisjoint(TRAJECTORIES):
-        needed["W"] = "every run needs W, or delta, or cells"
-    for name in sorted(needed.keys() - there):
-        found.report(name, f"it is missing; {needed[name]}", remedy="none")
-    shapes = {name: metadata["shape"] for name, metadata in found.arrays.items()}
-    for name, dim, length, other in contradicting_lengths(shapes):
-        found.report(name, f"has {length} along {dim}, others have {other}", remedy="none")
-    block = found.attributes.get("block_rows")
-    for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        if block is not None and stored.shard[0] != block:
-            found.report(name, f"has blocks of {stored.shard[0]} rows, block_rows is {block}")
+    A resume replaces the root before the metadata file of `step`. The fingerprint covers the
+    attributes, so it shows that those of the root are the present ones.
+    """
+    attributes = found.attributes
+    digest = fingerprint_of(attributes, bytes.fromhex(attributes[CONTENT]))
+    recording = attributes["status"] == "recording"
+    return recording and digest == attributes[FINGERPRINT] and parsed_copy(step) is not None
 
 
 def _check_extent(found: CheckedMetadata) -> None:
@@ -451,10 +422,11 @@ def _check_extent(found: CheckedMetadata) -> None:
 def is_outdated(metadata: CheckedMetadata) -> bool:
     """True if the stored root changed since the check: fewer rows, another status or run."""
     root = read_metadata(metadata.path / METADATA_KEY, None)
-    if isinstance(root, Problem) or not isinstance(root.get("attributes"), dict):
+    if isinstance(root, Problem) or metadata.root is None:
         return False
-    now, then = root["attributes"], metadata.attributes
-    rows, before = now.get("committed_rows"), then.get("committed_rows")
+    now, then = attributes_of(root), attributes_of(metadata.root)
+    rows: Any = now.get("committed_rows")
+    before: Any = then.get("committed_rows")
     if any(now.get(key) != then.get(key) for key in ("created", "status")):
         return True
     return is_length(rows) and is_length(before) and rows < before

@@ -25,7 +25,7 @@ class Problem:
     message : str
         One sentence.
     remedy : {'rewrite', 'cut', 'remove', 'none'}
-        Action of a repair: rewrite the metadata file from other sources, cut the rows from this
+        Action of a repair: rewrite the metadata file from the second copy, cut the rows from this
         block on, remove the file, or nothing.
     """
 

@@ -8,7 +8,6 @@ never see rows that it drops.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,14 @@ from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import Repair, RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
-from trajstore.store.storage.atomic import flush, flush_tree, put, refuse_links, sweep
+from trajstore.store.storage.atomic import (
+    check_writable,
+    flush,
+    flush_tree,
+    put,
+    refuse_links,
+    sweep,
+)
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
@@ -37,9 +43,10 @@ def repair(
     """Restore a run to its last complete commit.
 
     All arrays are cut to the rows before the first damaged block. Shards past the commit and
-    temporary files are removed; no reader sees them. Metadata files are rebuilt from their copies.
-    Sound chunks of the remaining rows stay unchanged. `trajstore.export` copies more of a damaged
-    run, as a new run: with ``variables`` or ``fill_damaged``.
+    temporary files are removed; no reader sees them. Damaged metadata files are replaced by their
+    second copy, if all of it is whole; otherwise nothing is changed. Sound chunks of the remaining
+    rows stay unchanged. `trajstore.export` copies more of a damaged run, as a new run: with
+    ``variables`` or ``fill_damaged``.
 
     Parameters
     ----------
@@ -84,8 +91,7 @@ def repair(
         )
     check_metadata(path)  # before it makes a lock for something else
     refuse_links(run)
-    # A dry run takes the lock if the folder is local and writable.
-    takes_lock = not dry_run or (isinstance(run, Path) and os.access(run.parent, os.W_OK))
+    takes_lock = not dry_run or _can_lock(run)
     with RunLock.acquire(run) if takes_lock else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
         plan = plan_repair(checked)
@@ -96,6 +102,17 @@ def repair(
                 raise taken_over(run)
             _carry_out(run, plan)
     return replace(plan.report, done=not dry_run)
+
+
+def _can_lock(run: Location) -> bool:
+    """True if the folder of a run is local, and a file can be created in it."""
+    if not isinstance(run, Path):
+        return False
+    try:
+        check_writable(run)
+    except InvalidArgument:
+        return False
+    return True
 
 
 @contextlib.contextmanager

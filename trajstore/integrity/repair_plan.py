@@ -1,7 +1,7 @@
 """The plan of a repair, complete before anything is written.
 
-Metadata files are rebuilt from their copies. A damaged block costs the rows from there on. Each
-decision has a sentence.
+The copy of the metadata that is whole replaces the other. A damaged block costs the rows from there
+on. Each decision has a sentence.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trajstore.codec.computed_rows import unit_of
-from trajstore.integrity.array_checks import in_steps
-from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.fingerprint_checks import made_again
+from trajstore.errors import FormatError, ObjectStoreError
+from trajstore.integrity.array_checks import in_steps, step_of
+from trajstore.integrity.checked_metadata import CheckedMetadata, attributes_of, listed_arrays
 from trajstore.integrity.leftovers import find_leftovers
+from trajstore.integrity.metadata_faults import digests_of, parsed_copy
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import FORMAT, NAMES, STEP, TRAJECTORIES, belongs, coordinate
+from trajstore.schema import NAMES, STEP, TRAJECTORIES, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.metadata_form import (
-    STATUSES,
-    Status,
-    is_digest,
-    is_moment,
-    is_possible,
-)
+from trajstore.store.metadata.metadata_form import Status, is_moment
 from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.store.metadata.zarr_json import RunMetadata, is_outgrown
+from trajstore.store.metadata.zarr_json import (
+    RunMetadata,
+    fixed_attributes,
+    notes_of,
+    notes_until,
+)
 from trajstore.store.storage.remote_path import Location, key_within
-from trajstore.strict_json import JsonObject, same, utc_now
-from trajstore.version import __version__
+from trajstore.strict_json import JsonObject, same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +69,7 @@ class Repair:
 
     def facts(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        return asdict(self) | {
-            "path": str(self.path),
-            "actions": list(self.actions),
-            "unrepaired": list(self.unrepaired),
-            "whole": list(self.whole),
-            "exports": list(self.exports),
-        }
+        return asdict(self) | {"path": str(self.path)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,47 +95,50 @@ class RepairPlan:
 
 def plan_repair(checked: CheckedRun) -> RepairPlan:
     """Plan the repair of a run."""
-    metadata = checked.metadata
-    # A metadata file that the system refuses to read may be sound: do not replace it, drop no rows.
-    facts: dict[str, Any] = {"path": metadata.path, "rows_before": metadata.rows}
-    if metadata.refused or STEP.name not in metadata.arrays:
-        problems = tuple(map(str, checked.found.problems))
-        return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=problems, **facts))
+    metadata, problems = checked.metadata, checked.found.problems
     lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
+    try:
+        digests, on_digests = _digests(metadata, rows)
+    except _NotPossible as error:
+        kept = tuple(map(str, (*problems, *error.args)))
+        facts: dict[str, Any] = {"path": metadata.path, "rows_before": metadata.rows}
+        return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=kept, **facts))
     damaged = _damage_by_array(checked, lost)
     whole = tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
-    attributes, on_attributes = _attributes(metadata)
-    digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
-    changed = _changed_metadata(metadata, rows, attributes, _status(metadata, rows), digests)
+    changed = _changed_metadata(checked, rows, digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
-    broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
-    lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
+    broken = list(dict.fromkeys(item.path for item in problems if item.remedy == "remove"))
+    actions = (
+        *_on_rows(metadata, rows, lost),
+        *on_digests,
+        *_on_status(metadata),
+        *_on_metadata(checked, rows, changed),
+        *_on_removed(checked, beyond, broken),
+    )
+    lasting = [
+        str(item)
+        for item in problems
+        if item.remedy == "none"
+        or (item.remedy == "rewrite" and item.array and item.path not in changed)
+    ]
     report = Repair(
+        path=metadata.path,
+        actions=actions,
+        unrepaired=tuple(lasting),
+        rows_before=metadata.rows,
         rows=rows,
-        actions=(
-            *_on_rows(metadata, rows, lost),
-            *on_attributes,
-            *on_digests,
-            *_on_status(metadata),
-            *_on_metadata(checked, rows, changed),
-            *_on_removed(checked, beyond, broken),
-        ),
-        unrepaired=tuple(map(str, lasting)),
         damaged=damaged,
         whole=whole,
         exports=_exports(checked, lost, damaged, whole),
-        **facts,
     )
-    return RepairPlan(
-        report=report,
-        files={
-            path: json.dumps(content, indent=1, allow_nan=False).encode()
-            for path, content in changed.items()
-        },
-        removed=(*beyond, *broken),
-        sweeps=bool(checked.leftovers.temporaries),
-    )
+    files = {path: json.dumps(new, indent=1).encode() for path, new in changed.items()}
+    sweeps = bool(checked.leftovers.temporaries)
+    return RepairPlan(report=report, files=files, removed=(*beyond, *broken), sweeps=sweeps)
+
+
+class _NotPossible(Exception):
+    """Nothing can be repaired; with other problems than those of the check."""
 
 
 def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
@@ -159,12 +154,13 @@ def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
 def _damage_by_array(checked: CheckedRun, lost: list[tuple[int, Problem]]) -> dict[str, str]:
     """Damaged arrays with their damaged steps; empty text for damage outside of steps."""
     metadata = checked.metadata
+    held = variables_of(metadata.attributes)
     rows: dict[str, list[tuple[int, int]]] = {
         problem.array: []
         for problem in checked.found.problems
         if problem.array is not None
         and (problem.remedy != "rewrite" or problem.array not in metadata.arrays)
-        and belongs(problem.array, metadata.variables)
+        and belongs(problem.array, held)
     }
     for first, problem in lost:
         assert problem.array is not None
@@ -215,141 +211,69 @@ def _on_rows(
     )
 
 
-def _attributes(metadata: CheckedMetadata) -> tuple[JsonObject, list[str]]:
-    """Fixed attributes of the root after the repair, and the actions.
-
-    The root's own attributes win, unless only the copy is plausible.
-    """
-    own, copy = fixed_attributes(metadata.attributes), metadata.copy or {}
-    # zarr drops the consolidated metadata when a user sets an attribute. Without them, a change is
-    # intended; with them, it is damage.
-    intended = metadata.consolidated() is None
-    settled = {**copy, **own} if intended else {**own, **copy}
-    actions = []
-    compared = settled if metadata.root is not None and metadata.copy is not None else ()
-    for key in list(compared):
-        if key in own and key in copy and same(own[key], copy[key]):
-            continue
-        lost = [name for name in copy.keys() - own.keys() if same(copy[name], own.get(key))]
-        if key in copy and (key not in own or not intended):
-            actions.append(f"the attribute {key} is restored from its copy in step")
-        elif key not in copy and lost:
-            actions.append(f"the attribute {key} is removed: it is {lost[0]} with a broken name")
-            del settled[key]
-        else:
-            actions.append(f"the copy in step receives the attribute {key}")
-    if metadata.root is None and metadata.copy is None:
-        actions.append(
-            "the attributes of the root are lost, without a copy: config, optimizer and provenance "
-            "are lost"
-        )
-    for key, value in _least_attributes(metadata).items():
-        if key not in settled or not is_possible(key, settled[key]):
-            if metadata.root is not None or metadata.copy is not None:
-                actions.append(f"the attribute {key} is lost; it becomes {value!r}")
-            settled[key] = value
-    # In the order of the copy, so that its text stays the same without changes.
-    return {key: settled[key] for key in (*copy, *settled)}, actions
-
-
-def _least_attributes(metadata: CheckedMetadata) -> JsonObject:
-    """Required attributes of a root that the arrays determine."""
-    form = metadata.stored(STEP.name).form
-    is_compact = any(
-        metadata.stored(name).chain.has_forms for name in metadata.arrays if is_series(name)
-    )
-    return {
-        "trajstore_format": FORMAT,
-        "trajstore_version": __version__,
-        "created": utc_now(),
-        "encoding": "compact" if is_compact else "delta",
-        "block_rows": form.shape[0],
-        "config": {},
-        "runs": [list(entry) for entry in form.runs],
-    }
-
-
-def _digests(
-    checked: CheckedRun, rows: int, attributes: JsonObject, *, changed: bool
-) -> tuple[dict[str, str], list[str]]:
+def _digests(metadata: CheckedMetadata, rows: int) -> tuple[dict[str, str], list[str]]:
     """Content digest and fingerprint after the repair, and the actions.
 
     The root's digests stay if they can be right, so tampering remains detectable.
+
+    Raises
+    ------
+    _NotPossible
+        Without whole metadata; if the system refused to read a part of them, which may be sound; or
+        if the digests have to be computed, and a label of a block cannot be read.
     """
-    metadata = checked.metadata
-    kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
-    lost = not all(map(is_digest, kept.values()))
-    as_before = {key: str(value) for key, value in kept.items()}
-    keeps_rows = not lost and rows == metadata.rows and metadata.consolidated() is not None
-    if keeps_rows and not changed:
-        return as_before, []
-    found = made_again(metadata, checked.read, rows=rows, attributes=attributes)
-    if keeps_rows and (found is None or found.attributes()[CONTENT] != kept[CONTENT]):
-        return as_before, []
-    if found is None:
-        return {}, ["the fingerprint is lost: a part of the content is not readable"]
-    return found.attributes(), [
-        "the fingerprint is computed again from the stored content"
-    ] if lost else []
-
-
-def _status(metadata: CheckedMetadata, rows: int) -> Status:
-    """Status after the repair: interrupted, unless all rows remain."""
-    status = metadata.attributes.get("status")
-    if status not in STATUSES or status == "recording" or rows < metadata.rows:
-        return "interrupted"
-    return status  # type: ignore[no-any-return]
+    if metadata.refused or metadata.whole is None:
+        raise _NotPossible
+    attributes = metadata.attributes
+    kept = {key: attributes[key] for key in (CONTENT, FINGERPRINT) if key in attributes}
+    if len(kept) == 2 and rows == attributes_of(metadata.root).get("committed_rows"):
+        return kept, []
+    try:
+        found = digests_of(metadata.path, metadata.whole, rows)
+    except ObjectStoreError:
+        raise
+    except (FormatError, OSError) as error:
+        raise _NotPossible(f"the fingerprint cannot be computed: {error}") from error
+    lost = ["the fingerprint is computed again from the stored content"]
+    return found, lost if len(kept) < 2 else []
 
 
 def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
-    if metadata.attributes.get("status") == "recording":
+    if metadata.attributes["status"] == "recording":
         yield "the status becomes interrupted: no process is recording the run"
+    if metadata.root is None:
+        yield "the status becomes interrupted, and the notes of the recording are lost"
 
 
 def _changed_metadata(
-    metadata: CheckedMetadata,
-    rows: int,
-    attributes: JsonObject,
-    status: Status,
-    digests: dict[str, str],
+    checked: CheckedRun, rows: int, digests: dict[str, str]
 ) -> dict[Location, JsonObject]:
     """New content of the metadata files that change, the root first."""
-    arrays, listed = metadata.arrays, metadata.consolidated() or {}
-    root = json.loads(RunMetadata(arrays, attributes).root(rows, status, digests))
+    metadata, attributes = checked.metadata, checked.metadata.attributes
+    arrays = listed_arrays(metadata.whole)
+    # In the order of the copy in step, so that its text stays the same without changes.
+    fixed, copy = fixed_attributes(attributes), parsed_copy(arrays[STEP.name]) or {}
+    run = RunMetadata(arrays, {key: fixed[key] for key in copy})
+    status: Status = attributes["status"]
+    if status == "recording" or rows < metadata.rows:
+        status = "interrupted"
+    last = step_of(checked.read, rows - 1)
+    run.notes = notes_of(attributes)
+    if rows < metadata.rows and last is not None:
+        run.notes = notes_until(run.notes, last)
+    root = json.loads(run.root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
-    # Foreign entries, and entries unreadable in both places, stay unchanged.
-    strange = {
-        name: entry
-        for name, entry in listed.items()
-        if name not in arrays and not _is_dropped(metadata, name)
-        if rows == metadata.rows or not is_outgrown(name, entry, metadata.variables)
-    }
-    order = dict.fromkeys([*listed, *targets])
-    targets |= strange
-    root["consolidated_metadata"]["metadata"] = {
-        name: targets[name] for name in order if name in targets
-    }
+    if rows == metadata.rows:  # arrays of others along step contradict fewer rows only
+        targets |= {name: array for name, array in arrays.items() if name not in targets}
     changed: dict[Location, JsonObject] = {}
-    if not _same_root(root, metadata.root):
+    updated = attributes_of(metadata.root).get("updated")
+    as_before = root | {"attributes": root["attributes"] | {"updated": updated}}
+    if not is_moment(updated) or not same(as_before, metadata.root):
         changed[metadata.path / METADATA_KEY] = root
-    for name in arrays:
-        if not same(targets[name], metadata.own[name]):
+    for name in metadata.arrays:
+        if not same(targets[name], metadata.own.get(name)):
             changed[metadata.path / name / METADATA_KEY] = targets[name]
     return changed
-
-
-def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
-    """True for an unknown name in the root without a folder."""
-    known = {STEP.name, *metadata.variables, *metadata.arrays}
-    return name not in known and not (metadata.path / name).exists()
-
-
-def _same_root(target: dict[str, Any], root: JsonObject | None) -> bool:
-    """True if the root stays the same, apart from the time of its last change."""
-    attributes = (root or {}).get("attributes")
-    moment = attributes.get("updated") if isinstance(attributes, dict) else None
-    expected = target | {"attributes": target["attributes"] | {"updated": moment}}
-    return is_moment(moment) and same(expected, root)
 
 
 def _on_metadata(
@@ -371,7 +295,7 @@ def _on_metadata(
                 f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
-        elif metadata.replaced and path.parent.name == STEP.name:
+        elif own is not None and parsed_copy(own) != parsed_copy(changed[path]):
             yield f"{what} receives the attributes of the root"
 
 
@@ -389,11 +313,3 @@ def _on_removed(
     for path in broken:
         faults = [problem.message for problem in checked.found.problems if problem.path == path]
         yield f"{path.parent.name}/{path.name} is removed: {'; '.join(faults)}"
-
-
-def _is_lasting(metadata: CheckedMetadata, problem: Problem) -> bool:
-    """True if no repair is possible."""
-    if problem.remedy != "rewrite":
-        return problem.remedy == "none"
-    name = problem.array
-    return name is not None and name not in metadata.arrays and not _is_dropped(metadata, name)

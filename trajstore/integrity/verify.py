@@ -7,7 +7,7 @@ not end the check.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
 from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.coordinate_checks import check_coordinates
-from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
+from trajstore.integrity.metadata_faults import digests_of
 from trajstore.integrity.problem import Problem
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.store.reading.unzipped_run import unzipped
+from trajstore.store.storage.remote_path import Location, RunPath, key_within, location
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
@@ -114,7 +116,8 @@ def verify(
     Parameters
     ----------
     path : path-like, str or RemotePath
-        On a web server, which lists nothing, only the contents of the root are checked.
+        On a web server, which lists nothing, only the contents of the root are checked. A zip file
+        is unpacked into a temporary folder.
     threads : int, optional
         By default the number of processors, at most 8; 16 for an object store.
     on_progress : callable, optional
@@ -142,7 +145,15 @@ def verify(
     >>> found.clean, found.rows, found.problems
     (True, 21, ())
     """
-    return check_run(path, threads=threads, on_progress=on_progress).found
+    place = location(path).absolute()
+    with unzipped(path) as folder:
+        found = check_run(folder, threads=threads, on_progress=on_progress).found
+    if found.path == place:
+        return found
+    problems = (
+        replace(each, path=place / key_within(each.path, found.path)) for each in found.problems
+    )
+    return replace(found, path=place, problems=tuple(problems))
 
 
 def check_run(
@@ -173,7 +184,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
     checkpoints = check_checkpoints(metadata.path)
     whole = not (metadata.problems or chunks.problems or coordinates.problems)
-    fingerprint = check_fingerprint(metadata, chunks) if whole else []
+    fingerprint = _check_fingerprint(metadata) if whole else []
     cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
     # Shards of another program, by array, if they hold the values of the run.
     accepted = Counter(item.array for item in chunks.relabeled if whole and not fingerprint)
@@ -204,6 +215,30 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         bytes=chunks.bytes + coordinates.bytes,
     )
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
+
+
+def _check_fingerprint(metadata: CheckedMetadata) -> list[Problem]:
+    """Compare the digests of a run without other problems with those of its commit."""
+    assert metadata.whole is not None
+    message, attributes = None, metadata.attributes
+    try:
+        found = digests_of(metadata.path, metadata.whole, metadata.rows)
+        if found[CONTENT] != attributes[CONTENT]:
+            message = (
+                "the content digest differs from the committed one, but no part is damaged; an "
+                "older block was restored, or metadata or coordinates were changed in all copies"
+            )
+        elif found[FINGERPRINT] != attributes[FINGERPRINT]:
+            message = (
+                "the fingerprint differs from the committed one: attributes of the root were "
+                "changed in both copies"
+            )
+    except ObjectStoreError:
+        raise
+    except (FormatError, OSError) as error:
+        message = f"the fingerprint cannot be computed: {error}"
+    path = metadata.path / METADATA_KEY
+    return [Problem(array=None, path=path, message=message)] if message else []
 
 
 def _check_cells(path: Location) -> list[Problem]:

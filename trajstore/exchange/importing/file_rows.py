@@ -213,12 +213,6 @@ class FileRows:
         anchor: NamedArray,
     ) -> None:
         self._file, self._part, self._options, self._anchor = file, part, options, anchor
-        # True if its states are those before the step of their row.
-        self._is_before = (
-            layout is not None
-            and any(column.time == "before" for column in layout.columns)
-            and (options.layout is not None or options.first_row is None)
-        )
         self._layout = layout
         self.notes: list[str] = []
         self.single = len(anchor.shape) == 2
@@ -304,15 +298,27 @@ class FileRows:
             If a result of a step has values in the row of step 0, or the rows do not fit the named
             layout.
         """
-        if not self.single and self._is_before:
-            self._check_before(variables)
+        if not self.single and self._layout is not None and self._are_before(self._layout):
+            self._check_before(variables, self._layout)
             variables = tuple(
                 replace(held, shift=held.shift + 1) if held.variable in _STATE else held
                 for held in variables
             )
         return tuple(map(self._with_first_row, variables))
 
-    def _check_before(self, variables: Variables) -> None:
+    def _are_before(self, layout: Layout) -> bool:
+        """True if W and the moments are those before the step of their row.
+
+        An option, the attribute of an export, or the names of 1.12a say so. Files of 1.12a have no
+        labels.
+        """
+        if all(column.time != "before" for column in layout.columns):
+            return False
+        is_named = self._file.attributes.get("layout") == layout.name
+        by_names = self._options.first_row is None and (is_named or not self._labels)
+        return self._options.layout is not None or by_names
+
+    def _check_before(self, variables: Variables, layout: Layout) -> None:
         """Refuse states that are not those before the step of their row.
 
         Rows 0 and 1 are both before step 1, so they are equal. Steps are consecutive.
@@ -327,7 +333,7 @@ class FileRows:
                 )
             both = self.steps[0] == 0 and len(self.steps) > 1
             if both and not np.array_equal(held.read(0, 1), held.read(1, 2)):
-                name = "" if self._layout is None else self._layout.name
+                name = layout.name
                 fix = f"omit --layout {name}" if self._options.layout else "pass --first-row 0"
                 raise FormatError(
                     f"{self._file.path}: {held.key} differs between rows 0 and 1, but in layout "

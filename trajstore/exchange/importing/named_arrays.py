@@ -26,11 +26,15 @@ from trajstore.exchange.usual_names import (
     scalar_of,
 )
 from trajstore.formats.array_file import ArrayFile, is_number, values_of
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import TRAJECTORIES
 from trajstore.values.native_types import NATIVE_TYPES
 
 IGNORE = "ignore"
 """Kind of arrays to omit."""
+
+KINDS = (*ARRAY_KINDS, *SCALARS, IGNORE)
+"""All words that ``--map`` accepts."""
 
 UNKNOWN = "unknown name (--map)"
 """Reason for the omission of an array without a usual name."""
@@ -210,14 +214,17 @@ def described(file: ArrayFile) -> str:
     listed += ["  …"] if len(file.keys) > _MOST_LISTED else []
     listed += [f"  {key}  not read: {why}" for key, why in [*file.unread.items()][:_MOST_LISTED]]
     matrices = [key for key in file.keys if _is_float(file.dtype(key)) and len(file.shape(key)) > 1]
-    matrix = max(matrices, key=lambda key: len(file.shape(key)), default="NAME")
+    if not matrices:
+        return "\n".join(listed or ["  nothing"])
+    matrix = max(matrices, key=lambda key: len(file.shape(key)))
     others = [key for key in file.keys if key != matrix and file.shape(key)]
     unnamed = [key for key in others if named(key).kind is None and scalar_of(key) is None]
     words = [f"W={matrix}", *(f"KIND={key}" for key in unnamed[:4])]
     options = " ".join(f"--map {shlex.quote(word)}" for word in words)
     return (
-        "\n".join(listed or ["  nothing"])
-        + "\nName the arrays; `trajstore import` lists each KIND and its usual names:\n"
+        "\n".join(listed)
+        + "\nReplace each KIND by a word that `trajstore import` lists, or delete its --map; add "
+        "your other options:\n"
         + f"  trajstore import {shlex.quote(str(file.path))} {options} -o run.zarr"
     )
 
@@ -226,8 +233,8 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
     for kind in mapped.values():
         if kind not in ARRAY_KINDS and kind not in SCALARS:
             raise InvalidArgument(
-                f"there is no kind {kind!r}; choose from "
-                f"{', '.join((*ARRAY_KINDS, *SCALARS, IGNORE))}"
+                f"there is no kind {kind!r}{did_you_mean(kind, KINDS)}; choose from "
+                f"{', '.join(KINDS)}"
             )
     held = (*file.keys, *file.attributes)
     unknown = [key for key in mapped if key not in held]

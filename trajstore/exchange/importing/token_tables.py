@@ -181,7 +181,8 @@ def token_table(
     if not given and length not in (None, tokens):
         raise FormatError(
             f"{where}: {from_} means {length} tokens, but {rows_of} has {tokens} with unknown ids; "
-            f"name the array of their ids with --map token=NAME, or omit --map ignore={from_}"
+            f"name the array of their ids with --map token=NAME, or omit {from_} with --map "
+            f"ignore={from_}"
         )
     if length is not None and int(token.max(initial=-1)) >= length:
         raise FormatError(
@@ -215,6 +216,11 @@ def token_table(
         )
     for each in counts[:1]:
         coordinates["token_count"] = each.values if each.by_place else each.values[token]
+    notes += [
+        f"{each.name} lists no token of the rows"
+        for each in marks
+        if given and not (each.is_dense or each.by_place or np.isin(each.values, token).any())
+    ]
     universe = max(length or 0, int(token.max(initial=-1)) + 1)
     return TokenTable(token=token, coordinates=coordinates, vocabulary=universe, notes=tuple(notes))
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
 from trajstore.schema import ENCODINGS, FORMAT, NUMBERS, OPTIMIZER_STATE
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, NOTES
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
 from trajstore.strict_json import MISSING, JsonObject, changes, fits
 from trajstore.values.vector_rule import VECTORS
@@ -26,6 +26,9 @@ Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 _LONGEST = 1 << 48
+
+UNPROVEN = "unproven"
+"""Member of a note: ranges of steps that do not follow from the recorded values alone."""
 
 EXPLAINED = object()
 """Received value of a fault whose other text is a whole explanation."""
@@ -124,6 +127,14 @@ def _are_parameters(value: Any) -> bool:
     )
 
 
+def _is_range(value: Any) -> bool:
+    return fits(value, [int]) and len(value) == 2 and value[0] <= value[1]
+
+
+_NOTE = {
+    "note": str, "first_step": int, "last_step": int, "count": int, f"{UNPROVEN}?": [_is_range],
+}  # fmt: skip
+
 RUNS = "a list of [block, identity of the run], from block 0"
 
 _ATTRIBUTES: dict[str, tuple[Any, str]] = {
@@ -148,6 +159,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
         [_TENSOR | {"offset": is_length}],
         "a list of objects with name, shape, dtype, offset",
     ),
+    NOTES: ([_NOTE], "a list of objects with note, first_step, last_step, count"),
     "model_config": (
         {"class": str, "transformers": str, "config": dict},
         "an object with class, transformers and config",
@@ -162,7 +174,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
 }
 """Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
-_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config", OPTIMIZER_STATE)
+_OPTIONAL = (SEGMENTS, NOTES, "parameters", "buffers", "model_config", OPTIMIZER_STATE)
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 

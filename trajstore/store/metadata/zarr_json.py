@@ -5,7 +5,8 @@ the root change. The root contains the metadata of all arrays (Zarr's inline
 consolidated metadata), and thereby their shapes. The commit is the replacement of this one object.
 
 The attributes of the root that no commit changes are also an attribute of the array ``step``, as
-one JSON text. `repair` restores a lost root from this copy, and `verify` compares the root with it.
+one JSON text: with the arrays' own metadata, a second copy of all that the root holds. `verify`
+compares the two, and `repair` takes the whole one.
 If a resumed run gets other attributes, the writer replaces the root first. If it dies then, the
 fingerprint in the root shows that the copy is the older one.
 """
@@ -19,27 +20,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
 from trajstore.schema import STEP, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import with_rows
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
-from trajstore.store.metadata.metadata_form import Status, root_of
-from trajstore.strict_json import fits, utc_now
+from trajstore.store.metadata.metadata_form import UNPROVEN, Status, root_of
+from trajstore.strict_json import utc_now
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
-
-UNPROVEN = "unproven"
-"""Member of a note: ranges of steps that do not follow from the recorded values alone."""
-
-
-def _is_range(value: Any) -> bool:
-    return fits(value, [int]) and len(value) == 2 and value[0] <= value[1]
-
-
-_NOTE = {
-    "note": str, "first_step": int, "last_step": int, "count": int, f"{UNPROVEN}?": [_is_range],
-}  # fmt: skip
 
 
 class RunMetadata:
@@ -87,8 +75,7 @@ class RunMetadata:
             Attributes that replace present ones.
         """
         present = root["attributes"] | dict(attributes or {})
-        fixed = {name: value for name, value in present.items() if name not in CHANGING}
-        found = cls(root["consolidated_metadata"]["metadata"], fixed)
+        found = cls(root["consolidated_metadata"]["metadata"], fixed_attributes(present))
         found.notes = notes_of(present)
         return found
 
@@ -126,19 +113,14 @@ class RunMetadata:
         return with_rows(name, array, rows) if name in self._series else array
 
 
-def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the notes of a run.
+def fixed_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the root that no commit changes."""
+    return {name: value for name, value in attributes.items() if name not in CHANGING}
 
-    Raises
-    ------
-    FormatError
-        If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``, or
-        ``unproven`` is not a list of pairs of steps.
-    """
-    found = attributes.get(NOTES, [])
-    if not fits(found, [_NOTE]):
-        raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
-    return [dict(one) for one in found]
+
+def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the notes of a run, from the checked attributes of its root."""
+    return [dict(one) for one in attributes.get(NOTES, [])]
 
 
 def notes_until(notes: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -176,7 +158,8 @@ def unproven_rows(attributes: Mapping[str, Any], steps: npt.NDArray[Any]) -> dic
 
 def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str]) -> bool:
     """True for an array of a user along ``step``, which contradicts a run with other rows."""
-    return not belongs(name, variables) and STEP.name in (array.get("dimension_names") or ())
+    dims = array.get("dimension_names")
+    return not belongs(name, variables) and isinstance(dims, list) and STEP.name in dims
 
 
 def _dump(metadata: Mapping[str, Any]) -> bytes:

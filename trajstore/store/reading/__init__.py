@@ -22,6 +22,8 @@
     A table of several runs: their facts, and the settings in which they differ.
 ``tiled_reader``
     Reading for exporters, in tiles that fit into memory and are fast to decode.
+``unzipped_run``
+    A run in a zip file, unpacked for what reads a folder.
 ``xarray_engine``
     xarray's engine `trajstore`: a run as a lazy Dataset, `xr.open_dataset(path)`.
 """

@@ -158,11 +158,15 @@ def _zipped_root(path: Location) -> bytes:
                 raise FormatError(f"{path} is not a run: {METADATA_KEY}: {too_large(size)}")
             return file.read(METADATA_KEY)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise FormatError(
-            f"{path} is not a zip file, or has no {METADATA_KEY} at its top; pack a run from "
-            "inside "
-            f"its folder: zip -0r ../{path.name} ."
-        ) from error
+        raise no_zipped_run(path) from error
+
+
+def no_zipped_run(path: Location) -> FormatError:
+    """Error about a zip file that holds no run."""
+    return FormatError(
+        f"{path} is not a zip file, or has no {METADATA_KEY} at its top; pack a run from inside "
+        f"its folder: zip -0r ../{path.name} ."
+    )
 
 
 def _zarr_group(place: Location, metadata: bytes, arrays: Mapping[str, Any]) -> zarr.Group:

@@ -12,7 +12,9 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +82,7 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
         for path, parts in objects:
             temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
             written[temporary] = path
-            with temporary.open("wb") as file:
+            with temporary.open("wb") as file, named_errors(path):
                 for part in parts:
                     file.write(part)
                 size += file.tell()
@@ -95,6 +97,17 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
     if fsync:
         flush({path.parent for path in written.values()})
     return size
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name a file in the errors of writes and flushes, to which the system gives no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -116,6 +129,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def check_writable(path: Path) -> None:
     """Raise an error if a file or folder cannot be created at a path, whose folder may be missing.
 
+    A temporary file without a name is created: permissions alone do not tell, as for root.
+
     Raises
     ------
     InvalidArgument
@@ -124,8 +139,16 @@ def check_writable(path: Path) -> None:
     folder = next(each for each in path.absolute().parents if os.path.exists(each))
     if not folder.is_dir():
         raise InvalidArgument(f"cannot write {path}: {folder} is not a folder; choose another path")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise read_only(folder / path.name)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except PermissionError as error:
+        raise read_only(folder / path.name) from error
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            raise read_only(folder / path.name) from error
+        raise InvalidArgument(
+            f"cannot write to the folder {folder}: {error.strerror}; choose another path"
+        ) from error
 
 
 def read_only(path: Path) -> InvalidArgument:
@@ -171,7 +194,8 @@ def flush_tree(path: Path) -> None:
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named_errors(path):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FLUSH or not path.is_dir():
             raise

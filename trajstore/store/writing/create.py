@@ -20,6 +20,7 @@ from trajstore.store.storage.atomic import (
     flush,
     flush_tree,
     make_folder,
+    named_errors,
     put,
     sweep,
 )
@@ -60,6 +61,21 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
     if not is_run(target):
         raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
     return target
+
+
+def check_folder(path: RunPath) -> None:
+    """Check that this user can write to the folder of a local run, and to the run if it exists.
+
+    Raises
+    ------
+    InvalidArgument
+        With the name of the folder.
+    """
+    target = location(path).absolute()
+    if isinstance(target, Path):
+        check_writable(target)
+        if target.is_dir():
+            check_writable(target / METADATA_KEY)
 
 
 def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
@@ -274,11 +290,8 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         sweep(path)
         folder.mkdir()
         try:
-            yield folder
-        except OSError as error:
-            if error.errno is not None and error.filename is None:  # of writes and flushes
-                error.filename = str(path)
-            raise
+            with named_errors(path):
+                yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

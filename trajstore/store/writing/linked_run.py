@@ -63,7 +63,7 @@ def link_run(
         for name, array in stored.arrays.items()
         if name in metadata.series()
     }
-    full = block_fingerprints(new, metadata, arrays, stored.layout, stored.rows)[-1]
+    full = block_fingerprints(new, metadata, arrays, stored.layout.block_rows, stored.rows)[-1]
     held = full.ended([shard for shard in stored.unfinished if shard[0] in arrays])
     root = metadata.root(stored.rows, status, held.attributes())
     put(new / METADATA_KEY, [root], fsync=False)

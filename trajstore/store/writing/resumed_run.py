@@ -209,10 +209,11 @@ def resumed_run(
             f"cannot resume {path} after {keep} rows, expected 0 to {committed}, its committed rows"
         )
     metadata = RunMetadata.stored(root, attributes)
-    found = block_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
-    ends = {end: _unfinished(arrays, layout, end) for end in {keep, committed}}
+    length = layout.block_rows
+    found = block_fingerprints(path, RunMetadata.stored(root), arrays, length, committed)
+    ends = {end: _unfinished(arrays, length, end) for end in {keep, committed}}
     _check_content(path, root, found[-1].ended(ends[committed]))
-    fingerprint = found[keep // layout.block_rows].ended(ends[keep])
+    fingerprint = found[keep // length].ended(ends[keep])
     fitting = within(share.of_layout(layout), parse_bytes(memory), threads=threads)
     layout = replace(layout, threads=fitting.threads)
     return ResumedRun(
@@ -282,7 +283,7 @@ def block_fingerprints(
     path: Location,
     metadata: RunMetadata,
     arrays: Mapping[str, StoredArray],
-    layout: Layout,
+    block_rows: int,
     rows: int,
 ) -> list[Fingerprint]:
     """Digests of a run before its first block, and after each full block of its first `rows` rows.
@@ -294,26 +295,40 @@ def block_fingerprints(
     FormatError
         If a shard is missing, or its end is broken.
     """
-    length = layout.block_rows
     digests = coordinate_digests(path, metadata.names())
-    found = [metadata.fingerprint(digests, length)]
-    jobs = (partial(_shards, arrays, number, length) for number in range(rows // length))
+    found = [metadata.fingerprint(digests, block_rows)]
+    jobs = (partial(_shards, arrays, number, block_rows) for number in range(rows // block_rows))
     threads = REMOTE_REQUESTS if isinstance(path, RemotePath) else 1
     # The first missing block ends the loop, whatever length the metadata declares.
     for shards in in_parallel(jobs, threads):
-        found.append(found[-1].added(length, block_digest(shards)))
+        found.append(found[-1].added(block_rows, block_digest(shards)))
     return found
 
 
+def fingerprint_at(
+    path: Location, metadata: RunMetadata, arrays: Mapping[str, StoredArray], rows: int
+) -> Fingerprint:
+    """Digests of the first `rows` rows of a run, from the labels of its shards.
+
+    Raises
+    ------
+    FormatError, OSError
+        If a shard is missing or its end is broken, or a coordinate cannot be read.
+    """
+    block_rows = arrays[STEP.name].shard[0]
+    full = block_fingerprints(path, metadata, arrays, block_rows, rows)[-1]
+    return full.ended(_unfinished(arrays, block_rows, rows))
+
+
 def _unfinished(
-    arrays: Mapping[str, StoredArray], layout: Layout, rows: int
+    arrays: Mapping[str, StoredArray], block_rows: int, rows: int
 ) -> tuple[ShardDigest, ...]:
     """Shards of the last block of the first `rows` rows; empty if it is full.
 
     If the stored block holds more rows, after a cut or the death of a writer, the kept ones are
     encoded again.
     """
-    number, rest = divmod(rows, layout.block_rows)
+    number, rest = divmod(rows, block_rows)
     return _shards(arrays, number, rest) if rest else ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,31 @@ from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+RUN: contextvars.ContextVar[str] = contextvars.ContextVar("RUN")
 DEAD = np.arange(VOCAB) >= 13
 
 
-def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16) -> None:
+def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16, **more: Any) -> None:
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"is_dead": DEAD, "block_rows": 4, "log": log, "log_every": 2}
-    with capture(model, optimizer, path, **options):
-        for batch in batches(steps):
-            optimizer.zero_grad()
-            model(**batch)["loss"].backward()
-            optimizer.step()
+    options = {"is_dead": DEAD, "block_rows": 4, "log": log, "log_every": 2} | more
+    parts = [slice(None)] if "every" not in more else [slice(0, 6), slice(6, None)]
+    for part in parts:  # the second one resumes inside a block
+        with capture(model, optimizer, path, **options) as recorder:
+            for batch in batches(steps)[part]:
+                optimizer.zero_grad()
+                model(**batch)["loss"].backward()
+                optimizer.step()
+        options |= {"resume": True, "first_step": recorder.step}
 
 
 def test_the_numbers_are_those_of_the_run_and_come_from_another_thread(tmp_path: Path) -> None:
     path, numbers, threads = tmp_path / "run.zarr", [], set()
 
+    RUN.set("mine")  # where trackio keeps its run
+
     def log(given: dict[str, float]) -> None:
+        assert RUN.get() == "mine"
         numbers.append({name.removeprefix("trajstore/"): each for name, each in given.items()})
         threads.add(threading.get_ident())
 
@@ -86,3 +94,10 @@ def test_a_trainer_logs_by_itself(tmp_path: Path) -> None:
     unknown = trainer_of(tiny_gpt2(), tmp_path, callback)
     with pytest.raises(RecordingError, match=r"pass a callable, such as log=trainer\.log"):
         unknown._inner_training_loop(3, args=unknown.args)  # as a subclass that has its own `train`
+
+
+def test_rows_after_each_multiple_are_passed_once_also_after_a_resume(tmp_path: Path) -> None:
+    found: list[float] = []
+    log = lambda numbers: found.append(numbers["trajstore/step"])  # noqa: E731
+    train(tmp_path / "run.zarr", log, 20, every=3, log_every=4)
+    assert found == [6, 9, 12, 18, 20]  # the last step has a row

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import InvalidArgument  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, attach, capture  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
@@ -108,3 +111,24 @@ def test_labels_of_another_vocabulary_are_refused_before_a_step(tiny: Any, tmp_p
         capture(tiny, optimizer, tmp_path / "run.zarr", token_count=np.ones(4, int)),
     ):
         pytest.fail("it was accepted")
+
+
+@pytest.mark.parametrize("options", [{"parameter": ["a", "b"]}, {"resume": True}, {}])
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    RunWriter.create(
+        folder / "run.zarr", token=np.arange(3), hidden=2, variables={"W": "float32"}
+    ).close()
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **given: Any) -> int:
+        if flags & os.O_RDWR and tmp_path / "folder" in (Path(path), *Path(path).parents):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, *more, **given)
+
+    monkeypatch.setattr(os, "open", refuse)  # root may write despite the permissions
+    name = "run.zarr" if options.get("resume") else "new/run.zarr"
+    with pytest.raises(InvalidArgument, match=f"write to the folder {folder}, which is read-only"):
+        TrajectoryCallback(folder / name, **options)

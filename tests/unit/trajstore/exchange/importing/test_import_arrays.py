@@ -133,8 +133,13 @@ def test_layout_1_12a_holds_states_before_the_step_of_their_row(tmp_path: Path) 
             assert np.isnan(ds[name].values[-1]).all()
         assert same(ds, "grad", KNOWN.values["grad"])
     # Without either, rows are states after their step. So they are if the user names the first row.
-    for options in ({}, {"attributes": texts, "first_row": 0}):
-        ds, _ = imported(tmp_path, arrays, "safetensors", **options)
+    labels = {"steps": np.arange(6)}  # which files of 1.12a lack
+    for more, options in (
+        ({}, {}),
+        ({}, {"attributes": texts, "first_row": 0}),
+        (labels, {"attributes": texts}),
+    ):
+        ds, _ = imported(tmp_path, arrays | more, "safetensors", **options)
         assert (ds.W.values == arrays["W"]).all()
     arrays["W"] = series("W")
     for options, fix in (
@@ -337,6 +342,9 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
     ds, _ = imported(tmp_path, arrays, map={"token": "dead_ids"})
     assert ds.token.values.tolist() == DEAD.tolist()
     assert ds.is_dead.values.all()
+    places = {"W": W, "token": DEAD + 10, "dead_ids": np.arange(len(DEAD))}
+    _, done = imported(tmp_path, places)
+    assert "dead_ids lists no token of the rows" in done.notes
 
 
 def test_a_preview_equals_the_import(tmp_path: Path) -> None:

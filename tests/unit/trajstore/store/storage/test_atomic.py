@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,15 @@ def test_only_folders_may_be_impossible_to_flush(
     with pytest.raises(OSError, match="Invalid argument"):
         put(tmp_path / "object", [b"two"])
     assert (tmp_path / "object").read_bytes() == b"one"
+
+
+def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
+    """The system names no file when a disk is full."""
+
+    def parts() -> Iterator[bytes]:
+        yield b"first"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'c.0'}'")):
+        put(tmp_path / "c.0", parts())
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,14 @@ def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path)
 
 def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = f"cannot write to the folder {run.parent}, which is read-only"
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run.parent)
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_RDWR and run.parent in (Path(path), Path(path).parent):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", refuse)  # root may write despite the permissions
     for check in (check_target, check_file_target, RunLock.acquire):
         with pytest.raises(InvalidArgument, match=expected):
             check(run)
