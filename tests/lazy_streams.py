@@ -96,9 +96,15 @@ class Event:
 class OnDevice(torch.Tensor):
     """A tensor that names cuda as its device. Only the work of a stream fills it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
     streams: Streams
     device = torch.device("cuda")  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._foreach_copy_:
+            return [place.copy_(source) for place, source in zip(*args, strict=True)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> OnDevice:  # type: ignore[override]
         plain, values = self.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)
@@ -120,6 +126,3 @@ class LazyTorch:
         if pin_memory:
             self.pinned += next(2**n for n in itertools.count() if 2**n >= place.nbytes)
         return torch.full_like(place, -1).as_subclass(OnDevice)
-
-    def index_select(self, value: Any, dim: int, ids: torch.Tensor, *, out: OnDevice) -> OnDevice:
-        return out.copy_(value.as_subclass(torch.Tensor).index_select(dim, ids))

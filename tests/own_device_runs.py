@@ -288,9 +288,9 @@ def main(branch: str, folder: Path) -> None:
 
         put = DeferredTransfer.put
 
-        def put_at_once(transfer: Any, name: str, *arguments: Any) -> torch.Tensor:
+        def put_at_once(transfer: Any, values: Any) -> Any:
             transfer._carried = None
-            return put(transfer, name, *arguments)
+            return put(transfer, values)
 
         device.longest_delay_of_others(50_000)
         sound = compared("late copies")

@@ -140,14 +140,14 @@ class ComparedRun:
         """Bytes of the rows so far, in native types."""
         return self.rows * self._row_bytes
 
-    def next_row(self) -> dict[str, Array]:
-        """Return memory for the next row's values, as `RunWriter.next_row`."""
+    def next_rows(self, most: int) -> dict[str, Array]:
+        """Return memory for one row, as `RunWriter.next_rows`: each row may have another place."""
         if self.comparison.successor is not None:
-            return self.comparison.successor.next_row()
-        return self._row
+            return self.comparison.successor.next_rows(1)
+        return {name: place[None] for name, place in self._row.items()}
 
     def commit_row(self, step: int) -> None:
-        """Compare the filled row from `next_row` with the row of `step`.
+        """Compare the filled row from `next_rows` with the row of `step`.
 
         An earlier training may have ended with an extra row; the extended run lacks it, so it is
         ignored.

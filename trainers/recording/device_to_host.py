@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ import torch
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.flat_vectors import JoinedVector
+from trajstore.trainers.recording.torch_internals import copy_each
 from trajstore.values.native_types import NATIVE_TYPES
 
 Value = torch.Tensor | JoinedVector
+Row = dict[str, torch.Tensor]
 
 _SLOTS = 3
 """Maximum number of rows in transit: one being filled, one on the bus, one being stored."""
@@ -44,33 +46,61 @@ def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
     return torch.from_numpy(place.view(signed)).view(getattr(torch, native))
 
 
-def _places(writer: RowTarget) -> dict[str, torch.Tensor]:
-    return {
-        name: place_tensor(place, writer.layout.arrays[name].native.name)
-        for name, place in writer.next_row().items()
-    }
+class RowPlaces:
+    """The places of the rows in the blocks of a writer, one after another.
+
+    The tensors over a block are made once.
+    """
+
+    def __init__(self, writer: RowTarget) -> None:
+        self._writer = writer
+        self._block: dict[str, torch.Tensor] = {}
+        self._at = self._end = 0
+
+    def next_row(self) -> Row:
+        """Return the places of the next row; at the end of a block the writer may need time."""
+        if self._at == self._end:
+            given = self._writer.next_rows(self._writer.layout.block_rows)
+            arrays = self._writer.layout.arrays
+            self._block = {
+                name: place_tensor(place, arrays[name].native.name) for name, place in given.items()
+            }
+            self._at, self._end = 0, len(next(iter(given.values())))
+        self._at += 1
+        return {name: places[self._at - 1] for name, places in self._block.items()}
+
+    def commit(self, step: int) -> None:
+        """Pass the row to the writer as the state after `step`."""
+        self._writer.commit_row(step)
+
+    def release(self) -> None:
+        """Release the block."""
+        self._block, self._at, self._end = {}, 0, 0
 
 
-def _fill(place: torch.Tensor, value: Value, ids: torch.Tensor | None) -> None:
-    if isinstance(value, JoinedVector):
-        value.copy_to(place)
-    elif ids is None:
-        place.copy_(value)
-    elif value.device == place.device:
-        torch.index_select(value, 0, ids, out=place)
-    else:
-        place.copy_(value.index_select(0, ids))
+def _fill(places: Row, values: Mapping[str, Value]) -> None:
+    """Copy values to their places; tensors of one kind in one call, a kernel on a device."""
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for name, value in values.items():
+        if isinstance(value, JoinedVector):
+            value.copy_to(places[name])
+            continue
+        own, others = kinds.setdefault((value.device, value.dtype, places[name].dtype), ([], []))
+        own.append(places[name])
+        others.append(value)
+    for own, others in kinds.values():
+        copy_each(own, others)
 
 
 class HostTransfer:
     """Copies values to host memory: those of the first rows, before the run has their types."""
 
-    def put(self, name: str, value: Value, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a copy of a value, or of the rows `ids` of it."""
-        if isinstance(value, JoinedVector):
-            return value.on_host()
-        chosen = value if ids is None else value.index_select(0, ids)
-        return chosen.to("cpu", copy=True)
+    def put(self, values: Mapping[str, Value]) -> Row:
+        """Return copies of values."""
+        return {
+            name: one.on_host() if isinstance(one, JoinedVector) else one.to("cpu", copy=True)
+            for name, one in values.items()
+        }
 
     def commit(self, step: int) -> None:
         """Keep nothing: the recorder has the row."""
@@ -91,26 +121,25 @@ class DirectTransfer:
     """
 
     def __init__(self, writer: RowTarget) -> None:
-        self._writer = writer
-        self._row: dict[str, torch.Tensor] = {}
+        self._places = RowPlaces(writer)
+        self._row: Row = {}
 
-    def put(self, name: str, value: Value, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy a value, or the rows `ids` of it, into the row that is being filled.
+    def put(self, values: Mapping[str, Value]) -> Row:
+        """Copy values into the row that is being filled.
 
         Returns
         -------
-        tensor
-            The copy, which does not change until the next `put` of that name.
+        dict of str to tensor
+            The copies, and others of the row. They do not change until the next `put` of a name.
         """
-        if not self._row:
-            # Only when it is needed: at the end of a block the writer may need time for a new one.
-            self._row = _places(self._writer)
-        _fill(self._row[name], value, ids)
-        return self._row[name]
+        if not self._row:  # not before it is needed
+            self._row = self._places.next_row()
+        _fill(self._row, values)
+        return {name: self._row[name] for name in values}
 
     def commit(self, step: int) -> None:
         """Pass the row to the writer as the state after `step`, and start the next."""
-        self._writer.commit_row(step)
+        self._places.commit(step)
         self._row = {}
 
     def flush(self) -> None:
@@ -119,6 +148,7 @@ class DirectTransfer:
     def close(self) -> None:
         """Release the block."""
         self._row = {}
+        self._places.release()
 
 
 class DeferredTransfer:
@@ -133,10 +163,10 @@ class DeferredTransfer:
     """
 
     def __init__(self, writer: RowTarget, device: torch.device) -> None:
-        self._writer = writer
+        self._places = RowPlaces(writer)
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        shapes = _places(writer)
+        shapes = self._next = self._places.next_row()
         self._slots = [
             {name: torch.empty_like(place, pin_memory=True) for name, place in shapes.items()}
             for _ in range(_SLOTS)
@@ -156,22 +186,26 @@ class DeferredTransfer:
         self._thread = threading.Thread(target=self._store, name="trajstore-transfer", daemon=True)
         self._thread.start()
 
-    def put(self, name: str, value: Value, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy a value as `DirectTransfer.put`; the copy is on the device of the value.
+    def put(self, values: Mapping[str, Value]) -> Row:
+        """Copy values as `DirectTransfer.put`; each copy is on the device of its value.
 
         A value of the host does not cross to the device and back, as the training would wait.
         """
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            chosen = value.detach() if ids is None else value.detach().index_select(0, ids)
-            self._host[name] = chosen.clone()
-            return self._host[name]
-        if self._carried is not None:
+        copies = {
+            name: value.detach().clone()
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        }
+        there = {name: value for name, value in values.items() if name not in copies}
+        if there and self._carried is not None:
             # The device waits, not the host, and only if the last row is still in transit.
             torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
-        self._host.pop(name, None)
-        _fill(self._staging[name], value, ids)
-        return self._staging[name]
+        _fill(self._staging, there)
+        for name in there:
+            self._host.pop(name, None)
+        self._host |= copies
+        return copies | {name: self._staging[name] for name in there}
 
     def commit(self, step: int) -> None:
         """Send the row as the state after `step`.
@@ -218,6 +252,8 @@ class DeferredTransfer:
         self._thread.join()
         self._slots.clear()
         self._staging.clear()
+        self._next = {}
+        self._places.release()
         self._host = {}
         self._check()
 
@@ -227,9 +263,10 @@ class DeferredTransfer:
             try:
                 if self._failure is None:
                     event.synchronize()
-                    for name, place in _places(self._writer).items():
+                    for name, place in (self._next or self._places.next_row()).items():
                         place.copy_(host[name] if name in host else self._slots[number][name])
-                    self._writer.commit_row(step)
+                    self._next = {}
+                    self._places.commit(step)
             except BaseException as error:
                 self._failure = error  # raised in the thread that trains
             self._free.put(number)

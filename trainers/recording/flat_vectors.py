@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from trajstore.errors import RecordingError
-from trajstore.trainers.recording.torch_internals import copy_each
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that can be recorded."""
@@ -21,7 +20,8 @@ def type_name(kind: torch.dtype | type) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
 
 
-def joint_type(types: Sequence[torch.dtype]) -> torch.dtype:
+@functools.cache
+def joint_type(types: frozenset[torch.dtype]) -> torch.dtype:
     """Return the smallest type that holds all values of each."""
     return functools.reduce(torch.promote_types, types)
 
@@ -56,7 +56,7 @@ class JoinedVector:
     Attributes
     ----------
     like : sequence of tensor
-        Tensors of the shapes.
+        Tensors of the shapes, for those that are missing.
     tensors : sequence of tensor or None
     dtype : torch.dtype
         Type of the vector.
@@ -75,7 +75,8 @@ class JoinedVector:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the vector, (element,)."""
-        return (sum(tensor.numel() for tensor in self.like),)
+        pairs = zip(self.like, self.tensors, strict=True)
+        return (sum([(own if one is None else one).numel() for own, one in pairs]),)
 
     def on_host(self) -> torch.Tensor:
         """Return a new vector on the CPU."""
@@ -84,29 +85,25 @@ class JoinedVector:
         return vector
 
     def copy_to(self, place: torch.Tensor) -> None:
-        """Copy the tensors to a vector, (element,)."""
-        first = next((tensor for tensor in self.tensors if tensor is not None), place)
-        if place.device.type == "cpu" != first.device.type:  # one copy, one wait of the host
-            place.copy_(
-                torch.cat(
-                    [
-                        first.new_full((shaped.numel(),), self.missing, dtype=place.dtype)
-                        if tensor is None
-                        else tensor.detach().to(first.device).flatten()
-                        for shaped, tensor in zip(self.like, self.tensors, strict=True)
-                    ]
-                )
-            )
-        else:
-            parts = place.split([tensor.numel() for tensor in self.like])
-            places, values = [], []
-            for part, shaped, tensor in zip(parts, self.like, self.tensors, strict=True):
-                if tensor is None:
-                    part.fill_(self.missing)
-                else:
-                    places.append(part.view(shaped.shape))
-                    values.append(tensor.detach())
-            copy_each(places, values)
+        """Copy the tensors to a vector, (element,), in one operation."""
+        present = [tensor for tensor in self.tensors if tensor is not None]
+        devices = {tensor.device for tensor in present}
+        first = present[0] if present else place
+        device = first.device
+        if len(present) < len(self.tensors):
+            present = [
+                first.new_full((own.numel(),), self.missing, dtype=place.dtype)
+                if tensor is None
+                else tensor
+                for own, tensor in zip(self.like, self.tensors, strict=True)
+            ]
+        if len(devices) > 1:
+            present = [tensor.to(device) for tensor in present]
+        flat = [*map(torch.Tensor.flatten, present)]
+        if device == place.device:
+            torch.cat(flat, out=place)
+        else:  # one copy, one wait of the host
+            place.copy_(torch.cat(flat))
         if self.factor != 1.0:
             place.mul_(self.factor)
 

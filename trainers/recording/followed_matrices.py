@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.device_to_host import Value
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import (
@@ -287,22 +288,22 @@ class FollowedMatrices:
             note = _IN_STEP if self._recording.state is None else _OF_GROUPS
             self._on_note(note.format(keys=", ".join(sorted(changed))))
 
-    def set_rates(self) -> None:
-        """Set the settings of the step; for a group that was not stepped, the present ones."""
-        for rows in self._rows:
-            if rows.hyperparameters:
-                rows.set("hyperparameters", self._hyperparameters(rows))
-            rate = self._rate(rows.parameter.group)
-            if rate is None:
-                self._on_note(
-                    f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
-                    "number; lr is NaN"
-                )
-                rate = _UNKNOWN
-            rows.set("lr", rate)
-            if self._recording.state is not None:
-                rates = [self._rate(group) for group in self._optimizer.param_groups]
-                rows.set("params_lr", self._recording.state.rates(rates))
+    def rates(self, rows: ParameterRows) -> dict[str, Value]:
+        """Return the settings of the step; for a group that was not stepped, the present ones."""
+        rate = self._rate(rows.parameter.group)
+        if rate is None:
+            self._on_note(
+                f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
+                "number; lr is NaN"
+            )
+            rate = _UNKNOWN
+        found: dict[str, Value] = {"lr": rate}
+        if rows.hyperparameters:
+            found["hyperparameters"] = self._hyperparameters(rows)
+        if self._recording.state is not None:
+            rates = [self._rate(group) for group in self._optimizer.param_groups]
+            found["params_lr"] = self._recording.state.rates(rates)
+        return found
 
     def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:
         return self._rates[id(group)] if id(group) in self._rates else rate_of(group)

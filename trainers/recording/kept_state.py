@@ -10,7 +10,7 @@ import torch
 from trajstore.schema import KEPT, NUMBERS, OPTIMIZER_STATE, VARIABLES, coordinate, kept_as
 from trajstore.trainers.recording.flat_vectors import FLOATS, type_name
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.parameters import as_dense
+from trajstore.trainers.recording.parameters import as_dense, as_float64
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.values.optimizer_rule import ADAM, MOMENTS
@@ -61,21 +61,46 @@ def state_attribute(optimizer: JoinedOptimizer, kept: Iterable[Entry]) -> dict[s
     return {OPTIMIZER_STATE: [dict(entry) for entry in kept]}
 
 
-def kept_value(optimizer: JoinedOptimizer, parameter: torch.Tensor, entry: Entry) -> Any:
-    """Return a value that an optimizer keeps of a parameter; None without it.
+def kept_values(
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    parameters: Iterable[torch.Tensor],
+    entry: Entry,
+) -> list[Any]:
+    """Return the values that an optimizer keeps of parameters; None for one without a value.
 
     Raises
     ------
     CannotFollow
-        If it has another shape or type than the entry.
+        If one has another shape or type than the entry.
     """
-    value = optimizer.state.get(parameter, {}).get(entry["name"])
-    if value is not None and entry["of"] != "other" and not _fits(entry, parameter, value):
-        raise CannotFollow(
-            f"the optimizer now keeps another kind of {entry['name']} than in the first row; "
-            "record a new run"
-        )
-    return as_dense(value) if isinstance(value, torch.Tensor) else value
+    found, name = [], entry["name"]
+    for parameter in parameters:
+        value = state.get(parameter, {}).get(name)
+        if value is not None and not _fits(entry, parameter, value):
+            raise CannotFollow(
+                f"the optimizer now keeps another kind of {name} than in the first row; record a "
+                "new run"
+            )
+        found.append(as_dense(value) if isinstance(value, torch.Tensor) else value)
+    return found
+
+
+def kept_elements(parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a parameter's shape in its state, by their names."""
+    return {
+        name: as_dense(value) for name, value in state.items() if is_element(name, parameter, value)
+    }
+
+
+def step_count(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the number of steps that an optimizer has counted with a parameter, if it does.
+
+    It counts no step without a gradient, and begins again if the loop replaces its state.
+    """
+    count: Any = state.get("step")
+    if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and not count.ndim):
+        return {"step_count": as_float64(count)}
+    return {}
 
 
 def is_element(name: object, parameter: torch.Tensor, value: Any) -> bool:
@@ -93,8 +118,9 @@ def _entry(name: object, parameter: torch.Tensor, value: Any) -> Entry:
 
 def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
     # Blocks of 8 bits pretend to be one tensor.
-    is_plain = isinstance(value, torch.Tensor) and (
-        not hasattr(value, "__tensor_flatten__") or is_sharded(value)
+    is_plain = type(value) is torch.Tensor or (
+        isinstance(value, torch.Tensor)
+        and (not hasattr(value, "__tensor_flatten__") or is_sharded(value))
     )
     if entry["of"] == "element":
         return is_plain and value.shape == parameter.shape and value.dtype in FLOATS

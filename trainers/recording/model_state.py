@@ -31,7 +31,7 @@ from trajstore.trainers.recording.kept_state import (
     ADAM_STATE,
     Entry,
     find_kept,
-    kept_value,
+    kept_values,
     state_attribute,
 )
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
@@ -180,12 +180,12 @@ class ModelState:
 
     # Row 0 ---------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def take_initial(self) -> None:
         """Copy the state before the first step."""
         self.kept = find_kept(self._optimizer, self.kept)
         self._take_initial()
 
+    @torch.no_grad()
     def _take_initial(self) -> None:
         self._initial = {
             name: value.on_host() if isinstance(value, JoinedVector) else value.cpu()
@@ -308,7 +308,7 @@ class ModelState:
         if consumed and before is not None:
             kept = before.split([tensor.numel() for tensor in self._others])
             gradients = [
-                part.view(own.shape).to(own.dtype)
+                part.view(own.shape).to(own.dtype, copy=True)
                 if own in consumed
                 else None
                 if grad is None
@@ -365,25 +365,30 @@ class ModelState:
         found: State = {}
         if self._others and "params" in variables:
             found["params"] = self._vector("params", self._others, initial=initial)
+        state = self._optimizer.state
         for entry in self.kept:
             *_, name = kept_as(entry["name"], entry["of"]) or ("",)
             if name not in variables and (name in VARIABLES or not self._whole_state or not name):
                 continue
             of_elements = entry["of"] == "element"
-            values = [
-                kept_value(self._optimizer, tensor, entry)
-                for tensor in (self._others if of_elements else self._tensors)
-            ]
+            values = kept_values(state, self._others if of_elements else self._tensors, entry)
             if all(value is None for value in values):
                 continue
             if of_elements:
                 found[name] = self._vector(name, values, initial=initial)
             else:
-                numbers = [as_float64(0.0 if value is None else value) for value in values]
-                found[name] = self._stacked([number.reshape(()) for number in numbers])
+                found[name] = self._numbers(values)
         if self._whole_state and state_attribute(self._optimizer, self.kept):
             found[KEPT.name] = self._marks()
         return found
+
+    def _numbers(self, values: Sequence[Any]) -> torch.Tensor:
+        """Return numbers that an optimizer keeps as a vector of float64; 0 for None."""
+        if all(isinstance(value, torch.Tensor) and not value.ndim for value in values):
+            if len({(value.dtype, value.device) for value in values}) == 1:
+                return as_float64(torch.stack(list(values)))
+        numbers = [as_float64(0.0 if value is None else value) for value in values]
+        return self._stacked([number.reshape(()) for number in numbers])
 
     def _marks(self) -> torch.Tensor:
         """Return which values the optimizer keeps of each parameter, as the sum of their bits."""
@@ -418,22 +423,25 @@ class ModelState:
         """
         types = self._part_types(name, tensors)
         before = types if initial else self._types.setdefault(name, types)
-        for part, now, was in zip(self._other_names, types, before, strict=True):
-            if now != was:
-                raise CannotFollow(
-                    f"{name}: {part} is now {type_name(now)}, but was {type_name(was)} in the "
-                    "first row; record a new run for the new type"
-                )
+        if types != before:
+            changes = zip(self._other_names, types, before, strict=True)
+            part, now, was = next(one for one in changes if one[1] != one[2])
+            raise CannotFollow(
+                f"{name}: {part} is now {type_name(now)}, but was {type_name(was)} in the first "
+                "row; record a new run for the new type"
+            )
         return JoinedVector(
             like=self._others,
             tensors=tensors,
-            dtype=joint_type(types),
+            dtype=joint_type(frozenset(types)),
             missing=missing,
             factor=factor,
         )
 
     def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
         """Return the type of each; for None, the one that it will probably have."""
+        if all(tensor is not None for tensor in tensors):
+            return [tensor.dtype for tensor in tensors if tensor is not None]
         pairs = list(zip(self._others, tensors, strict=True))
         chosen = {} if name in ("params", _GRADIENTS) else self._state_types
         seen = {own.dtype: tensor.dtype for own, tensor in pairs if tensor is not None}

@@ -1,8 +1,8 @@
-"""The growing run of one parameter, from the tensors of a step to a complete row.
+"""The growing run of one parameter, from the values of a step to a complete row.
 
-In every step the hooks call `set` for each variable, in any order, and then `end_row`. The values
-stay in host memory until the first row is complete, because only it has all types. Then the run is
-created. From there on a `Transfer` copies each value directly to its place.
+During a step the hooks `set` what the loop may change, and at its end they `complete` it. Until the
+run exists, `FirstRows` keeps the rows. From there on a `Transfer` copies each value directly to its
+place.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +18,53 @@ import torch
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
-from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths, variables_of
+from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
-    DirectTransfer,
     HostTransfer,
+    Row,
     Transfer,
-    memory_in_transit,
+    Value,
     open_transfer,
 )
-from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, type_name
-from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
-from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element, state_attribute
-from trajstore.trainers.recording.model_state import OF_ADAM
-from trajstore.trainers.recording.parameters import (
-    as_dense,
-    as_float64,
-    last_layers,
-    makes_logits,
+from trajstore.trainers.recording.first_rows import (
+    FirstRows,
+    difference,
+    oddity,
+    remedy_of,
+    start_of,
 )
+from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits
+from trajstore.trainers.recording.kept_state import kept_elements, step_count
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
-from trajstore.trainers.recording.sharding import own_rows, own_variables
-from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
+from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
+from trajstore.trainers.recording.step_examples import padded
 from trajstore.trainers.recording.torch_internals import version
-from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.optimizer_rule import MOMENTS
 
-Row = dict[str, torch.Tensor]
+_PLAIN = (torch.Tensor, torch.nn.Parameter, JoinedVector)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MatrixStep:
+    """A complete step of one matrix.
+
+    Attributes
+    ----------
+    number : int
+        Optimizer steps taken.
+    values : mapping of str to tensor
+        What the hooks have found beside W, its gradient and its state.
+    had_effect : bool
+        True if every optimizer has taken a step so far, and this one had gradients.
+    """
+
+    number: int
+    values: Mapping[str, Value]
+    had_effect: bool
 
 
 class ParameterRows:
@@ -102,24 +119,27 @@ class ParameterRows:
             )
         self._planned = planned
         self._notes = planned.recording.notes
-        self._written_W: torch.Tensor | None = None  # W of the last complete step, where it lies
+        self._optimizer = planned.recording.optimizer
         self._every = planned.recording.options.every
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
+        self._first = FirstRows(planned, self._ids)
+        self._transfer: Transfer = HostTransfer()
+        self._row: Row = {}  # row of the current step
+        self._whole_step: int | None = None  # step of the complete row that is only in the transfer
+        self._like: Row = {}  # shapes and types of the run, on the device `meta`
+        # Kinds of values that the places have taken, and whether tokens of them are selected.
+        self._taken: dict[str, tuple[torch.dtype, tuple[int, ...], bool]] = {}
         self.take_initial(with_moments=existing is None)
+        self._written_W: torch.Tensor | None = None  # W of the last complete step, where it lies
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
-            self._last_W = self._select(W).clone()
+            self._last_W = self.recorded_tokens(W).clone()
         examples = planned.recording.loop.examples
         # Lengths of the dimensions example and position.
         self._room: dict[str, int] = {} if examples is None else {"example": examples}
-        self._row: Row = {}  # row of the current step
-        self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
-        self._other_state: set[str] = set()  # names of what no row holds
-        self._transfer: Transfer = HostTransfer()
-        self._whole_step: int | None = None  # step of the complete row that is only in the transfer
         self._existing = existing
         if existing is not None:
-            existing.check(self._initial_W)
+            existing.check(self._first.W)
             self.watched = existing.variables
             self.variables = own_variables(planned.share, self.watched)
         names = planned.hyperparameters if existing is None else existing.hyperparameters
@@ -134,59 +154,25 @@ class ParameterRows:
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
-        summaries = self._planned.recording.summaries
-        self._initial_W = self._select(self.own_W()).to("cpu", copy=True)
-        self._initial: Row = {} if summaries is None else summaries.initial()
+        is_whole = self._first.take_initial(
+            self.parameter, self.variables, with_moments=with_moments
+        )
         # Of the state at the end of the last step; None if the row before the first step has it.
-        self._state_marks: dict[str, tuple[int, int]] | None = None
-        if with_moments:
-            self._initial |= self._initial_moments()
-            kept = [] if self._count() or self.last_step else self._kept_elements()
-            if not all(map(self._records_state, kept)):
-                self._state_marks = {}  # row 0 is that of an optimizer without a state
-
-    def _initial_moments(self) -> Row:
-        """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
-        found: Row = {}
-        if self._planned.recording.optimizer.state.get(self.parameter.tensor):
-            missing = torch.full_like(self._initial_W, float("nan"))
-            found = {name: missing for name in MOMENTS if name in self.variables}
-        for name, value in self._kept_elements().items():
-            found[name] = self.recorded_tokens(value).to("cpu", copy=True)
-        return found | {name: value.cpu() for name, value in self._count().items()}
-
-    def _records_state(self, name: str) -> bool:
-        return name in self.variables or self._planned.recording.options.whole_state
-
-    def _kept_elements(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the parameter's shape that the optimizer keeps, by their names."""
-        own = self.parameter.tensor
-        kept = self._planned.recording.optimizer.state.get(own, {})
-        return {
-            name: as_dense(value) for name, value in kept.items() if is_element(name, own, value)
-        }
-
-    def _count(self) -> Row:
-        """Return the number of steps that the optimizer has counted with the parameter, if it does.
-
-        It counts no step without a gradient, and begins again if the loop replaces its state.
-        """
-        state = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
-        count: Any = state.get("step")
-        if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and not count.ndim):
-            return {"step_count": as_float64(count)}
-        return {}
+        # Without one, that row is of an optimizer without a state.
+        self._state_marks: dict[str, tuple[int, int]] | None = None if is_whole else {}
 
     def is_state_unchanged(self) -> bool:
         """Return False if what the optimizer keeps has changed since the end of the last step."""
         return self._state_marks in (None, self.marks_of_state())
 
+    def _state(self) -> Mapping[str, Any]:
+        return self._optimizer.state.get(self.parameter.tensor, {})
+
     def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""
-        kept = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
         return {
             name: (id(value), version(value))
-            for name, value in kept.items()
+            for name, value in self._state().items()
             if isinstance(value, torch.Tensor)
         }
 
@@ -203,42 +189,54 @@ class ParameterRows:
             return
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
-        self.writer = existing.open()
-        if isinstance(self.writer, RunWriter):
-            self._planned.feed_log(self.writer, existing.last_step)
+        writer = existing.open()
+        if isinstance(writer, RunWriter):
+            self._planned.feed_log(writer, existing.last_step)
+        self.writer = writer
         last_step = existing.last_step
-        self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
+        writer.notes = self._notes.resumed(writer.notes, last_step)
         if missing := existing.missing_steps:
             self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
+        self._open_transfer(writer)
+        for name in set(OF_EXAMPLES) & self._like.keys():
+            self._room |= dict(zip(VARIABLES[name].dims[1:], self._like[name].shape, strict=True))
+        self.rows, self.last_step = existing.rows, last_step
+        self._first = FirstRows(self._planned, self._ids)
+
+    def _open_transfer(self, writer: RowTarget) -> None:
+        self._like = {
+            name: torch.empty(array.row, dtype=getattr(torch, array.native.name), device="meta")
+            for name, array in writer.layout.arrays.items()
+            if name != STEP.name
+        }
         with self._disk_errors():
-            self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
-        arrays = self.writer.layout.arrays
-        for name in set(OF_EXAMPLES) & arrays.keys():
-            self._room |= dict(zip(VARIABLES[name].dims[1:], arrays[name].row, strict=True))
-        self.rows, self.last_step = existing.rows, existing.last_step
-        self._initial_W = self._initial_W.new_empty(0)
-        self._initial.clear()
+            self._transfer = open_transfer(writer, self.parameter.tensor.device)
+
+    def own_W(self) -> torch.Tensor:
+        """Return the parameter, or this process's tokens of it."""
+        return own_rows(self.parameter.tensor.detach())
 
     def recorded_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """Select the recorded tokens of a tensor whose first dimension is the vocabulary.
 
         If the tensor is sharded over processes, the result has the tokens of this process.
         """
-        return self._select(own_rows(tensor.detach()))
+        return own_tokens(tensor, self._ids)
 
-    def set(self, name: str, value: torch.Tensor | JoinedVector) -> None:
-        """Copy a variable of the current step to the place where it is stored.
+    # Values of a step ----------------------------------------------------------------------------
+
+    def set(self, values: Mapping[str, Value]) -> None:
+        """Copy variables of the current step to the places where they are stored.
 
         A second value in the same step replaces the first.
 
         Parameters
         ----------
-        name : str
-            Ignored if the variable is not recorded.
-        value : tensor or JoinedVector
-            A variable with a token dimension has the whole vocabulary, or the tokens of this
-            process. The number of examples and positions is at most that of the first row.
+        values : mapping of str to tensor or JoinedVector
+            By variable; those that are not recorded are ignored. A variable with a token dimension
+            has the whole vocabulary, or the tokens of this process. The number of examples and
+            positions is at most that of the first row.
 
         A value of another shape than in the first row, or of a type that the array cannot hold
         exactly, is noted and not recorded.
@@ -250,57 +248,87 @@ class ParameterRows:
         RecordingError
             If the disk is full.
         """
-        if name not in self.variables and not self._adopts(name):
-            return
+        accepted = {}
+        for name, value in values.items():
+            dtype, shape, selects = self._taken.get(name, (None, None, False))
+            if value.dtype is dtype and value.shape == shape and type(value) in _PLAIN:
+                accepted[name] = value.index_select(0, self._ids) if selects else value  # type: ignore
+            elif name in self.variables or self._adopts(name):
+                if (checked := self._checked(name, value)) is not None:
+                    accepted[name] = checked
+        self._put(accepted)
+
+    def _checked(self, name: str, value: Value) -> Value | None:
+        """Return a value as the row takes it; None, with a note, if it does not."""
+        given = value
         if isinstance(value, torch.Tensor):
             value = own_rows(value.detach())
             if name in OF_EXAMPLES:
                 if (problem := self._lack_of_room(name, value)) is not None:
                     self._notes.add(problem)
-                    return
-                value = self._padded(name, value)
-        ids = self._ids if VARIABLES[name].dims[1:2] == ("token",) else None
-        shape = tuple(value.shape if ids is None else (len(ids), *value.shape[1:]))
+                    return None
+                dims = VARIABLES[name].dims[1:]
+                value = padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
         if self.writer is None:
-            problem = self._oddity(name, value.dtype, value.shape)
-        else:
-            problem = self._difference(name, value.dtype, shape)
+            problem = oddity(name, value, self.own_W())
+        selects = self._ids is not None and VARIABLES[name].dims[1:2] == ("token",)
+        if selects and (self.writer is not None or problem is None):
+            value = value.index_select(0, self._ids)  # type: ignore
+        if self.writer is not None:
+            problem = difference(name, value, self._like[name])
             if problem and (name == "W" or isinstance(value, JoinedVector)):
                 raise CannotFollow(f"{problem}; record a new run for the new shape or type")
             problem = problem and f"{problem}; it is not recorded in such a step"
-        if problem is None:
-            self._put(name, value, ids)
-        else:
+            if problem is None and type(given) in _PLAIN and name not in OF_EXAMPLES:
+                self._taken[name] = given.dtype, given.shape, selects
+        if problem is not None:
             self._notes.add(problem)
+            return None
+        return value
 
-    def set_state(self) -> None:
-        """Set what the optimizer keeps of the parameter: tensors of its shape, and its count."""
-        for name, value in (self._kept_elements() | self._count()).items():
-            self.set(name, value)
-        self._state_marks = self.marks_of_state()
+    def _lack_of_room(self, name: str, value: torch.Tensor) -> str | None:
+        dims = VARIABLES[name].dims[1:]
+        for dim, length in zip(dims, value.shape, strict=True):
+            room = length if dim == "hidden" else self._room.setdefault(dim, length)
+            if length > room:
+                return (
+                    f"{name}: a step has {length} {dim}s, but the rows of {self._planned.path} "
+                    f"have room for {room}, as in the first step; start with the largest batch"
+                )
+        return None
 
-    def set_cells(self) -> None:
-        """Set W rounded to bfloat16."""
-        if "cells" in self.variables:
-            self.set("cells", self.own_W().to(torch.bfloat16))
+    def _adopts(self, name: str) -> bool:
+        """Add a variable of a name of the optimizer, until the run is created."""
+        if not self._first.may_add(name, self.variables):
+            return False
+        if self.writer is not None:
+            self._notes.mention(
+                f"the run does not hold {name}, which the optimizer did not keep in the first "
+                "step; record a new run"
+            )
+            return False
+        self.variables += (name,)
+        return True
 
-    def set_change_norms(self) -> None:
-        """Set the change of each token's W since the last row."""
-        if self._last_W is not None:
-            now = self.recorded_tokens(self.parameter.tensor)
-            self._set_selected("W_step_norm", token_norm(now, self._last_W))
-            self._set_selected("W_ulp_l1", ulp_l1(now, self._last_W))
+    def _put(self, values: Mapping[str, Value]) -> None:
+        if values:
+            with self._disk_errors():
+                self._row |= self._transfer.put(values)
+            # This overwrites the row of the previous step, if it was not stored.
+            self._whole_step = None
 
-    def set_gradient_norms(self, gradient: torch.Tensor) -> None:
-        """Set the norm of each token's gradient."""
+    def set_gradient(self, gradient: torch.Tensor) -> None:
+        """Set the gradient, (token, hidden) of this process, and the norm of each token's."""
+        self.set({"grad": gradient})
         if "grad_token_norm" in self.variables:
-            self._set_selected("grad_token_norm", token_norm(self.recorded_tokens(gradient)))
+            self._put({"grad_token_norm": token_norm(self.recorded_tokens(gradient))})
 
     def replace_gradient(self, selected: torch.Tensor) -> None:
         """Replace the gradient of the current step, (token, hidden) of the recorded tokens."""
-        self._set_selected("grad", selected)
+        values = {"grad": selected} if "grad" in self.variables else {}
         if "grad_token_norm" in self.variables:
-            self._set_selected("grad_token_norm", token_norm(selected))
+            values["grad_token_norm"] = token_norm(selected)
+        self._put(values)
 
     def forget(self, *names: str) -> None:
         """Take variables back that were set in the current step."""
@@ -316,15 +344,17 @@ class ParameterRows:
 
         A device would have to be waited for. Without `waits`, True is returned for it.
         """
-        before = self._initial_W if self._written_W is None else self._written_W
+        before = self._first.W if self._written_W is None else self._written_W
         if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
         now = self.recorded_tokens(self.parameter.tensor).cpu()
         # Another type ends the recording with an error of its own.
         return now.dtype != before.dtype or same_bits(now, before.cpu())
 
-    def end_row(self, step: int, *, had_effect: bool) -> None:
-        """Complete the row of `step`, and store it if `every` selects it.
+    # Rows ----------------------------------------------------------------------------------------
+
+    def complete(self, step: MatrixStep) -> None:
+        """Set W, its state and the values of a step, and store the row if `every` selects it.
 
         The run is created at the first step that had an effect: before it there may be no moments,
         so no types.
@@ -334,21 +364,70 @@ class ParameterRows:
         RecordingError
             If the disk is full.
         """
-        due = step % self._every == 0
+        own = self.parameter.tensor
+        state = self._state()
+        values = {"W": own, **kept_elements(own, state), **step_count(state), **step.values}
+        if "cells" in self.variables:
+            values["cells"] = self.own_W().to(torch.bfloat16)
+        self.set(values)
+        self._state_marks = self.marks_of_state()
+        if self._last_W is not None:
+            now = self.recorded_tokens(own)
+            norms = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
+            chosen = {name: norm for name, norm in norms.items() if name in self.variables}
+            self._put({name: norm(now, self._last_W) for name, norm in chosen.items()})
+        is_due = step.number % self._every == 0
         if self.writer is None:
             self._written_W = self._row.get("W")
-            self._early_rows.append((step, self._row))
-            if had_effect:
+            self._first.add(step.number, self._row)
+            self._whole_step = None if is_due else step.number
+            if step.had_effect:
                 self._create_run()
-            self._row = {}
-            self._whole_step = None if due else step
-            return
-        self._fill_missing()
-        self._written_W = self._row.get("W")
+        else:
+            self._fill_missing()
+            self._written_W = self._row.get("W")
+            self._whole_step = step.number
+            if is_due:
+                self._store_row(step.number)
         self._row = {}
-        self._whole_step = step
-        if due:
-            self._store_row(step)
+
+    def _create_run(self) -> None:
+        """Create the run with the variables of the current step, and write all rows so far."""
+        writer, self.variables = self._first.create_run(self.parameter, self.variables)
+        self.writer = writer
+        self._planned.feed_log(writer, self.last_step)
+        writer.notes = self._notes.entries
+        with self._disk_errors():
+            rows = self._first.write(writer, self.variables, self.last_step)
+        self.rows, self.last_step, waiting = rows
+        self._open_transfer(writer)
+        if waiting:
+            self._transfer.put(waiting)
+        else:
+            self._remember_W()
+
+    def _fill_missing(self) -> None:
+        """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
+        missing = [name for name in self.variables if name not in self._row]
+        for name in missing:
+            unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
+            value = float("nan") if unknown else start_of(name)
+            self._put({name: torch.full_like(self._like[name], value, device="cpu")})
+        if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
+            self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {remedy_of(lost)}")
+
+    def _store_row(self, step: int) -> None:
+        """Store the row in the transfer as the row of `step`."""
+        with self._disk_errors():
+            self._transfer.commit(step)
+        self.rows += 1
+        self.last_step = step
+        self._whole_step = None
+        self._remember_W()
+
+    def _remember_W(self) -> None:
+        if self._last_W is not None:
+            self._last_W.copy_(self.recorded_tokens(self.parameter.tensor))
 
     def commit(self) -> None:
         """Commit all rows, and wait until they are stored."""
@@ -371,223 +450,6 @@ class ParameterRows:
                 if self._whole_step is not None:
                     self._store_row(self._whole_step)
 
-    def _fill_missing(self) -> None:
-        """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
-        missing = [name for name in self.variables if name not in self._row]
-        for name in missing:
-            unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
-            value = float("nan") if unknown else _start(name)
-            self._put(name, self._without(name, value), None)
-        if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
-            self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
-
-    def _without(self, name: str, value: float) -> torch.Tensor:
-        """Return what the array of a variable holds where a step has no value."""
-        assert self.writer is not None
-        array = self.writer.layout.arrays[name]
-        dtype = getattr(torch, array.native.name)
-        return torch.full(array.row, value, dtype=dtype, device="cpu")
-
-    def own_W(self) -> torch.Tensor:
-        """Return the parameter, or this process's tokens of it."""
-        return own_rows(self.parameter.tensor.detach())
-
-    def _select(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._ids is None else tensor.index_select(0, self._ids)
-
-    def _adopts(self, name: str) -> bool:
-        """Add a variable of a name of the optimizer, until the run is created."""
-        if name in VARIABLES or name in self._other_state or not self._records_state(name):
-            return False
-        if self.writer is not None:
-            self._notes.mention(
-                f"the run does not hold {name}, which the optimizer did not keep in the first "
-                "step; record a new run"
-            )
-            return False
-        self.variables += (name,)
-        return True
-
-    def _set_selected(self, name: str, value: torch.Tensor) -> None:
-        if name in self.variables:
-            self._put(name, value, None)
-
-    def _put(self, name: str, value: torch.Tensor | JoinedVector, ids: torch.Tensor | None) -> None:
-        with self._disk_errors():
-            self._row[name] = self._transfer.put(name, value, ids)
-        # This overwrites the row of the previous step, if it was not stored.
-        self._whole_step = None
-
-    def _oddity(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
-        """Return a sentence if no run can hold a value of that type and shape."""
-        dims = VARIABLES[name].dims[1:]
-        lengths = dict(zip(("token", "hidden"), self.own_W().shape, strict=True))
-        shaped = len(dims) == len(shape) and all(
-            lengths.get(dim, length) == length for dim, length in zip(dims, shape, strict=True)
-        )
-        if shaped and type_name(dtype) in NATIVE_TYPES:
-            return None
-        return (
-            f"{name} is not recorded: the training has {type_name(dtype)} of shape "
-            f"{tuple(shape)}, expected floats with the dimensions {', '.join(dims) or 'none'}"
-        )
-
-    def _lack_of_room(self, name: str, value: torch.Tensor) -> str | None:
-        dims = VARIABLES[name].dims[1:]
-        for dim, length in zip(dims, value.shape, strict=True):
-            room = length if dim == "hidden" else self._room.setdefault(dim, length)
-            if length > room:
-                return (
-                    f"{name}: a step has {length} {dim}s, but the rows of {self._planned.path} "
-                    f"have room for {room}, as in the first step; start with the largest batch"
-                )
-        return None
-
-    def _padded(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a value padded with NaN to the row's number of examples and positions."""
-        dims = VARIABLES[name].dims[1:]
-        return padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
-
-    def _difference(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
-        """Return a sentence if the array cannot hold a value of that type and shape."""
-        assert self.writer is not None
-        array = self.writer.layout.arrays[name]
-        held = getattr(torch, array.native.name)
-        # Vectors and matrices keep their type; a number is converted if no bit is lost.
-        fits = dtype == held or (not shape and torch.promote_types(dtype, held) == held)
-        if fits and shape == array.row:
-            return None
-        return (
-            f"{name} is now {type_name(dtype)} of shape {shape}, but was {array.native.name} of "
-            f"shape {array.row} in the first row"
-        )
-
-    def _create_run(self) -> None:
-        """Create the run with the variables of the current step, and write all rows so far."""
-        last_step, last = self._early_rows[-1]
-        options = self._planned.recording.options
-        state = self._planned.recording.state
-        optimizer, kept = self._planned.recording.optimizer, []
-        if options.whole_state:
-            known, matrix = ((), self.parameter.tensor) if state is None else (state.kept, None)
-            kept = find_kept(optimizer, known, matrix=matrix)
-        other = [entry["name"] for entry in kept if entry["of"] == "other"]
-        self._other_state.update(other)
-        for name, empty in self._expected(kept).items():
-            if name not in last and VARIABLES[name].row0 != "zero":
-                self._notes.add(f"a step has no {name}, recorded as NaN; {_remedy([name])}")
-            last.setdefault(name, empty)
-        left_out = [name for name in self.variables if name not in last]
-        of_run = variables_of(state_attribute(optimizer, kept))
-        self.variables = tuple(name for name in self.variables if name in last and name in of_run)
-        required = options.required
-        if lost := [name for name in left_out if name in required]:
-            self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
-        needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
-        if state is not None and state.draws_nothing:
-            needless.add("random_state")
-        model, head = self._planned.recording.model, self.parameter.head
-        is_unembedded = head is None and last_layers(model, [len(self.parameter.tensor)])
-        if not makes_logits(model, head) and not is_unembedded:
-            needless.add("logits")
-        if other:
-            self._notes.mention(
-                f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "
-                "one tensor of the parameter's shape or one number, or under a name of the run"
-            )
-        for names, remedy in _REMEDIES:  # of a tier, which takes what there is
-            if lost := [name for name in left_out if name in names - required - needless]:
-                self._notes.mention(f"{', '.join(lost)} not recorded: {remedy}")
-        for _, row in self._early_rows:
-            for name in self.variables:
-                if name not in row:
-                    row[name] = torch.full_like(last[name], _start(name))
-        types = {name: type_name(last[name].dtype) for name in self.variables}
-        room = row_lengths({name: tuple(last[name].shape) for name in types})
-        if state is not None:
-            self._initial |= state.initial()
-        in_transit = memory_in_transit(
-            self.parameter.tensor.device, (last[name] for name in self.variables)
-        )
-        self.writer = writer = self._planned.create(types, room, in_transit, kept)
-        self._planned.feed_log(writer, self.last_step)
-        writer.notes = self._notes.entries
-        rows = [(self.last_step, self._initial_row(last))]
-        rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]
-        self._early_rows.clear()
-        self._initial_W = self._initial_W.new_empty(0)
-        self._initial.clear()
-        with self._disk_errors():
-            for step, row in rows:
-                self._move_to_block(step, row)
-            self._transfer = open_transfer(writer, self.parameter.tensor.device)
-        self.rows, self.last_step = len(rows), rows[-1][0]
-        if last_step % self._every:
-            for name in self.variables:
-                self._transfer.put(name, last[name])
-        else:
-            self._remember_W()
-
-    def _expected(self, entries: list[Entry]) -> Row:
-        """Return values that the first complete step may lack, although later ones have them."""
-        W, owner = self._initial_W, self.parameter.optimizer
-        whole: Mapping[Any, Any] = {} if owner is None else owner.state
-        # Some optimizers also keep a count under a name.
-        state = {own: kept for own, kept in whole.items() if isinstance(own, torch.Tensor)}
-        found = {
-            "grad": torch.full_like(W, float("nan")),
-            "loss": W.new_full((), float("nan"), dtype=torch.float64),  # holds a loss of any type
-            "grad_token_norm": W.new_full(W.shape[:1], float("nan"), dtype=torch.float32),
-        }
-        names = [*MOMENTS]
-        if not state.get(self.parameter.tensor):  # it had no gradient yet
-            names += [entry["name"] for entry in entries if entry["of"] == "element"]
-        if any("step" in kept for kept in state.values()):
-            found["step_count"] = torch.tensor(0.0, dtype=torch.float64)
-        for name in names:
-            for tensor, kept in state.items():
-                same_type = tensor.dtype == self.parameter.tensor.dtype
-                if same_type and is_element(name, tensor, kept.get(name)):
-                    found[name] = torch.zeros_like(W, dtype=kept[name].dtype)
-                    break
-        return {n: value for n, value in found.items() if n in self.variables or self._adopts(n)}
-
-    def _move_to_block(self, step: int, row: Row) -> None:
-        """Write a row, and release each value after its copy: rows can be as large as the model."""
-        assert self.writer is not None
-        transfer = DirectTransfer(self.writer)
-        for name in self.variables:
-            value = row.pop(name)
-            problem = self._difference(name, value.dtype, tuple(value.shape))
-            if problem is not None:  # an early row, before the types were known
-                self._notes.add(f"{problem}; it is not recorded in such a step")
-                value = self._without(name, float("nan"))
-            transfer.put(name, value)
-        transfer.commit(step)
-
-    def _initial_row(self, like: Row) -> Row:
-        """Return the row before the first step, with the types of another row."""
-        return {
-            name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
-            if VARIABLES[name].row0 == "initial" or name in self._initial
-            # One number, of the shape of the row: it takes no memory.
-            else like[name].new_full((), _start(name)).expand_as(like[name])
-            for name in self.variables
-        }
-
-    def _store_row(self, step: int) -> None:
-        """Store the row in the transfer as the row of `step`."""
-        with self._disk_errors():
-            self._transfer.commit(step)
-        self.rows += 1
-        self.last_step = step
-        self._whole_step = None
-        self._remember_W()
-
-    def _remember_W(self) -> None:
-        if self._last_W is not None:
-            self._last_W.copy_(self.recorded_tokens(self.parameter.tensor))
-
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
         """Add the sizes and a fix to the error of a full disk."""
@@ -605,51 +467,3 @@ class ParameterRows:
                 f"of {writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
                 f"{writer.committed_rows} rows are committed; free space, or record less"
             ) from error
-
-
-def _start(name: str) -> float:
-    """Return the value of a variable before a step has one."""
-    return 0.0 if VARIABLES[name].row0 == "zero" else float("nan")
-
-
-def _remedy(unseen: list[str]) -> str:
-    found = [remedy for names, remedy in _REMEDIES if not names.isdisjoint(unseen)]
-    return "; ".join(found) or "leave it out of variables"
-
-
-_REMEDIES = (
-    (
-        {"loss"},
-        "the gradient is not known to be that of one number; pass the loss in every step with "
-        "observe(loss=…)",
-    ),
-    ({"logits"}, "pass the logits in every step with observe(logits=…)"),
-    (
-        {*OF_HIDDEN_STATES},
-        "no module has the matrix as its weight and gets the hidden states; pass them in every "
-        "step with observe(hidden=…), or name the module that returns them with hidden_from=…",
-    ),
-    (
-        {"grad", "grad_token_norm"},
-        "the parameter has no gradient: it is not trained or unused, or its gradient was discarded",
-    ),
-    (
-        {*MOMENTS, *OF_ADAM},
-        "the optimizer keeps no such state of the parameter's shape",
-    ),
-    (
-        {"random_state"},
-        "the model draws no random numbers, or is not called itself in every step, so that its "
-        "hooks do not run",
-    ),
-    (
-        {"batch"},
-        "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
-        f"{EXAMPLE_INDEX} to the model's inputs; it is removed before the model runs",
-    ),
-    (
-        {"example_loss"},
-        "the model is not a causal language model of transformers with labels; pass the losses in "
-        "every step with observe(example_loss=…)",
-    ),
-)

@@ -29,6 +29,9 @@ _SUPPORTED = (
 )
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_distributed() -> bool:
     """Return True if several processes train together."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -36,7 +39,7 @@ def is_distributed() -> bool:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return True if several processes hold a tensor together."""
-    if not is_distributed():
+    if type(tensor) in _PLAIN or not is_distributed():
         return False
     from torch.distributed.tensor import DTensor  # takes long, and not every torch has it
 
@@ -68,6 +71,12 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
     shared: Any = tensor
     local: torch.Tensor = shared.redistribute(placements=[Shard(0)]).to_local()
     return local
+
+
+def own_tokens(tensor: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the tokens `ids` of a tensor, (token, …), or all; those of this process if sharded."""
+    own = own_rows(tensor.detach())
+    return own if ids is None else own.index_select(0, ids)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -347,9 +347,7 @@ class StepGradients:
         if (state := self._recording.state) is not None:
             for rows in self._rows:
                 before = rows.copy_of("params_grad")
-                values = state.after_backward(rows.variables, unscale, consumed, before)
-                for name, value in values.items():
-                    rows.set(name, value)
+                rows.set(state.after_backward(rows.variables, unscale, consumed, before))
         if self._recording.summaries is not None:
             self._recording.summaries.after_backward(unscale, consumed)
 
@@ -360,9 +358,7 @@ class StepGradients:
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
 
     def _set(self, rows: ParameterRows, gradient: torch.Tensor, scale: float | None = None) -> None:
-        raw = gradient if scale is None else gradient / scale
-        rows.set("grad", raw)
-        rows.set_gradient_norms(raw)
+        rows.set_gradient(gradient if scale is None else gradient / scale)
 
     # Changes that torch makes --------------------------------------------------------------------
 
@@ -504,10 +500,10 @@ class StepGradients:
             if parameter not in self._doubtful:
                 return
         if sentence := self._doubtful.get(parameter):
-            rows.set("clip_coef", self.as_norm(gradient.new_full((), float("nan"))))
+            rows.set({"clip_coef": self.as_norm(gradient.new_full((), float("nan")))})
             self._note(sentence, rows)
         else:
-            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
+            rows.set({"clip_coef": self.as_norm(gradient.new_ones(()))})
 
     def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: _Mark) -> bool:
         """Return True if a gradient has changed since it was taken.
@@ -537,7 +533,7 @@ class StepGradients:
             is_still = taken.is_still(parameter.grad)
             known = self._factor(clipping) if is_clipped else torch.ones_like(total)
             unknown = torch.full_like(total, float("nan"))
-            rows.set("clip_coef", self.as_norm(known if is_clipped or is_still else unknown))
+            rows.set({"clip_coef": self.as_norm(known if is_clipped or is_still else unknown)})
             if not (is_clipped or is_still):
                 self._note(_UNSEEN, rows)
             return
@@ -563,7 +559,7 @@ class StepGradients:
         found = torch.stack(matches).any()
         first = torch.stack(matches).to(torch.uint8).argmax().reshape(1)
         factor = torch.stack(factors).gather(0, first).reshape(()).where(found, float("nan"))
-        rows.set("clip_coef", factor)
+        rows.set({"clip_coef": factor})
         if not on_host:  # without a wait for the device
             self._changed = (~found).to(torch.int64) + self._changed
             rows.replace_gradient(torch.where(found, raw, seen))
@@ -623,7 +619,7 @@ class StepGradients:
             elif gradient is not None:
                 clipping, raw = self._clippings.get(parameter), rows.copy_of("grad")
                 if clipping is not None and clipping.after.is_still(parameter.grad):
-                    rows.set("clip_coef", self.as_norm(self._factor(clipping)))
+                    rows.set({"clip_coef": self.as_norm(self._factor(clipping))})
                     continue
                 if raw is not None and parameter in self._divided:
                     seen = rows.recorded_tokens(own_rows(gradient))
@@ -640,7 +636,7 @@ class StepGradients:
         for rows in self._rows_of(optimizer):
             if self.total_norm is not None:
                 unknown = torch.full_like(self.total_norm, float("nan"))
-                rows.set("clip_coef", self.as_norm(unknown))
+                rows.set({"clip_coef": self.as_norm(unknown)})
 
     def release(self) -> None:
         """Release all tensors."""

@@ -57,7 +57,7 @@ from trajstore.trainers.recording.forward_values import (
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.optimizer_hooks import StepCalls
-from trajstore.trainers.recording.parameter_rows import ParameterRows
+from trajstore.trainers.recording.parameter_rows import MatrixStep, ParameterRows
 from trajstore.trainers.recording.parameters import RecordedParameter, as_float64
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import own_logits, whole
@@ -752,7 +752,7 @@ class Recorder:
 
     def _end_step(self) -> None:
         """Take the results of the step, complete its rows, and start the next step."""
-        self._matrices.set_rates()
+        rates = [self._matrices.rates(rows) for rows in self._parameters]
         turns = self._optimizer.turns
         if len({*map(bool, turns.values())}) > 1:
             idle = self._optimizer.named(one for one, taken in turns.items() if not taken)
@@ -779,30 +779,26 @@ class Recorder:
         logits = scalars.pop("logits")
         found = {name: whole(value) for name, value in scalars.items() if value is not None}
         self.loss = found.get("loss", _NAN)
-        for rows in self._parameters:
-            parameter = rows.parameter.tensor
+        for rows, values in zip(self._parameters, rates, strict=True):
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
             if self._has_scaler or self._optimizer.ends_step is not None:
                 skipped = {0: 1.0, 1: 0.0}.get(taken, float("nan"))
-                rows.set("skipped", torch.tensor(skipped, device="cpu"))
+                values["skipped"] = torch.tensor(skipped, device="cpu")
                 if not taken and "skipped" not in rows.variables:
                     self._notes.mention(_LATE_SCALER)
-            rows.set("W", parameter)
-            rows.set_cells()
-            rows.set_state()
-            rows.set_change_norms()
             if self._recording.state is not None:
-                state = self._recording.state.after_step(rows.variables, first=rows.writer is None)
-                for name, vector in state.items():
-                    rows.set(name, vector)
+                is_first = rows.writer is None
+                values |= self._recording.state.after_step(rows.variables, first=is_first)
             if logits is not None and "logits" in rows.variables:
-                own = own_logits(logits, parameter)
+                own = own_logits(logits, rows.parameter.tensor)
                 if own is not None:
-                    rows.set("logits", own)
-            for name, value in found.items():
-                rows.set(name, value)
+                    values["logits"] = own
             started = taken and total is not None and not self._optimizer.waiting
-            rows.end_row(self.step + 1, had_effect=bool(started))
+            rows.complete(
+                MatrixStep(
+                    number=self.step + 1, values=values | found, had_effect=bool(started)
+                )
+            )
         for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)
         if self._forward.loss.looks_divided:

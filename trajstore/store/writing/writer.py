@@ -360,7 +360,7 @@ class RunWriter:
         Returns
         -------
         dict of str to ndarray, (row, …)
-            Views as of `next_row`, for `commit_rows`.
+            Views as of `next_row`, for one or several calls of `commit_rows`.
         """
         self._check_open()
         places = self._blocks.places(most)
@@ -373,7 +373,7 @@ class RunWriter:
         self.commit_rows([step])
 
     def commit_rows(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Add the first rows of `next_rows`, or all of them, as the states after `steps`.
+        """Add the next rows of `next_rows`, or all of them, as the states after `steps`.
 
         Raises
         ------
@@ -393,7 +393,7 @@ class RunWriter:
             last = int(step)
         self._blocks.add(steps)
         self._last_step = last
-        self._given = 0
+        self._given -= len(steps)
 
     def segments(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None

@@ -26,7 +26,7 @@ from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound  # noqa: E402
 from trajstore.store.writing import block_writer  # noqa: E402
 from trajstore.trainers import attach, capture  # noqa: E402
-from trajstore.trainers.recording import device_to_host, parameter_rows  # noqa: E402
+from trajstore.trainers.recording import device_to_host, first_rows, parameter_rows  # noqa: E402
 from trajstore.values import token_norms  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -581,7 +581,7 @@ def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:
 def test_rows_in_transit_are_part_of_the_memory(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parameter_rows, "memory_in_transit", lambda device, row: 5 << 20)
+    monkeypatch.setattr(first_rows, "memory_in_transit", lambda device, row: 5 << 20)
     adam = torch.optim.AdamW(tiny.parameters())
     options = {"memory": "10MiB", "variables": "matrix", "strict": True}
     with capture(tiny, adam, tmp_path / "run.zarr", **options) as run:

@@ -43,8 +43,8 @@ def test_a_failure_behind_the_back_of_training_is_raised_in_it(
     run = writer(tmp_path / "run.zarr")
     transfer = DeferredTransfer(run, CUDA)
     for number in range(2):  # a step must increase: the writer refuses
-        transfer.put("W", torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16))
-        transfer.put("loss", torch.tensor(0.0))
+        transfer.put({"W": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)})
+        transfer.put({"loss": torch.tensor(0.0)})
         transfer.commit(5)
         if number == 0:
             transfer.flush()
@@ -69,11 +69,12 @@ def rows_are_right(
         transfer = DeferredTransfer(run, CUDA)
         for step in range(steps):
             W = torch.full((VOCAB, HIDDEN), float(step)) + torch.arange(VOCAB)[:, None]
-            transfer.put("W", W.as_subclass(OnDevice), ids)
+            chosen = W if ids is None else W[ids]
+            transfer.put({"W": chosen.as_subclass(OnDevice)})
             loss = torch.tensor(float(step))
-            transfer.put("loss", loss)
+            transfer.put({"loss": loss})
             before = len(streams.training.work)
-            transfer.put("loss", loss)
+            transfer.put({"loss": loss})
             assert len(streams.training.work) == before  # the device has no part in it
             loss.mul_(2)  # as a loop may
             kept.append(W[token].numpy())

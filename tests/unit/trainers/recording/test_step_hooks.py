@@ -323,7 +323,7 @@ def test_an_interruption_in_a_hook(at: int, tiny: Any, tmp_path: Path, monkeypat
 
         return call
 
-    for name in ("set", "end_row", "_store_row", "set_change_norms"):
+    for name in ("set", "complete", "_put", "_store_row"):
         monkeypatch.setattr(ParameterRows, name, interrupted(getattr(ParameterRows, name)))
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
