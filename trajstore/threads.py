@@ -34,6 +34,11 @@ def default_threads() -> int:
     return min(_processors(), _MOST_THREADS)
 
 
+def encoding_threads() -> int:
+    """Number of threads that encode beside a training: all processors but one, at least 2."""
+    return max(_processors() - 1, min(2, _processors()))
+
+
 def threads_of_each(processes: int) -> int:
     """Threads of each of several processes: OMP_NUM_THREADS, or a share of the processors."""
     text = os.environ.get("OMP_NUM_THREADS", "")

@@ -79,17 +79,15 @@ class RowPlaces:
 
 
 def _fill(places: Row, values: Mapping[str, Value]) -> None:
-    """Copy values to their places; tensors of one kind in one call, a kernel on a device."""
-    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    """Copy values to their places."""
+    own, others = [], []
     for name, value in values.items():
         if isinstance(value, JoinedVector):
             value.copy_to(places[name])
-            continue
-        own, others = kinds.setdefault((value.device, value.dtype, places[name].dtype), ([], []))
-        own.append(places[name])
-        others.append(value)
-    for own, others in kinds.values():
-        copy_each(own, others)
+        else:
+            own.append(places[name])
+            others.append(value)
+    copy_each(own, others)
 
 
 class HostTransfer:

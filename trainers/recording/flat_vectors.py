@@ -112,9 +112,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors have one type, shape and bit patterns."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    a, b = a.contiguous().flatten(), b.contiguous().flatten()
     ratio = 8 // a.itemsize
-    wide = not (a.numel() % ratio or a.storage_offset() % ratio or b.storage_offset() % ratio)
+    if not (a.ndim and a.is_contiguous() and b.is_contiguous()) or a.shape[-1] % ratio:
+        a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    wide = not (a.shape[-1] % ratio or a.storage_offset() % ratio or b.storage_offset() % ratio)
     kind = torch.int64 if wide else torch.uint8  # whole words are compared seven times as fast
     return torch.equal(a.view(kind), b.view(kind))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -136,6 +137,7 @@ def _type(value: Any) -> str:
     return type_name(kind)
 
 
+@functools.cache
 def _is_free(name: object, of: str) -> bool:
     """Return True if variables can have the names of a value, which no others have."""
     if name == "step" or name in MOMENTS:

@@ -9,6 +9,7 @@ times `clip_coef` is that gradient in every bit, or `grad` is that gradient itse
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.flat_vectors import same_bits
+from trajstore.trainers.recording.flat_vectors import joint_type, same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import as_dense, gradient_of
 from trajstore.trainers.recording.planned_run import Recording
@@ -194,6 +195,7 @@ class StepGradients:
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
+        self._constants: dict[Any, torch.Tensor] = {}
         self._before: dict[torch.Tensor, _Mark] = {}
         self._settled: dict[torch.Tensor, _Mark] = {}
         self.begin_step()
@@ -500,10 +502,10 @@ class StepGradients:
             if parameter not in self._doubtful:
                 return
         if sentence := self._doubtful.get(parameter):
-            rows.set({"clip_coef": self.as_norm(gradient.new_full((), float("nan")))})
+            rows.set({"clip_coef": self._constant(math.nan, gradient)})
             self._note(sentence, rows)
         else:
-            rows.set({"clip_coef": self.as_norm(gradient.new_ones(()))})
+            rows.set({"clip_coef": self._constant(1.0, gradient)})
 
     def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: _Mark) -> bool:
         """Return True if a gradient has changed since it was taken.
@@ -531,9 +533,8 @@ class StepGradients:
         is_elsewhere = raw is not None and raw.device != seen.device
         if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
             is_still = taken.is_still(parameter.grad)
-            known = self._factor(clipping) if is_clipped else torch.ones_like(total)
-            unknown = torch.full_like(total, float("nan"))
-            rows.set({"clip_coef": self.as_norm(known if is_clipped or is_still else unknown)})
+            known = self._constant(1.0 if is_still else math.nan, total)
+            rows.set({"clip_coef": self.as_norm(self._factor(clipping)) if is_clipped else known})
             if not (is_clipped or is_still):
                 self._note(_UNSEEN, rows)
             return
@@ -543,38 +544,32 @@ class StepGradients:
         if is_elsewhere:
             seen = seen.cpu()
             on_host = not is_sharded(parameter)
-        lost = seen.isnan()
         candidates: Any = (
             [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
         )
-        factors, matches = [], []
-        for candidate in candidates:
-            factor = self.as_norm(candidate.to(total.dtype))
-            scaled = raw * factor
-            same = agreed(((scaled == seen) | (scaled.isnan() & lost)).all(), parameter)
-            factors.append(factor)
-            matches.append(same)
-            if on_host and same:
-                break
-        found = torch.stack(matches).any()
-        first = torch.stack(matches).to(torch.uint8).argmax().reshape(1)
-        factor = torch.stack(factors).gather(0, first).reshape(()).where(found, float("nan"))
-        rows.set({"clip_coef": factor})
-        if not on_host:  # without a wait for the device
-            self._changed = (~found).to(torch.int64) + self._changed
-            rows.replace_gradient(torch.where(found, raw, seen))
-        elif found:
-            self._check_limit(rows, total, factor)
-        else:
+        factors = (self.as_norm(candidate.to(total.dtype)) for candidate in candidates)
+        if on_host:
+            factor = next((one for one in factors if _is_product(seen, raw, one)), None)
+            rows.set({"clip_coef": self._constant(math.nan, total) if factor is None else factor})
+            if factor is not None:
+                self._check_limit(rows, total, factor)
+                return
             self._note(_CHANGED, rows)
             rows.replace_gradient(seen)
             self._replaced.add(parameter)
+            return
+        tried = [*factors]  # without a wait for the device
+        matches = torch.stack([agreed(_equal(seen, raw * one), parameter) for one in tried])
+        found, first = matches.any(), matches.to(torch.uint8).argmax().reshape(1)
+        factor = torch.stack(tried).gather(0, first).reshape(()).where(found, float("nan"))
+        rows.set({"clip_coef": factor})
+        self._changed = (~found).to(torch.int64) + self._changed
+        rows.replace_gradient(torch.where(found, raw, seen))
 
     def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
         """Note a factor of clipping that does not follow from the recorded limit."""
         limit = self._recording.loop.schedule.get("max_grad_norm") or 0.0
-        expected = self.as_norm(clip_coefficient(total, limit))
-        if limit <= 0 or factor == 1 or factor == expected:
+        if limit <= 0 or factor == 1 or factor == self.as_norm(clip_coefficient(total, limit)):
             return
         is_new = rows.writer is None
         if is_new and isinstance(self._recording.loop.schedule, dict):
@@ -635,13 +630,13 @@ class StepGradients:
         """Set `clip_coef` of the matrices of an optimizer to NaN."""
         for rows in self._rows_of(optimizer):
             if self.total_norm is not None:
-                unknown = torch.full_like(self.total_norm, float("nan"))
-                rows.set({"clip_coef": self.as_norm(unknown)})
+                rows.set({"clip_coef": self._constant(math.nan, self.total_norm)})
 
     def release(self) -> None:
         """Release all tensors."""
         self.begin_step()
         self._parameters, self._places, self._rows, self._before = (), {}, (), {}
+        self._constants.clear()
 
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""
@@ -653,10 +648,28 @@ class StepGradients:
 
         A step may have gradients of some types only.
         """
-        return value.to(torch.promote_types(value.dtype, self._norm_type))
+        return value.to(joint_type(frozenset((value.dtype, self._norm_type))))
+
+    def _constant(self, value: float, like: torch.Tensor) -> torch.Tensor:
+        """Return a number in the type of a norm of gradients `like` that; made once."""
+        key = (value, like.dtype, like.device)
+        if key not in self._constants:
+            self._constants[key] = self.as_norm(like.new_full((), value))
+        return self._constants[key]
 
     def _note(self, sentence: str, rows: ParameterRows) -> None:
         self._on_note(sentence.format(name=rows.parameter.name))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return whether all elements are equal, or NaN in both."""
+    return ((a == b) | (a.isnan() & b.isnan())).all()
+
+
+def _is_product(product: torch.Tensor, matrix: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Return the same on the host: `product` is `matrix` times `factor` in every bit or NaN."""
+    scaled = matrix * factor
+    return torch.equal(scaled, product) or bool(product.isnan().any() and _equal(scaled, product))
 
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:

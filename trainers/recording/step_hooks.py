@@ -27,7 +27,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import reprlib
 import threading
 import weakref
@@ -45,8 +44,8 @@ from torch.optim import Optimizer
 from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.empty_steps import EmptySteps
 from trajstore.trainers.recording.first_step import FirstStep
-from trajstore.trainers.recording.flat_vectors import bit_sums
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import (
     BackwardPass,
@@ -63,11 +62,7 @@ from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients
-from trajstore.trainers.recording.torch_internals import (
-    counts_versions,
-    found_overflow,
-    version,
-)
+from trajstore.trainers.recording.torch_internals import found_overflow
 from trajstore.trainers.recording.watched_calls import (
     BACKWARD,
     CLIP,
@@ -108,7 +103,6 @@ _NO_STEP = (
     "step() is called"
 )
 _DROPPED, _ACCUMULATED = 20, 64  # backward passes without a step, before there is a note
-_WITNESSES = 1 << 16  # elements that are read to see a step
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
     "of the step are not known; pass them with observe()"
@@ -203,14 +197,9 @@ class Recorder:
         self._has_closure = self._in_step = False
         self._has_new_parameters = False  # some module has, perhaps one of the model
         self._begun = 0  # steps of all optimizers
-        self._has_gradients = True  # when a step began
         self._backwards_before = 0  # passes when a step began
         self._summands = 0  # of the loss, in the first step that adds some
-        self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
-        self._witnesses: dict[Optimizer, list[torch.Tensor]] = {}  # parameters that a step changes
-        self._before: list[torch.Tensor] = []  # parameters whose sums were taken then
-        self._sums: list[tuple[int, int]] = []
-        self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices then
+        self._empty_steps = EmptySteps(self._optimizer, self._parameters)
         self._handles: list[Any] = []
         self._begin_step()
         self._is_idle = False
@@ -626,14 +615,9 @@ class Recorder:
                 self._first_step.begin(optimizer.param_groups)
         self._in_step, self._is_skipped = True, False
         self._backwards_before = len(self._backwards)
-        self._has_gradients = any(p.grad is not None for p in self._optimizer.parameters(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._has_closure = closure is not None  # accelerate passes None
-        if self._may_be_empty(optimizer):
-            self._versions = self._present_versions(optimizer)
-            self._before = self._witnesses_of(optimizer)
-            self._sums = bit_sums(self._before)
-            self._states = [rows.marks_of_state() for rows in self._parameters]
+        self._empty_steps.begin(optimizer, self._calls[optimizer])
         if not self._has_closure:
             self._settle(optimizer)
 
@@ -656,9 +640,6 @@ class Recorder:
         if not self._has_closure:
             self._gradients.settle(optimizer, inside=True)
 
-    def _present_versions(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
-        return {p: version(p) for p in self._optimizer.parameters(optimizer)}
-
     def _settle(self, optimizer: Optimizer) -> None:
         if not self._optimizer.turns and self._gradients.are_discarded():
             self._drop_backwards()
@@ -677,7 +658,9 @@ class Recorder:
     @_guarded
     def _after_step(self, optimizer: Optimizer) -> None:
         calls = self._calls[optimizer]
-        if self._is_empty(optimizer):
+        if not self._is_skipped and self._empty_steps.is_empty(
+            optimizer, calls, has_closure=self._has_closure
+        ):
             self._in_step, self._has_kept = False, True
             return
         skipped = self._is_skipped or found_overflow(optimizer)
@@ -693,46 +676,6 @@ class Recorder:
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
-
-    def _may_be_empty(self, optimizer: Optimizer) -> bool:
-        return not self._calls[optimizer].is_plain and len(self._optimizer.members) == 1
-
-    def _is_empty(self, optimizer: Optimizer) -> bool:
-        """Return True if a call of `step` has changed no parameter, so that it is no step."""
-        if self._is_skipped or len(self._optimizer.members) > 1:
-            return False
-        counts = counts_versions() and self._may_be_empty(optimizer)
-        if has_counted := counts and self._versions != self._present_versions(optimizer):
-            self._witnesses[optimizer] = []
-        if self._calls[optimizer].has_reached:
-            return not (self._has_gradients or self._has_closure)
-        if has_counted or not counts:
-            return False
-        before, self._before = self._before, []
-        sums = zip(before, self._sums, bit_sums(before), strict=True)
-        changed = {parameter for parameter, old, new in sums if old != new}
-        if before:
-            self._choose_witnesses(optimizer, changed)
-        return not changed and self._states == [one.marks_of_state() for one in self._parameters]
-
-    def _witnesses_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Return parameters of which a step changes some, although it may not count that.
-
-        A step that writes to `Tensor.data` does not. At first all parameters are read.
-        """
-        found = self._witnesses.get(optimizer)
-        return self._optimizer.parameters(optimizer) if found is None else found
-
-    def _choose_witnesses(self, optimizer: Optimizer, changed: set[torch.Tensor]) -> None:
-        """Read only the recorded and some small parameters in the next step; all after none."""
-        self._witnesses.pop(optimizer, None)
-        if changed:
-            recorded = {rows.parameter.tensor for rows in self._parameters}
-            small = sorted(changed - recorded, key=torch.Tensor.numel)
-            sizes = itertools.accumulate(one.numel() for one in small)
-            few = [one for one, size in zip(small, sizes, strict=True) if size <= _WITNESSES]
-            own = recorded.intersection(self._optimizer.parameters(optimizer))
-            self._witnesses[optimizer] = [*own, *(few or small[:1])]
 
     @_guarded
     def _skip_step(self, optimizer: Optimizer) -> None:
@@ -795,9 +738,7 @@ class Recorder:
                     values["logits"] = own
             started = taken and total is not None and not self._optimizer.waiting
             rows.complete(
-                MatrixStep(
-                    number=self.step + 1, values=values | found, had_effect=bool(started)
-                )
+                MatrixStep(number=self.step + 1, values=values | found, had_effect=bool(started))
             )
         for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)

@@ -22,7 +22,7 @@ from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, VARIABLES, Variable
 from trajstore.store.metadata.array_metadata import MOST_CHUNKS
-from trajstore.threads import default_threads
+from trajstore.threads import encoding_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import OptimizerRule
 from trajstore.values.vector_rule import VECTORS, VectorRule
@@ -201,7 +201,7 @@ def plan(
         It also keeps an inner chunk of 128 tokens within 8 MiB, and the shards of an array within
         256 MiB, both decoded.
     threads : int, optional
-        Number of encoding threads. Default: the number of processors, at most 8, and fewer if
+        Number of encoding threads. Default: all processors but one, at least 2, and fewer if
         `memory` is too small.
     buffers : int
         Number of blocks in memory.
@@ -235,7 +235,7 @@ def plan(
     for name, length in lengths.items():
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
-    chosen, threads = threads, threads or default_threads()
+    chosen, threads = threads, threads or encoding_threads()
     row_bytes = sum(
         math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
         for entry, native in kinds.values()

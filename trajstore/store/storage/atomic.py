@@ -13,14 +13,16 @@ import os
 import re
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.store.storage.remote_path import Location, RemotePath
-from trajstore.threads import in_parallel
+from trajstore.threads import in_parallel, submit
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -30,6 +32,9 @@ _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 _FLUSHES = 16
 """Number of simultaneous flushes."""
+
+WRITES = 2
+"""Number of parts of a file that wait for their write; each is in memory."""
 
 _NO_FLUSH = (errno.EBADF, errno.EINVAL)
 """Errors of a file system that cannot flush folders; source: `fsync_fname_ext` of PostgreSQL."""
@@ -61,7 +66,12 @@ def put(path: Location, parts: Iterable[bytes], *, fsync: bool = True) -> int:
     return put_all([(path, parts)], fsync=fsync)
 
 
-def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = True) -> int:
+def put_all(
+    objects: Iterable[tuple[Path, Iterable[bytes]]],
+    *,
+    fsync: bool = True,
+    writers: ThreadPoolExecutor | None = None,
+) -> int:
     """Write several objects as `put` does: first the data of all, then their names.
 
     Parameters
@@ -70,6 +80,8 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
         Paths and parts, consumed one at a time.
     fsync : bool
         See `put`.
+    writers : ThreadPoolExecutor, optional
+        Writes a few parts at once (default: one after another in this thread).
 
     Returns
     -------
@@ -83,9 +95,11 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
             temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
             written[temporary] = path
             with temporary.open("wb") as file, named_errors(path):
-                for part in parts:
-                    file.write(part)
-                size += file.tell()
+                if writers is None:
+                    file.writelines(parts)
+                else:
+                    _write_at_once(writers, file.fileno(), parts)
+                size += file.seek(0, os.SEEK_END)
         if fsync:
             flush(written)
         for temporary, path in written.items():
@@ -97,6 +111,29 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
     if fsync:
         flush({path.parent for path in written.values()})
     return size
+
+
+def _write_at_once(writers: ThreadPoolExecutor, file: int, parts: Iterable[bytes]) -> None:
+    """Write parts one after another in a file, several at once."""
+    waiting: deque[Future[None]] = deque()
+    offset = 0
+    try:
+        for part in parts:
+            waiting.append(submit(writers, _write_part, file, part, offset))
+            offset += len(part)
+            if len(waiting) > WRITES:
+                waiting.popleft().result()
+        while waiting:
+            waiting.popleft().result()
+    finally:
+        wait(waiting)  # another file may get the number next
+
+
+def _write_part(file: int, part: bytes, offset: int) -> None:
+    view = memoryview(part)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from trajstore.store.storage.remote_lock import RemoteLock
 from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer, Written
 from trajstore.store.writing.commit_timer import CommitTimer
+from trajstore.store.writing.ready_memory import ReadyMemory
 from trajstore.store.writing.resumed_run import ResumedRun, remove_past_end
 from trajstore.threads import submit
 
@@ -95,6 +96,7 @@ class BlockCommits:
             }
             for _ in range(layout.buffers)
         ]
+        self._memory = ReadyMemory(self._buffers, run.rows)
         if run.rows:
             self._shards.bytes_written += run.load(self._block())
             self._shards.skips = run.skips()
@@ -144,6 +146,7 @@ class BlockCommits:
             self._next(self._block()[STEP.name])[: len(steps)] = steps
         with self._rows_lock:
             self.rows += len(steps)
+            self._memory.reach(self.rows)
             if len(steps) and self.rows % self.layout.block_rows == 0:
                 self._full.append(self._submit("recording"))
 
@@ -178,6 +181,7 @@ class BlockCommits:
         """Wait for all submitted blocks, and release memory and threads."""
         self._thread.shutdown()
         self._shards.close()
+        self._memory.close()
         self._buffers.clear()
 
     def _block(self, row: int | None = None) -> dict[str, npt.NDArray[Any]]:

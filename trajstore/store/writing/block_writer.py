@@ -22,7 +22,7 @@ import numpy.typing as npt
 from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
-from trajstore.store.storage.atomic import put_all
+from trajstore.store.storage.atomic import WRITES, put_all
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
@@ -78,6 +78,7 @@ class BlockWriter:
         self._written, self._block_bytes = -1, 0  # number of the last written block
         self._last, self._skips_inside = -1, 0  # number of the last block to encode
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
+        self._writers = ThreadPoolExecutor(WRITES, "trajstore-disk")
         # Tags of replaceable objects.
         self._tags = path.tags() if isinstance(path, RemotePath) else {}
 
@@ -107,7 +108,8 @@ class BlockWriter:
         """
         digests: dict[tuple[str, int, int], bytes] = {}
         if isinstance(self._path, Path):
-            size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
+            shards = self._shards(self._path, number, rows, digests)
+            size = put_all(shards, fsync=self._fsync, writers=self._writers)
         else:
             size = self._upload_all(self._shards(self._path, number, rows, digests))
         self.bytes_written += size - (self._block_bytes if number == self._written else 0)
@@ -124,6 +126,7 @@ class BlockWriter:
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown()
+        self._writers.shutdown()
         self.forget()
 
     def _shards(
@@ -164,7 +167,10 @@ class BlockWriter:
 
     def _encoded(self) -> Chunk:
         """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
-        while self._blocks and len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
+        most = (
+            CHUNKS_AHEAD * self._layout.threads - WRITES
+        )  # those being written are in memory, too
+        while self._blocks and len(self._ahead) <= most:
             task = next(self._blocks[0], None)
             if task is None:
                 self._blocks.popleft()
