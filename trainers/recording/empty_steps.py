@@ -43,9 +43,13 @@ class EmptySteps:
 
     def begin(self, optimizer: Optimizer, calls: StepCalls) -> None:
         """Look at the parameters before a call."""
-        trained = self._optimizer.parameters(optimizer)
-        self._has_gradients = any(parameter.grad is not None for parameter in trained)
+        self._has_gradients = any(
+            parameter.grad is not None
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
         if self._may_be_empty(calls):
+            trained = self._optimizer.parameters(optimizer)
             self._versions = versions(trained)
             # A step that writes to `Tensor.data` counts nothing. At first all are read.
             self._before = self._witnesses.get(optimizer, trained)
@@ -57,8 +61,9 @@ class EmptySteps:
         if len(self._optimizer.members) > 1:
             return False
         counts = counts_versions() and self._may_be_empty(calls)
-        trained = self._optimizer.parameters(optimizer)
-        if has_counted := counts and self._versions != versions(trained):
+        if has_counted := counts and self._versions != versions(
+            self._optimizer.parameters(optimizer)
+        ):
             self._witnesses[optimizer] = []
         if calls.has_reached:
             return not (self._has_gradients or has_closure)

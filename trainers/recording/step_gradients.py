@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from trajstore.trainers.recording.sharding import (
 )
 from trajstore.trainers.recording.torch_internals import (
     counts_versions,
-    plain_total_norm,
+    norm_of_alike,
     scale_in_step,
     version,
     versions,
@@ -129,14 +130,15 @@ class Moment:
     gradients : sequence of tensor or None
     """
 
-    __slots__ = ("_places", "_references", "_versions")
+    __slots__ = ("_are_none", "_places", "_references", "_versions")
 
     def __init__(
         self, places: dict[torch.Tensor, int], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         self._places = places
         self._references = [None if g is None else weakref.ref(g) for g in gradients]
-        self._versions = versions(gradients)
+        self._are_none = not any(self._references)  # as after `zero_grad`
+        self._versions = [-1] * len(gradients) if self._are_none else versions(gradients)
 
     def mark(self, parameter: torch.Tensor) -> _Mark | None:
         """Return the gradient of one parameter; None if it had none."""
@@ -153,6 +155,8 @@ class Moment:
 
     def changed(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
         """Return the places of present gradients that are others, or have changed since."""
+        if self._are_none:
+            return frozenset([place for place, one in enumerate(gradients) if one is not None])
         counts = counts_versions()
         held = zip(self._references, self._versions, gradients, versions(gradients), strict=True)
         return frozenset(
@@ -219,17 +223,19 @@ class StepGradients:
 
     def find_parameters(self) -> None:
         """Find the parameters of the model and of the optimizer again."""
-        trained = self._optimizer.parameters(*self._optimizer.members)
-        self._of_optimizer = [*map(id, trained)]
+        trained = self._of_optimizer = self._optimizer.parameters(*self._optimizer.members)
         self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
         self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
         self._trained = frozenset(map(self._places.__getitem__, trained))
         self._are_sharded = any(map(is_sharded, self._parameters))
+        kinds = {(p.dtype, p.device) for p in self._parameters}
+        own = all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in self._parameters)
+        self._are_alike = own and len(kinds) == 1
 
     def are_others_trained(self) -> bool:
         """Return True if the optimizer has other parameters than before."""
-        now = self._optimizer.parameters(*self._optimizer.members)
-        return [*map(id, now)] != self._of_optimizer
+        now, before = self._optimizer.parameters(*self._optimizer.members), self._of_optimizer
+        return len(now) != len(before) or not all(map(operator.is_, now, before))
 
     def moment(self) -> Moment:
         """Return the present gradients of the parameters of the model and of the optimizer."""
@@ -290,6 +296,8 @@ class StepGradients:
         gradient = gradient_of(one)
         if gradient is None or mark is None or not mark.is_tensor(one.grad):
             return gradient is None
+        if self._is_clipped(one):
+            return False
         # A read of a gradient on a device would wait for it; there zeros count as a change.
         on_host = gradient.device.type == "cpu"
         return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
@@ -315,7 +323,7 @@ class StepGradients:
                 self._settled.pop(rows.parameter.tensor, None)
                 self._clippings.pop(rows.parameter.tensor, None)
                 self._replaced.discard(rows.parameter.tensor)
-        gradients = [as_dense(gradient) for gradient in present if gradient is not None]
+        gradients = [gradient for gradient in present if gradient is not None]
         if not gradients:
             return
         self._take_of_others(unscale, consumed)
@@ -329,7 +337,7 @@ class StepGradients:
                 self._divided.add(parameter.tensor)
         if only is not None and others:
             pairs = zip(self._parameters, present, strict=True)
-            own = [as_dense(g) for p, g in pairs if g is not None and p not in kept]
+            own = [g for p, g in pairs if g is not None and p not in kept]
             if own:
                 self._norms[only] = self._norm(own) * unscale
             norms = list(self._norms.values())
@@ -343,7 +351,13 @@ class StepGradients:
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of gradients together, as `clip_grad_norm_` computes it."""
-        return total_norm(gradients) if self._are_sharded else plain_total_norm(gradients)
+        if any(map(operator.attrgetter("is_sparse"), gradients)):
+            gradients = [*map(as_dense, gradients)]
+        if self._are_sharded:
+            return total_norm(gradients)
+        if self._are_alike:
+            return norm_of_alike(gradients)
+        return torch.nn.utils.get_total_norm(gradients)
 
     def _take_of_others(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
         if (state := self._recording.state) is not None:
@@ -422,6 +436,11 @@ class StepGradients:
                 _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
             )
 
+    def _is_clipped(self, parameter: torch.Tensor) -> bool:
+        """Return True if one call of `clip_grad_norm_` alone has changed a gradient."""
+        clipping = self._clippings.get(parameter)
+        return clipping is not None and clipping.after.is_still(parameter.grad)
+
     def _take_scaled(
         self, optimizer: Optimizer, scale: float | None = None, *, were_still: bool
     ) -> None:
@@ -449,7 +468,7 @@ class StepGradients:
         present = self._present()
         if self._taken is not None and self._taken.are_tensors(present):
             return
-        gradients = [as_dense(gradient) for gradient in present if gradient is not None]
+        gradients = [gradient for gradient in present if gradient is not None]
         if gradients:
             norm = self._norm(gradients)
             pairs = ((self._mark(p), p.grad) for p in self._parameters)
@@ -527,8 +546,7 @@ class StepGradients:
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
         seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
-        clipping = self._clippings.get(parameter)
-        is_clipped = clipping is not None and clipping.after.is_still(parameter.grad)
+        clipping, is_clipped = self._clippings.get(parameter), self._is_clipped(parameter)
         on_host = seen.device.type == "cpu" and not is_sharded(parameter)
         is_elsewhere = raw is not None and raw.device != seen.device
         if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
@@ -612,9 +630,10 @@ class StepGradients:
             elif mark.is_still(parameter.grad):
                 continue
             elif gradient is not None:
-                clipping, raw = self._clippings.get(parameter), rows.copy_of("grad")
-                if clipping is not None and clipping.after.is_still(parameter.grad):
-                    rows.set({"clip_coef": self.as_norm(self._factor(clipping))})
+                raw = rows.copy_of("grad")
+                if self._is_clipped(parameter):
+                    factor = self._factor(self._clippings[parameter])
+                    rows.set({"clip_coef": self.as_norm(factor)})
                     continue
                 if raw is not None and parameter in self._divided:
                     seen = rows.recorded_tokens(own_rows(gradient))
@@ -636,6 +655,7 @@ class StepGradients:
         """Release all tensors."""
         self.begin_step()
         self._parameters, self._places, self._rows, self._before = (), {}, (), {}
+        self._of_optimizer = []
         self._constants.clear()
 
     def last_note(self) -> None:
