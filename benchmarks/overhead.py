@@ -1,248 +1,187 @@
-"""Cost of recording everything: the same training without recording, with it, and with a list.
+"""What recording costs the thread that trains: with it and without, in turns, in new processes.
 
-python benchmarks/overhead.py [--preset NAME …] [--steps N] [--rounds N] [--corpus PATH]
-                              [--tokenizer PATH] [--everything] [--flushes]
+python benchmarks/overhead.py [CASE …] [--rounds N] [--package FOLDER …]
 
-Each round trains three times, in alternating order, each time in a new process and with the same
-seed: without recording, with it, and as notebooks do it: with a list of every step's tensors that
-is saved as one safetensors file at the end. The first step, which initializes what the others use,
-is not timed. The wait for the last block, or the save, is included. The table shows ratios to the
-training alone: of the wall times, and of the processor times, which include encoding and depend
-less on other programs. It also shows the additional peak memory.
+A case is a training of equal layers; `CASES` lists them. In a new process it is trained three
+times, without recording, with it, and without again; all start from the same weights. Each step is
+timed: its wall time, and the processor time of the thread that trains, which other programs
+disturb less. The table shows medians, the share of a step that recording adds, and the mean over
+the rows, which contains the first ones, whose memory is new.
 
-If the machine varies more than recording costs, rounds show little. So each preset is first trained
-once with a row at every other step, and the steps with a row are compared with the others. Encoding
-runs in parallel to both. The tier ``norms`` is measured in the same way for two sizes of model: all
-steps have a row, but every other row repeats the numbers of the model's parameters of the step
-before, which costs nothing.
-
-With --everything, trainings without recording are compared with the tier ``everything``.
-
-With --flushes, only recordings are compared, in alternating order: with commits that are flushed to
-the disk, the default, and without (fsync=False). Wall and processor times are printed. The disk is
-that of the temporary folder (TMPDIR).
+With several folders of --package, each of them holding another version of trajstore, their
+processes take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from measure import machine, resident, save, table
+from measure import machine, save, table
 
-STEPS = {"gatsby": 1_000, "wordybird-1": 40, "wordybird-1b": 40}
-KINDS = ("without", "trajstore", "list")
-UNFLUSHED = "not flushed"
-EVERYTHING = "everything"
-CLOCKS = ("seconds", "processor")
-ALTERNATING = "every other step"
-MODEL = "model at every other step"
-SIZES = {
-    "2 layers × 64": (),
-    "4 layers × 128": ("model.layers=4", "model.hidden=128", "model.heads=4"),
+VOCABULARY = 128
+
+
+class Case(NamedTuple):
+    """A training: layers × hidden, and how it is recorded."""
+
+    tensors: int = 25
+    hidden: int = 16
+    clips: bool = False
+    tier: str = "matrix"
+    vocabulary: int = VOCABULARY
+    trainer: bool = False
+    steps: int = 200
+    pause: float = 0.0  # seconds of other work in a step
+
+
+CASES = {
+    "25": Case(),
+    "25 clipped": Case(clips=True),
+    "145": Case(145),
+    "145 clipped": Case(145, clips=True),
+    "25 everything": Case(tier="everything"),
+    "145 everything clipped": Case(145, 64, clips=True, tier="everything", steps=100),
+    "row of 2.4 MB": Case(5, 64, vocabulary=2_344),
+    "row of 25.7 MB": Case(5, 64, vocabulary=25_129, steps=64, pause=0.1),
+    "Trainer": Case(trainer=True),
+    "Trainer everything": Case(trainer=True, tier="everything"),
 }
-"""Changes of the model of Gatsby."""
 
 
-def list_recorder(file: Path) -> Any:
-    """Return a callback that keeps every step in memory until the end, as the notebooks do."""
+def build(case: Case) -> Any:
+    """Return a model: an embedding, layers, and a head of another matrix."""
     import torch
-    from safetensors.torch import save_file
-    from transformers import TrainerCallback
 
-    class Recorder(TrainerCallback):
-        def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
-            self.rows: dict[str, list[torch.Tensor]] = {}
-            self.matrix = model.get_output_embeddings().weight
-            self._take("W", self.matrix)
-            model.register_forward_hook(self._on_output)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(case.hidden, case.hidden) for _ in range((case.tensors - 3) // 2)]
+    embedding = torch.nn.Embedding(case.vocabulary, case.hidden)
+    head = torch.nn.Linear(case.hidden, VOCABULARY)
 
-        def _take(self, name: str, value: torch.Tensor) -> None:
-            self.rows.setdefault(name, []).append(value.detach().cpu().clone())
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layers, self.head = embedding, torch.nn.Sequential(*layers), head
 
-        def _on_output(self, model: Any, inputs: Any, output: Any) -> None:
-            self._take("logits", output.logits[0, -1, :].bfloat16())
-            self._take("losses", output.loss)
+        def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
+            logits = self.head(self.layers(self.embedding(input_ids)))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return {"loss": loss, "logits": logits}
 
-        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            self._take("grads", self.matrix.grad)
-
-        def on_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
-            while hasattr(optimizer, "optimizer"):
-                optimizer = optimizer.optimizer
-            self._take("W", self.matrix)
-            state = optimizer.state[self.matrix]
-            self._take("momentum", state["exp_avg"])
-            self._take("variance", state["exp_avg_sq"])
-
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            save_file({name: torch.stack(rows) for name, rows in self.rows.items()}, file)
-
-    return Recorder()
+    return Model()
 
 
-def train_once(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train in this process, with one way of recording or none."""
+Clocks = list[tuple[float, float]]
+
+
+def clock() -> tuple[float, float]:
+    """Return the wall time and the processor time of this thread."""
+    return time.perf_counter(), time.thread_time()
+
+
+def own_loop(case: Case, path: Path | None) -> Clocks:
+    """Train with a plain loop; return the time at the beginning of each step, and at the end."""
     import torch
-    from transformers import TrainerCallback
 
-    from trajstore.trainers.presets import preset
-    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
-    from trajstore.trainers.runs.training_setup import build_training
-    from trajstore.trainers.texts.corpus import load_corpus
+    from trajstore.trainers import capture
 
-    steps = arguments.steps or STEPS[arguments.preset[0]]
-    config = preset(arguments.preset[0]).with_values(
-        [
-            f"training.steps={steps}",
-            f'recording.memory="{arguments.memory}"',
-            *SIZES.get(arguments.size, ()),
-        ]
-    )
-    text = load_corpus(config, corpus=arguments.corpus, tokenizer=arguments.tokenizer)
-    training = build_training(config, text)
-    if arguments.kind == ALTERNATING:
-        return alternating(training, arguments.memory)
-    if arguments.kind == MODEL:
-        return with_the_model(training, arguments.memory)
-    if training.config.training.loop != "trainer":
-        raise SystemExit("this benchmark needs a preset with training.loop = trainer")
-    started = processor = 0.0
+    model = build(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    ids = [torch.randint(VOCABULARY, (2, 4)) for _ in range(8)]
+    options: dict[str, Any] = {"max_grad_norm": 0.1} if case.clips else {}
+    recording: Any = contextlib.nullcontext()
+    if path is not None:
+        names = {"parameter": "embedding.weight", "variables": case.tier}
+        recording = capture(model, optimizer, path, **names, **options)
+    clocks: Clocks = []
+    with recording:
+        for step in range(case.steps):
+            time.sleep(case.pause)
+            clocks.append(clock())
+            optimizer.zero_grad()
+            batch = ids[step % 8]
+            model(batch, batch)["loss"].backward()
+            if case.clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            clocks.append(clock())
+    return clocks
+
+
+def trainer(case: Case, path: Path | None) -> Clocks:
+    """Train with the Trainer of transformers; return the times of `own_loop`."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from trajstore.trainers import TrajectoryCallback
+
+    clocks: Clocks = []
 
     class Clock(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            nonlocal started, processor
-            if state.global_step == 1:
-                started, processor = time.perf_counter(), time.process_time()
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            clocks.append(clock())
 
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clocks.append(clock())
+
+    rows = [{"input_ids": [n % VOCABULARY] * 4, "labels": [n % VOCABULARY] * 4} for n in range(64)]
+    callbacks: list[TrainerCallback] = [Clock()]
+    if path is not None:
+        names = {"parameter": "embedding.weight", "variables": case.tier}
+        callbacks.append(TrajectoryCallback(path, **names))
     with tempfile.TemporaryDirectory() as folder:
-        callbacks: list[TrainerCallback] = [Clock()]
-        if arguments.kind in ("trajstore", UNFLUSHED, EVERYTHING):
-            flushed = arguments.kind != UNFLUSHED
-            variables = "everything" if arguments.kind == EVERYTHING else "matrix"
-            path = Path(folder) / "run.zarr"
-            callbacks.append(
-                TrajectoryCallback(path, variables, memory=arguments.memory, fsync=flushed)
-            )
-        elif arguments.kind == "list":
-            callbacks.append(list_recorder(Path(folder) / "run.safetensors"))
-        training.run(callbacks)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        processor = time.process_time() - processor
+        arguments = TrainingArguments(
+            folder,
+            max_steps=case.steps,
+            per_device_train_batch_size=2,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        Trainer(build(case), arguments, train_dataset=rows, callbacks=callbacks).train()
+    return clocks
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Return milliseconds of a step in this process: wall and processor, without and with."""
+    import logging
+
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    train: Callable[[Case, Path | None], Clocks] = trainer if case.trainer else own_loop
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kind in enumerate(("warm", "without", "with", "without")):
+            path = Path(folder) / f"{number}.zarr" if kind == "with" else None
+            clocks = train(case, path)
+            for at, name in enumerate(("wall", "processor")):
+                pairs = zip(clocks[::2], clocks[1::2], strict=True)
+                found.setdefault(f"{kind} {name}", []).extend(
+                    (after[at] - before[at]) * 1e3 for before, after in pairs
+                )
     return {
-        "seconds": seconds,
-        "processor": processor,
-        "peak": resident("VmHWM"),
+        "median": {name: statistics.median(times) for name, times in found.items()},
+        "mean": {name: statistics.mean(times[1:]) for name, times in found.items()},
     }
 
 
-def alternating(training: Any, memory: str) -> dict[str, float]:
-    """Train with a row at every other step; return the seconds of steps with and without a row."""
-    from transformers import TrainerCallback
-
-    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
-
-    begun: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            begun.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as folder:
-        run = TrajectoryCallback(Path(folder) / "run.zarr", memory=memory, every=2)
-        training.run([Clock(), run])
-    seconds = [after - before for before, after in itertools.pairwise(begun)]
-    warm = len(seconds) // 10
-    between, rows = (  # seconds[0] is step 1, which has no row
-        [seconds[step] for step in range(start, len(seconds), 2) if step >= warm]
-        for start in (0, 1)
-    )
-    return {"rows": statistics.median(rows), "between": statistics.median(between)}
-
-
-class EveryOtherStep:
-    """Replaces a `ModelParameters`: at every other step it returns the previous values."""
-
-    def __init__(self, whole: Any) -> None:
-        self.whole, self.last, self.works = whole, {}, True
-        self.names = whole.names
-
-    def initial(self) -> dict[str, Any]:
-        """Return the values before the first step."""
-        return self.whole.initial()
-
-    def after_backward(self, *args: Any) -> None:
-        """Take the gradients at every other step."""
-        if self.works:
-            self.whole.after_backward(*args)
-
-    def before_step(self, groups: Any) -> None:
-        """Copy the weights at every other step."""
-        if self.works:
-            self.whole.before_step(groups)
-
-    def after_update(self, groups: Any, *, skipped: bool) -> None:
-        """Take the updates of every other step."""
-        if self.works:
-            self.whole.after_update(groups, skipped=skipped)
-
-    def after_step(self) -> dict[str, Any]:
-        """Return the values of the step, or of the step before."""
-        if self.works:
-            self.last = self.whole.after_step()
-        self.works = not self.works
-        return self.last
-
-
-def with_the_model(training: Any, memory: str) -> dict[str, float]:
-    """Return the seconds of steps with and without summaries of all parameters."""
-    from transformers import TrainerCallback
-
-    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
-
-    begun: list[tuple[float, float]] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not begun:
-                recording = run.recorder._recording
-                recording.summaries = EveryOtherStep(recording.summaries)
-            begun.append((time.perf_counter(), time.thread_time()))
-
-    with tempfile.TemporaryDirectory() as folder:
-        run = TrajectoryCallback(Path(folder) / "run.zarr", variables="norms", memory=memory)
-        training.run([run, Clock()])
-    pairs = list(itertools.pairwise(begun))
-    warm = len(pairs) // 10 // 2 * 2
-    found = {}
-    for at, clock in enumerate(("seconds", "processor")):
-        taken = [after[at] - before[at] for before, after in pairs]
-        found[f"{clock}, model"] = statistics.median(taken[warm::2])
-        found[f"{clock}, without"] = statistics.median(taken[warm + 1 :: 2])
-    return found
-
-
-def measure(
-    arguments: argparse.Namespace, preset: str, kind: str, size: str = ""
-) -> dict[str, float]:
-    """Train in a new process."""
-    command = [sys.executable, __file__, "--kind", kind, "--preset", preset, "--size", size]
-    command += ["--memory", arguments.memory]
-    for name in ("steps", "corpus", "tokenizer"):
-        if getattr(arguments, name) is not None and not (
-            name != "steps" and preset == "gatsby"  # its text is embedded
-        ):
-            command += [f"--{name}", str(getattr(arguments, name))]
+def in_new_process(name: str, package: Path | None) -> dict[str, Any]:
+    """Measure a case in a new process, with the trajstore of a folder."""
+    command = [sys.executable, __file__, name, "--measure"]
+    command += [] if package is None else ["--package", str(package)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -250,142 +189,49 @@ def measure(
 
 
 def main() -> None:
-    """Print a table of rounds and their medians."""
+    """Print and save a table of all cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", nargs="+", choices=list(STEPS))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--corpus", help="text for Wordybird")
-    parser.add_argument("--tokenizer")
-    parser.add_argument("--memory", default="1GiB")
-    parser.add_argument("--flushes", action="store_true")
-    parser.add_argument("--everything", action="store_true")
-    kinds = (*KINDS, UNFLUSHED, EVERYTHING, ALTERNATING, MODEL)
-    parser.add_argument("--kind", choices=kinds, help=argparse.SUPPRESS)
-    parser.add_argument("--size", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--package", type=Path, action="append", help="parent of trajstore/")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.kind:
-        print(json.dumps(train_once(arguments)))
+    packages = arguments.package or [None]
+    if arguments.measure:
+        if packages[0] is not None:
+            sys.path.insert(0, str(packages[0]))
+        print(json.dumps(measure(CASES[arguments.cases[0]])))
         return
-    if arguments.flushes:
-        compare_flushes(arguments, arguments.preset or ["gatsby", "wordybird-1b"])
-        return
-    if arguments.everything:
-        compare_everything(arguments, arguments.preset or ["gatsby"])
-        return
-    arguments.preset = arguments.preset or ["gatsby", "wordybird-1"]
-    rows: list[list[str]] = []
-    results: dict[str, Any] = {"machine": machine()}
-    steps = []
-    for preset in arguments.preset:
-        timed = measure(arguments, preset, ALTERNATING)
-        results[f"{preset}, {ALTERNATING}"] = timed
-        ratio = timed["rows"] / timed["between"]
-        steps.append([preset, *(f"{timed[kind] * 1e3:.1f}" for kind in timed), f"{ratio:.3f}"])
-        print(*steps[-1], sep="  ", flush=True)
-    models = []
-    for size in SIZES if "gatsby" in arguments.preset else ():
-        timed = measure(arguments, "gatsby", MODEL, size)
-        results[f"{size}, {MODEL}"] = timed
-        row = [size, *(f"{value * 1e3:.2f}" for value in timed.values())]
-        for clock in ("seconds", "processor"):
-            row.append(f"{timed[f'{clock}, model'] / timed[f'{clock}, without']:.3f}")
-        models.append(row)
-        print(*row, sep="  ", flush=True)
-    for preset in arguments.preset:
-        rounds = []
-        for number in range(arguments.rounds):
-            # In alternating order, so that a slower machine affects all of them.
-            order = KINDS[number % 3 :] + KINDS[: number % 3]
-            timed = {kind: measure(arguments, preset, kind) for kind in order}
-            rounds.append(timed)
-            rows.append(_row(preset, str(number + 1), timed))
-            print(*rows[-1], sep="  ", flush=True)
-        if not rounds:
-            continue
-        middle = {
-            kind: {
-                key: statistics.median(timed[kind][key] for timed in rounds)
-                for key in ("seconds", "processor", "peak")
-            }
-            for kind in KINDS
-        }
-        rows.append(_row(preset, "median", middle))
-        results[preset] = {"rounds": rounds, "median": middle}
-    columns = ["preset", "round", "without", "trajstore", "ratio", "processor", "extra memory"]
-    columns += ["list", "ratio", "processor", "extra memory"]
-    text = table("Steps of one training", ["preset", "ms with a row", "without", "ratio"], steps)
-    if models:
-        columns_of_models = ["model", "ms with it", "without", "processor ms with it", "without"]
-        columns_of_models += ["ratio", "ratio of processor time"]
-        text += table("Steps of one training, tier norms", columns_of_models, models)
-    if rows:
-        text += table("Training with and without recording", columns, rows)
-    save("overhead", text, results)
-
-
-def compare_flushes(arguments: argparse.Namespace, presets: list[str]) -> None:
-    """Print and save a table of recordings with and without flushes."""
     results: dict[str, Any] = {"machine": machine()}
     rows = []
-    for preset in presets:
-        rounds = []
+    for name in arguments.cases or CASES:
+        rounds: dict[Path | None, list[dict[str, Any]]] = {one: [] for one in packages}
         for number in range(arguments.rounds):
-            order = ("trajstore", UNFLUSHED)[:: -1 if number % 2 else 1]
-            timed = {kind: measure(arguments, preset, kind) for kind in order}
-            rounds.append(
-                [timed[kind][clock] for clock in CLOCKS for kind in ("trajstore", UNFLUSHED)]
-            )
-            rows.append([preset, str(number + 1), *_compared(*rounds[-1])])
+            for package in packages[:: -1 if number % 2 else 1]:
+                rounds[package].append(in_new_process(name, package))
+        for package, timed in rounds.items():
+            rows.append([name, *([] if package is None else [str(package)]), *cells(timed)])
             print(*rows[-1], sep="  ", flush=True)
-        middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        rows.append([preset, "median", *_compared(*middle)])
-        results[preset] = {"rounds": rounds, "median": middle}
-    columns = ["preset", "round", "flushed", UNFLUSHED, "ratio"]
-    columns += ["processor", UNFLUSHED, "ratio"]
-    save("flushes", table("Recording with and without flushes", columns, rows), results)
+        results[name] = {str(package): timed for package, timed in rounds.items()}
+    columns = ["case", *([] if packages == [None] else ["package"]), "ms without", "wall, added"]
+    columns += ["share", "processor, added", "share", "mean processor, added"]
+    save("overhead", table("A step without recording, and what recording adds", columns, rows), results)
 
 
-def compare_everything(arguments: argparse.Namespace, presets: list[str]) -> None:
-    """Print and save a table of trainings without recording and with the tier everything."""
-    results: dict[str, Any] = {"machine": machine()}
-    rows = []
-    for preset in presets:
-        rounds = []
-        for number in range(arguments.rounds):
-            order = (EVERYTHING, "without")[:: -1 if number % 2 else 1]
-            timed = {kind: measure(arguments, preset, kind) for kind in order}
-            rounds.append(
-                [timed[kind][clock] for clock in CLOCKS for kind in (EVERYTHING, "without")]
-            )
-            rows.append([preset, str(number + 1), *_compared(*rounds[-1])])
-            print(*rows[-1], sep="  ", flush=True)
-        middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        rows.append([preset, "median", *_compared(*middle)])
-        results[preset] = {"rounds": rounds, "median": middle}
-    columns = ["preset", "round", EVERYTHING, "without", "ratio"]
-    columns += ["processor", "without", "ratio"]
-    save("everything", table("Training with the tier everything", columns, rows), results)
-
-
-def _compared(*times: float) -> list[str]:
-    cells = []
-    for flushed, unflushed in zip(times[::2], times[1::2], strict=True):
-        cells += [f"{flushed:.2f} s", f"{unflushed:.2f} s", f"{flushed / unflushed:.3f}"]
-    return cells
-
-
-def _row(preset: str, number: str, timed: dict[str, dict[str, float]]) -> list[str]:
-    alone = timed["without"]
-    row = [preset, number, f"{alone['seconds']:.1f} s"]
-    for kind in KINDS[1:]:
-        row += [
-            f"{timed[kind]['seconds']:.1f} s",
-            f"{timed[kind]['seconds'] / alone['seconds']:.3f}",
-            f"{timed[kind]['processor'] / alone['processor']:.3f}",
-            f"{(timed[kind]['peak'] - alone['peak']) / 2**20:.0f} MiB",
+def cells(timed: list[dict[str, Any]]) -> list[str]:
+    """Return medians over the rounds, and the range of the shares."""
+    found = [f"{statistics.median(one['median']['without wall'] for one in timed):.2f}"]
+    for name in ("wall", "processor"):
+        added = [
+            one["median"][f"with {name}"] - one["median"][f"without {name}"] for one in timed
         ]
-    return row
+        shares = [
+            100 * ms / one["median"][f"without {name}"] for ms, one in zip(added, timed, strict=True)
+        ]
+        found.append(f"{statistics.median(added):.2f}")
+        found.append(f"{statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f})")
+    mean = [one["mean"]["with processor"] - one["mean"]["without processor"] for one in timed]
+    return [*found, f"{statistics.median(mean):.2f}"]
 
 
 if __name__ == "__main__":

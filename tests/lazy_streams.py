@@ -104,7 +104,9 @@ class OnDevice(torch.Tensor):
         if func is torch._foreach_copy_:
             return [place.copy_(source) for place, source in zip(*args, strict=True)]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+        is_view = func in (torch.Tensor.__getitem__, torch.Tensor.view)
+        return found.as_subclass(cls) if is_view else found
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> OnDevice:  # type: ignore[override]
         plain, values = self.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)
@@ -113,7 +115,7 @@ class OnDevice(torch.Tensor):
 
 
 class LazyTorch:
-    """The module torch, with these streams. Memory that nothing has filled holds -1."""
+    """The module torch, with these streams. Memory that nothing has filled holds 255s."""
 
     def __init__(self, streams: Streams) -> None:
         self.cuda = OnDevice.streams = streams
@@ -122,7 +124,7 @@ class LazyTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty_like(self, place: torch.Tensor, *, pin_memory: bool = False, **_: Any) -> OnDevice:
+    def empty(self, size: int, *, pin_memory: bool = False, **_: Any) -> OnDevice:
         if pin_memory:
-            self.pinned += next(2**n for n in itertools.count() if 2**n >= place.nbytes)
-        return torch.full_like(place, -1).as_subclass(OnDevice)
+            self.pinned += next(2**n for n in itertools.count() if 2**n >= size)
+        return torch.full((size,), 255, dtype=torch.uint8).as_subclass(OnDevice)

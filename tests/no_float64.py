@@ -34,8 +34,9 @@ class OnMps(torch.Tensor):
 
         if to_host or into_host or func in _READS:
             cls.waits += 1
-        elif func is torch._foreach_copy_:
-            cls.waits += sum(not isinstance(place, cls) for place in args[0])
+        elif func is torch._foreach_copy_ and not isinstance(args[0][0], cls):
+            cls.waits += sum(isinstance(value, cls) for value in args[1])
+            into_host = True
 
         def stays(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import own_device
+from launched_operations import launched_in
 import pytest
 import xarray as xr
 
@@ -55,6 +56,32 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 Kept = dict[str, list[torch.Tensor]]
 
 
+class Counts:
+    """Waits for the device, and operations launched, a step.
+
+    Parameters
+    ----------
+    waits : callable
+        Returns the number of waits so far.
+    """
+
+    def __init__(self, waits: Callable[[], int]) -> None:
+        self._waits = waits
+        self.waits = self.operations = 0.0
+
+    def begin(self) -> None:
+        """Start to count."""
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._profile.start()
+        self._before = self._waits()
+
+    def end(self, steps: int) -> None:
+        """Count to here."""
+        self.waits = (self._waits() - self._before) / steps
+        self._profile.stop()
+        self.operations = launched_in(self._profile).total() / steps
+
+
 def train(
     path: Path | None,
     *,
@@ -68,9 +95,9 @@ def train(
     rate_on_device: bool = False,
     dropout: float = 0.0,
     first: int = 0,
-    waits: Callable[[], int],
-) -> tuple[float, Kept]:
-    """Train, and record if there is a path; return waits a step and copies of the test's own.
+    counts: Counts,
+) -> Kept:
+    """Train, and record if there is a path; count the last steps; return copies of the test's own.
 
     With `first` the recorded state after that step is restored, and the recording resumed.
     """
@@ -104,7 +131,7 @@ def train(
     with recording, inside:
         for step in range(first, STEPS):
             if step == max(WARM, first):
-                before = waits()
+                counts.begin()
             losses = []
             for batch in ids[step * parts : (step + 1) * parts]:
                 loss = model(**batch)["loss"] / parts
@@ -126,14 +153,14 @@ def train(
                 scaler.update()
             keep_state(kept, model, adam)
             adam.zero_grad()
-        count = (waits() - before) / (STEPS - max(WARM, first))
+        counts.end(STEPS - max(WARM, first))
         torch.own.synchronize()
-    return count, on_host(kept)
+    return on_host(kept)
 
 
 def train_with_trainer(
-    path: Path | None, *, options: dict[str, Any] | None = None, waits: Callable[[], int]
-) -> tuple[float, Kept]:
+    path: Path | None, *, options: dict[str, Any] | None = None, counts: Counts
+) -> Kept:
     """Train with a Trainer, its fused AdamW and its clipping; as `train`."""
     from accelerate import PartialState
     from list_recorder import BATCH, batches
@@ -142,7 +169,6 @@ def train_with_trainer(
     from trajstore.trainers import TrajectoryCallback
 
     kept: Kept = defaultdict(list)
-    counts = []
 
     class Keeping(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
@@ -152,8 +178,10 @@ def train_with_trainer(
             keep_state(kept, model, optimizer)
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step in (WARM, STEPS):
-                counts.append(waits())
+            if state.global_step == WARM:
+                counts.begin()
+            elif state.global_step == STEPS:
+                counts.end(STEPS - WARM)
 
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
@@ -179,7 +207,7 @@ def train_with_trainer(
                 TrajectoryCallback(path, **({"variables": "matrix"} | (options or {})))
             )
         trainer.train()
-    return (counts[1] - counts[0]) / (STEPS - WARM), on_host(kept)
+    return on_host(kept)
 
 
 def on_device(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Any:
@@ -227,7 +255,7 @@ class FullDisk(OSError):
     """The disk has no room."""
 
 
-def fail(path: Path, waits: Callable[[], int]) -> str:
+def fail(path: Path, counts: Counts) -> str:
     """Record to a disk that fails at the fourth row; return the error."""
     from trajstore import RunWriter
 
@@ -242,7 +270,7 @@ def fail(path: Path, waits: Callable[[], int]) -> str:
 
     RunWriter.commit_row = commit_some  # type: ignore[method-assign]
     try:
-        train(path, waits=waits)
+        train(path, counts=counts)
     except Exception as error:
         return str(error)
     finally:
@@ -255,6 +283,7 @@ def main(branch: str, folder: Path) -> None:
     if branch != "plain":
         own_device.run_branch(branch)
     device.refuse_float64(branch == "mps")
+    counts = Counts(device.waits)
     found: dict[str, dict[str, Any]] = {}
 
     def measure(name: str, work: Callable[[], dict[str, Any]]) -> None:
@@ -276,11 +305,14 @@ def main(branch: str, folder: Path) -> None:
     ) -> dict[str, Any]:
         path = folder / f"{branch} {name}.zarr"
         run = train_with_trainer if trainer else train
-        alone, _ = run(None, waits=device.waits, **settings)
-        count, kept = run(path, waits=device.waits, **settings)
+        run(None, counts=counts, **settings)
+        alone = counts.waits, counts.operations
+        kept = run(path, counts=counts, **settings)
+        more = counts.waits - alone[0], counts.operations - alone[1]
         if resumed:
-            train(path, first=RESTORED, waits=device.waits, **settings)
-        return {"differing": same(path, kept), "waits": round(count - alone, 3)}
+            train(path, first=RESTORED, counts=counts, **settings)
+        found = dict(zip(("waits", "operations"), (round(one, 3) for one in more), strict=True))
+        return {"differing": same(path, kept), **found}
 
     def without_wait_event() -> dict[str, Any]:
         """Record while the stream that copies to the host is late, and again as a mutant."""
@@ -304,7 +336,7 @@ def main(branch: str, folder: Path) -> None:
     for name, settings in CONFIGURATIONS.items():
         measure(name, lambda name=name, settings=settings: compared(name, **settings))
     path = folder / f"{branch} failing.zarr"
-    measure("failing disk", lambda: {"raised": fail(path, device.waits)})
+    measure("failing disk", lambda: {"raised": fail(path, counts)})
     if branch == "cuda":
         measure("without wait_event", without_wait_event)
     print(json.dumps(found))
@@ -333,7 +365,7 @@ def table(found: dict[str, Any]) -> str:
             one = found[branch][name]
             left = one["device_bytes"] + one["pinned_bytes"]
             rows = ", ".join(one.get("differing", [])) or "equal"
-            cells.append(one.get("error") or f"{rows}, {one['waits']:g}, {left} B")
+            cells.append(one.get("error") or f"{rows}, {one['waits']:g}, {one['operations']:g}, {left} B")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

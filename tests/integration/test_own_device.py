@@ -33,6 +33,7 @@ WAITS = {  # of the training for the device, a step: more than without the recor
     "everything, restored and resumed": {"plain": 12, "cuda": 0, "mps": 12},
     "Trainer, everything": {"plain": 14, "cuda": 0, "mps": 16},
 }
+MOST_OPERATIONS = 60  # of torch that the recorder launches a step
 NONE_LEFT = {"device_bytes": 0, "pinned_bytes": 0}
 
 
@@ -49,6 +50,8 @@ def test_rows_waits_and_memory(tmp_path: Path) -> None:
     assert late.pop("mutant"), "rows are wrong where the device does not wait for the last row"
     assert late == {"sound": [], **NONE_LEFT}
     for branch in BRANCHES:
+        for name, one in found[branch].items():
+            assert one.pop("operations", 0) <= MOST_OPERATIONS, (branch, name)
         expected = {
             name: {"differing": [], "waits": waits[branch], **NONE_LEFT}
             for name, waits in WAITS.items()

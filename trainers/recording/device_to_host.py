@@ -26,6 +26,8 @@ from trajstore.values.native_types import NATIVE_TYPES
 Value = torch.Tensor | JoinedVector
 Row = dict[str, torch.Tensor]
 
+_ALIGNED = 16  # bytes
+
 _SLOTS = 3
 """Maximum number of rows in transit: one being filled, one on the bus, one being stored."""
 
@@ -37,7 +39,26 @@ def memory_in_transit(device: torch.device, row: Iterable[torch.Tensor]) -> int:
     """
     if device.type != "cuda":
         return 0
-    return _SLOTS * sum(1 << max(value.nbytes - 1, 0).bit_length() for value in row)
+    size = sum(_aligned(value.nbytes) for value in row)
+    return _SLOTS << max(size - 1, 0).bit_length()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class _RowMemory:
+    """Memory of one row, so that one copy carries the whole row; `places` are views of it."""
+
+    def __init__(self, like: Row, **options: Any) -> None:
+        size = sum(_aligned(value.nbytes) for value in like.values())
+        self.whole = torch.empty(size, dtype=torch.uint8, **options)
+        self.places: Row = {}
+        begin = 0
+        for name, value in like.items():
+            part = self.whole[begin : begin + value.nbytes]
+            self.places[name] = part.view(value.dtype).view(value.shape)
+            begin += _aligned(value.nbytes)
 
 
 def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
@@ -164,14 +185,9 @@ class DeferredTransfer:
         self._places = RowPlaces(writer)
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        shapes = self._next = self._places.next_row()
-        self._slots = [
-            {name: torch.empty_like(place, pin_memory=True) for name, place in shapes.items()}
-            for _ in range(_SLOTS)
-        ]
-        self._staging = {
-            name: torch.empty_like(place, device=device) for name, place in shapes.items()
-        }
+        like = self._next = self._places.next_row()
+        self._slots = [_RowMemory(like, pin_memory=True) for _ in range(_SLOTS)]
+        self._staging: _RowMemory | None = _RowMemory(like, device=device)
         self._host: dict[str, torch.Tensor] = {}  # values of the row that the host has
         self._carried: torch.cuda.Event | None = None
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -199,11 +215,13 @@ class DeferredTransfer:
             # The device waits, not the host, and only if the last row is still in transit.
             torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
-        _fill(self._staging, there)
+        assert self._staging is not None
+        places = self._staging.places
+        _fill(places, there)
         for name in there:
             self._host.pop(name, None)
         self._host |= copies
-        return copies | {name: self._staging[name] for name in there}
+        return copies | {name: places[name] for name in there}
 
     def commit(self, step: int) -> None:
         """Send the row as the state after `step`.
@@ -217,9 +235,8 @@ class DeferredTransfer:
         number = self._free.get()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for name, place in self._slots[number].items():
-                if name not in self._host:
-                    place.copy_(self._staging[name], non_blocking=True)
+            assert self._staging is not None
+            self._slots[number].whole.copy_(self._staging.whole, non_blocking=True)
             # The thread that waits for it sleeps, and leaves its core to the training.
             event = self._carried = torch.cuda.Event(blocking=True)
             event.record()
@@ -249,7 +266,7 @@ class DeferredTransfer:
         self._filled.put(None)
         self._thread.join()
         self._slots.clear()
-        self._staging.clear()
+        self._staging = None
         self._next = {}
         self._places.release()
         self._host = {}
@@ -262,7 +279,8 @@ class DeferredTransfer:
                 if self._failure is None:
                     event.synchronize()
                     for name, place in (self._next or self._places.next_row()).items():
-                        place.copy_(host[name] if name in host else self._slots[number][name])
+                        slot = self._slots[number].places
+                        place.copy_(host[name] if name in host else slot[name])
                     self._next = {}
                     self._places.commit(step)
             except BaseException as error:

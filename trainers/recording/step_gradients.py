@@ -576,10 +576,11 @@ class StepGradients:
             rows.replace_gradient(seen)
             self._replaced.add(parameter)
             return
-        tried = [*factors]  # without a wait for the device
-        matches = torch.stack([agreed(_equal(seen, raw * one), parameter) for one in tried])
-        found, first = matches.any(), matches.to(torch.uint8).argmax().reshape(1)
-        factor = torch.stack(tried).gather(0, first).reshape(()).where(found, float("nan"))
+        factor = self._constant(math.nan, total)  # without a wait for the device
+        found = torch.zeros_like(factor, dtype=torch.bool)
+        for one in reversed([*factors]):  # the likeliest last
+            matches = agreed(_equal(seen, raw * one), parameter)
+            factor, found = torch.where(matches, one, factor), matches | found
         rows.set({"clip_coef": factor})
         self._changed = (~found).to(torch.int64) + self._changed
         rows.replace_gradient(torch.where(found, raw, seen))

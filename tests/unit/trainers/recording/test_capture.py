@@ -469,7 +469,7 @@ def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
     for transfer in opened:
         assert not transfer._thread.is_alive()
         assert not transfer._slots
-        assert not transfer._staging
+        assert transfer._staging is None
 
 
 @pytest.mark.parametrize(
