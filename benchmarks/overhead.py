@@ -215,18 +215,21 @@ def main() -> None:
         results[name] = {str(package): timed for package, timed in rounds.items()}
     columns = ["case", *([] if packages == [None] else ["package"]), "ms without", "wall, added"]
     columns += ["share", "processor, added", "share", "mean processor, added"]
-    save("overhead", table("A step without recording, and what recording adds", columns, rows), results)
+    save(
+        "overhead",
+        table("A step without recording, and what recording adds", columns, rows),
+        results,
+    )
 
 
 def cells(timed: list[dict[str, Any]]) -> list[str]:
     """Return medians over the rounds, and the range of the shares."""
     found = [f"{statistics.median(one['median']['without wall'] for one in timed):.2f}"]
     for name in ("wall", "processor"):
-        added = [
-            one["median"][f"with {name}"] - one["median"][f"without {name}"] for one in timed
-        ]
+        added = [one["median"][f"with {name}"] - one["median"][f"without {name}"] for one in timed]
         shares = [
-            100 * ms / one["median"][f"without {name}"] for ms, one in zip(added, timed, strict=True)
+            100 * ms / one["median"][f"without {name}"]
+            for ms, one in zip(added, timed, strict=True)
         ]
         found.append(f"{statistics.median(added):.2f}")
         found.append(f"{statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f})")

@@ -365,7 +365,9 @@ def table(found: dict[str, Any]) -> str:
             one = found[branch][name]
             left = one["device_bytes"] + one["pinned_bytes"]
             rows = ", ".join(one.get("differing", [])) or "equal"
-            cells.append(one.get("error") or f"{rows}, {one['waits']:g}, {one['operations']:g}, {left} B")
+            cells.append(
+                one.get("error") or f"{rows}, {one['waits']:g}, {one['operations']:g}, {left} B"
+            )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -32,7 +32,7 @@ from trajstore.trainers.recording.sharding import (
 )
 from trajstore.trainers.recording.torch_internals import (
     counts_versions,
-    norm_of_alike,
+    plain_total_norm,
     scale_in_step,
     version,
     versions,
@@ -228,9 +228,6 @@ class StepGradients:
         self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
         self._trained = frozenset(map(self._places.__getitem__, trained))
         self._are_sharded = any(map(is_sharded, self._parameters))
-        kinds = {(p.dtype, p.device) for p in self._parameters}
-        own = all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in self._parameters)
-        self._are_alike = own and len(kinds) == 1
 
     def are_others_trained(self) -> bool:
         """Return True if the optimizer has other parameters than before."""
@@ -353,11 +350,7 @@ class StepGradients:
         """Return the norm of gradients together, as `clip_grad_norm_` computes it."""
         if any(map(operator.attrgetter("is_sparse"), gradients)):
             gradients = [*map(as_dense, gradients)]
-        if self._are_sharded:
-            return total_norm(gradients)
-        if self._are_alike:
-            return norm_of_alike(gradients)
-        return torch.nn.utils.get_total_norm(gradients)
+        return total_norm(gradients) if self._are_sharded else plain_total_norm(gradients)
 
     def _take_of_others(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
         if (state := self._recording.state) is not None:

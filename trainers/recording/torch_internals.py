@@ -194,13 +194,14 @@ def norms(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor]:
     return list(torch._foreach_norm(tensors, order, dtype)) if tensors else []
 
 
-def norm_of_alike(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def plain_total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of tensors together, as `torch.nn.utils.get_total_norm` does, bit for bit.
 
-    That function sorts the tensors by device and type, which takes longer than the norm. Here all
-    have one type and one device.
+    That function sorts the tensors by device and type, which takes longer than the norm.
     """
     norms = torch._foreach_norm([*tensors], 2.0)
+    if len({(one.dtype, one.device) for one in norms}) > 1:
+        return torch.nn.utils.get_total_norm(tensors)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
