@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import own_device
-from launched_operations import launched_in
 import pytest
 import xarray as xr
+from launched_operations import launched_in
 
 torch = pytest.importorskip("torch")
 

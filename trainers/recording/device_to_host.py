@@ -101,14 +101,12 @@ class RowPlaces:
 
 def _fill(places: Row, values: Mapping[str, Value]) -> None:
     """Copy values to their places."""
-    own, others = [], []
-    for name, value in values.items():
-        if isinstance(value, JoinedVector):
-            value.copy_to(places[name])
-        else:
-            own.append(places[name])
-            others.append(value)
-    copy_each(own, others)
+    tensors = {name: one for name, one in values.items() if not isinstance(one, JoinedVector)}
+    if len(tensors) < len(values):
+        for name, one in values.items():
+            if isinstance(one, JoinedVector):
+                one.copy_to(places[name])
+    copy_each([*map(places.__getitem__, tensors)], [*tensors.values()])
 
 
 class HostTransfer:

@@ -36,6 +36,7 @@ from trajstore.trainers.recording.torch_internals import (
     version,
 )
 
+_NO_SETTINGS = frozenset(("lr", "params", "param_names"))
 _UNKNOWN = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 _OUTSIDE = (
     "code outside optimizer.step() changed {name} before this step; a row holds the weights at the "
@@ -104,7 +105,7 @@ class FollowedMatrices:
         self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self._stepped: dict[int, Settings] = {}  # the same for all settings
-        self._seen: dict[int, tuple[dict[str, Any], Settings]] = {}  # each group, its settings
+        self._seen: dict[int, tuple[list[Any], Settings]] = {}  # each group, its settings
         # Settings, numbers and lacking names of the last row.
         self._vectors: dict[ParameterRows, tuple[Settings, torch.Tensor, list[str]]] = {}
         self.begin_step()
@@ -190,13 +191,11 @@ class FollowedMatrices:
 
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Return the settings of a group but its rate; the same object while none is replaced."""
-        held = dict(group)
-        for key in ("lr", "params", "param_names"):
-            held.pop(key, None)
-        seen, settings = self._seen.get(id(group), ({}, {}))
-        if len(seen) != len(held) or not all(map(operator.is_, seen.values(), held.values())):
-            settings = settings_of(held)
-            if not any(map(_changes_in_place, held.values())):
+        held = [one for key, one in group.items() if key not in _NO_SETTINGS]
+        seen, settings = self._seen.get(id(group), ([], {}))
+        if len(seen) != len(held) or not all(map(operator.is_, seen, held)):
+            settings = settings_of({k: one for k, one in group.items() if k not in _NO_SETTINGS})
+            if not any(map(_changes_in_place, held)):
                 self._seen[id(group)] = held, settings
         return settings
 
@@ -211,7 +210,8 @@ class FollowedMatrices:
             )
         group = group or {}
         owner = self._optimizer.owner(group)
-        rows.parameter = replace(parameter, group=group, optimizer=owner)
+        if group is not parameter.group or owner is not parameter.optimizer:
+            rows.parameter = replace(parameter, group=group, optimizer=owner)
 
     def _present(self, rows: ParameterRows) -> torch.nn.Parameter | None:
         """Return the parameter that has the name now; None if the model has no such parameter."""

@@ -681,17 +681,17 @@ def _by_sequence(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
     return logits
 
 
-def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a module's output: alone, or in mappings and sequences."""
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output: alone, or in mappings and sequences."""
     if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors_of(tuple(output.values()))
-    elif isinstance(output, tuple | list):
-        for one in output:
-            yield from _tensors_of(one)
+        return [output]
+    if isinstance(output, Mapping):
+        output = output.values()
     elif hasattr(output, "__dataclass_fields__"):
-        yield from _tensors_of(tuple(vars(output).values()))
+        output = vars(output).values()
+    elif not isinstance(output, tuple | list):
+        return []
+    return [tensor for one in output for tensor in _tensors_of(one)]
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

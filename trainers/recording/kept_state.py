@@ -106,7 +106,7 @@ def step_count(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def is_element(name: object, parameter: torch.Tensor, value: Any) -> bool:
     """Return True if a value of a matrix can be recorded as a variable of its own name."""
-    return _entry(name, parameter, value)["of"] == "element"
+    return _is_free(name, "element") and _is_like(parameter, value)
 
 
 def _entry(name: object, parameter: torch.Tensor, value: Any) -> Entry:
@@ -117,17 +117,24 @@ def _entry(name: object, parameter: torch.Tensor, value: Any) -> Entry:
     return found
 
 
-def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     # Blocks of 8 bits pretend to be one tensor.
-    is_plain = type(value) is torch.Tensor or (
+    return type(value) is torch.Tensor or (
         isinstance(value, torch.Tensor)
         and (not hasattr(value, "__tensor_flatten__") or is_sharded(value))
     )
+
+
+def _is_like(parameter: torch.Tensor, value: Any) -> bool:
+    return _is_plain(value) and value.shape == parameter.shape and value.dtype in FLOATS
+
+
+def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
     if entry["of"] == "element":
-        return is_plain and value.shape == parameter.shape and value.dtype in FLOATS
+        return _is_like(parameter, value)
     if entry["of"] == "parameter" and _type(value) == entry["type"] in NUMBERS:
         if isinstance(value, torch.Tensor):
-            return is_plain and value.ndim == 0 and value.dtype != torch.bool
+            return _is_plain(value) and value.ndim == 0 and value.dtype != torch.bool
         return not isinstance(value, int) or abs(value) <= 2**53  # exact in float64
     return entry["of"] == "other"
 

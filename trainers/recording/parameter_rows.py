@@ -43,7 +43,7 @@ from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
 from trajstore.trainers.recording.step_examples import padded
-from trajstore.trainers.recording.torch_internals import version
+from trajstore.trainers.recording.torch_internals import versions
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, JoinedVector)
 
@@ -170,11 +170,8 @@ class ParameterRows:
 
     def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""
-        return {
-            name: (id(value), version(value))
-            for name, value in self._state().items()
-            if isinstance(value, torch.Tensor)
-        }
+        kept = {n: one for n, one in self._state().items() if isinstance(one, torch.Tensor)}
+        return dict(zip(kept, zip(map(id, kept.values()), versions([*kept.values()])), strict=True))
 
     def resume(self) -> None:
         """Open the run to resume after its last row; a new run is created later.
@@ -312,8 +309,11 @@ class ParameterRows:
 
     def _put(self, values: Mapping[str, Value]) -> None:
         if values:
-            with self._disk_errors():
+            try:
                 self._row |= self._transfer.put(values)
+            except Exception as error:
+                self._check_room(error)
+                raise
             # This overwrites the row of the previous step, if it was not stored.
             self._whole_step = None
 
@@ -418,8 +418,11 @@ class ParameterRows:
 
     def _store_row(self, step: int) -> None:
         """Store the row in the transfer as the row of `step`."""
-        with self._disk_errors():
+        try:
             self._transfer.commit(step)
+        except Exception as error:
+            self._check_room(error)
+            raise
         self.rows += 1
         self.last_step = step
         self._whole_step = None
@@ -452,18 +455,22 @@ class ParameterRows:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Add the sizes and a fix to the error of a full disk."""
         try:
             yield
         except Exception as error:
-            cause, writer = file_error(error), self.writer
-            full = cause is not None and cause.errno in FULL
-            if writer is None or not full or not isinstance(writer.path, Path):
-                raise
-            block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
-            free = shutil.disk_usage(writer.path.parent).free
-            raise RecordingError(
-                f"no space is left for {writer.path}: {format_bytes(free)} are free, but a block "
-                f"of {writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
-                f"{writer.committed_rows} rows are committed; free space, or record less"
-            ) from error
+            self._check_room(error)
+            raise
+
+    def _check_room(self, error: Exception) -> None:
+        """Raise the error of a full disk with the sizes and a fix; do nothing for another one."""
+        cause, writer = file_error(error), self.writer
+        full = cause is not None and cause.errno in FULL
+        if writer is None or not full or not isinstance(writer.path, Path):
+            return
+        block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
+        free = shutil.disk_usage(writer.path.parent).free
+        raise RecordingError(
+            f"no space is left for {writer.path}: {format_bytes(free)} are free, but a block of "
+            f"{writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
+            f"{writer.committed_rows} rows are committed; free space, or record less"
+        ) from error

@@ -168,10 +168,8 @@ class Moment:
 
     def are_tensors(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return True if the gradients are the same tensors, whether they have changed or not."""
-        return all(
-            gradient is (None if reference is None else reference())
-            for reference, gradient in zip(self._references, gradients, strict=True)
-        )
+        before = [reference and reference() for reference in self._references]
+        return all(map(operator.is_, before, gradients))
 
 
 class StepGradients:

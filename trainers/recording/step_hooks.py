@@ -119,13 +119,16 @@ def _guarded(method: F) -> F:
 
     @functools.wraps(method)
     def call(self: Recorder, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_recording:
+        if not self._handles:
             return None
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # as `torch.no_grad`, which takes three times as long
         try:
-            with torch.no_grad():
-                return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except BaseException as error:
             self._fail(error)
+        finally:
+            torch.set_grad_enabled(before)
 
     return call  # type: ignore[return-value]
 

@@ -228,10 +228,9 @@ def multiply_each(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> No
 
 def copy_each(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy each tensor to its place; on a device, those of one type in one kernel."""
-    kinds = {(one.dtype, place.dtype) for place, one in zip(places, tensors, strict=True)}
-    if places and (places[0].device.type == "cpu" or len(kinds) == 1):
+    if places and places[0].device.type == "cpu":
         torch._foreach_copy_(places, tensors)
         return
-    for kind in kinds:
+    for kind in {(one.dtype, place.dtype) for place, one in zip(places, tensors, strict=True)}:
         pairs = [p for p in zip(places, tensors, strict=True) if (p[1].dtype, p[0].dtype) == kind]
         torch._foreach_copy_([place for place, _ in pairs], [one for _, one in pairs])
