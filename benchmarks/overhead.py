@@ -3,9 +3,10 @@
 python benchmarks/overhead.py [CASE …] [--rounds N] [--package FOLDER …]
 
 A case is a training of equal layers; `CASES` lists them. In a new process it is trained several
-times, without recording and with it in turns; all start from the same weights. Each step is timed: its wall time, and the processor time of the thread that trains, which other programs
-disturb less. The table shows medians, the share of a step that recording adds, and the mean over
-the rows, which contains the first ones, whose memory is new.
+times, without recording and with it in turns; all start from the same weights. Each step is timed:
+its wall time, and the processor time of the thread that trains, which other programs disturb less.
+The table shows medians, the share of a step that recording adds, and the mean over the rows, which
+contains the first ones, whose memory is new.
 
 With several folders of --package, each of them holding another version of trajstore, their
 processes take turns.

@@ -35,6 +35,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "capture": {},
     "tokens": {"options": {"tokens": [3, 16]}},
     "accumulation": {"parts": 2},
+    "clipping": {"clip": SMALL_NORM},
     "bfloat16": {"dtype": torch.bfloat16},
     "side stream": {"stream": True},
     "everything": {"options": {"variables": "everything"}},

@@ -23,17 +23,18 @@ WAITS = {  # of the training for the device, a step: more than without the recor
     "capture": {"plain": 8, "cuda": 0, "mps": 8},
     "tokens": {"plain": 8, "cuda": 0, "mps": 8},
     "accumulation": {"plain": 9, "cuda": 0, "mps": 9},
+    "clipping": {"plain": 8, "cuda": 0, "mps": 8},
     "bfloat16": {"plain": 8, "cuda": 0, "mps": 8},
     "side stream": {"plain": 8, "cuda": 0, "mps": 8},
     "everything": {"plain": 12, "cuda": 0, "mps": 12},
-    "everything, fused": {"plain": 14, "cuda": 0, "mps": 16},
+    "everything, fused": {"plain": 14, "cuda": 0, "mps": 14},
     "everything, clipping": {"plain": 12, "cuda": 0, "mps": 12},
     "everything, scaler": {"plain": 13, "cuda": 0},
     "everything, rate as tensor": {"plain": 14, "cuda": 0, "mps": 13},
     "everything, restored and resumed": {"plain": 12, "cuda": 0, "mps": 12},
-    "Trainer, everything": {"plain": 14, "cuda": 0, "mps": 16},
+    "Trainer, everything": {"plain": 14, "cuda": 0, "mps": 14},
 }
-MOST_OPERATIONS = 60  # of torch that the recorder launches a step
+MOST_OPERATIONS = {"capture": 20, "clipping": 30}  # of torch that the recorder launches a step
 NONE_LEFT = {"device_bytes": 0, "pinned_bytes": 0}
 
 
@@ -51,7 +52,7 @@ def test_rows_waits_and_memory(tmp_path: Path) -> None:
     assert late == {"sound": [], **NONE_LEFT}
     for branch in BRANCHES:
         for name, one in found[branch].items():
-            assert one.pop("operations", 0) <= MOST_OPERATIONS, (branch, name)
+            assert one.pop("operations", 0) <= MOST_OPERATIONS.get(name, 60), (branch, name)
         expected = {
             name: {"differing": [], "waits": waits[branch], **NONE_LEFT}
             for name, waits in WAITS.items()

@@ -9,7 +9,8 @@ The path of the tensors of one step:
    ``followed_matrices`` finds W, its group and its rate in each step. ``module_hooks``,
    ``optimizer_hooks`` and ``watched_calls`` call them. ``joined_optimizer`` presents several
    optimizers as one.
-2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
+2. ``parameter_rows`` takes the values of a step; ``first_rows`` keeps them until the run exists.
+   Both take the recorded variables and tokens only (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
    ``model_state`` takes all parameters with their gradients and what the optimizer keeps of them
    (``kept_state``), joined by ``flat_vectors``; ``model_buffers`` the buffers that change;
@@ -24,7 +25,7 @@ calls it for a `Trainer` of Hugging Face, ``lightning_callback`` for one of Ligh
 ``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
 the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
 ``first_step`` looks for what the recording cannot answer, ``unproven_steps`` for steps that no
-replay can prove, and ``run_notes`` collects such notes.
+replay can prove, ``empty_steps`` for calls that are no steps, and ``run_notes`` collects notes.
 ``data_set_tokens`` counts the tokens of a Trainer's data set. ``numeric_advice`` reports types in
 which the optimizer has no effect. ``torch_threads`` sets the number of threads, on which the bits
 depend. ``compared_run`` compares the rows of a repeated training. ``sharding`` computes the tokens

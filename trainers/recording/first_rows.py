@@ -160,15 +160,16 @@ class FirstRows:
             needless.add("logits")
         if self.other_state:
             self._notes.mention(
-                f"{', '.join(self.other_state)} not recorded: the optimizer keeps them in another form than "
-                "one tensor of the parameter's shape or one number, or under a name of the run"
+                f"{', '.join(self.other_state)} not recorded: the optimizer keeps them in another "
+                "form than one tensor of the parameter's shape or one number, or under a name of "
+                "the run"
             )
         for names, remedy in _REMEDIES:  # of a tier, which takes what there is
             if lost := [name for name in left_out if name in names - required - needless]:
                 self._notes.mention(f"{', '.join(lost)} not recorded: {remedy}")
 
     def write(self, writer: RunWriter, names: tuple[str, ...], first: int) -> tuple[int, int, Row]:
-        """Write the state before the first step, as that of step `first`, and the rows that are due.
+        """Write the state before the first step, that of step `first`, and the rows that are due.
 
         Returns
         -------

@@ -384,9 +384,9 @@ class ModelState:
 
     def _numbers(self, values: Sequence[Any]) -> torch.Tensor:
         """Return numbers that an optimizer keeps as a vector of float64; 0 for None."""
-        if all(isinstance(value, torch.Tensor) and not value.ndim for value in values):
-            if len({(value.dtype, value.device) for value in values}) == 1:
-                return as_float64(torch.stack(list(values)))
+        kinds = {(one.dtype, one.device) if isinstance(one, torch.Tensor) else 0 for one in values}
+        if len(kinds) == 1 and 0 not in kinds:
+            return as_float64(torch.stack(list(values)))
         numbers = [as_float64(0.0 if value is None else value) for value in values]
         return self._stacked([number.reshape(()) for number in numbers])
 

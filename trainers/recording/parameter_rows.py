@@ -170,8 +170,10 @@ class ParameterRows:
 
     def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""
-        kept = {n: one for n, one in self._state().items() if isinstance(one, torch.Tensor)}
-        return dict(zip(kept, zip(map(id, kept.values()), versions([*kept.values()])), strict=True))
+        kept = {name: one for name, one in self._state().items() if isinstance(one, torch.Tensor)}
+        tensors = [*kept.values()]
+        marks = zip(map(id, tensors), versions(tensors), strict=True)
+        return dict(zip(kept, marks, strict=True))
 
     def resume(self) -> None:
         """Open the run to resume after its last row; a new run is created later.
@@ -250,13 +252,14 @@ class ParameterRows:
             dtype, shape, selects = self._taken.get(name, (None, None, False))
             if value.dtype is dtype and value.shape == shape and type(value) in _PLAIN:
                 accepted[name] = value.index_select(0, self._ids) if selects else value  # type: ignore
-            elif name in self.variables or self._adopts(name):
-                if (checked := self._checked(name, value)) is not None:
-                    accepted[name] = checked
+            elif (checked := self._checked(name, value)) is not None:
+                accepted[name] = checked
         self._put(accepted)
 
     def _checked(self, name: str, value: Value) -> Value | None:
-        """Return a value as the row takes it; None, with a note, if it does not."""
+        """Return a value as the row takes it; None if it does not, with a note if it should."""
+        if name not in self.variables and not self._adopts(name):
+            return None
         given = value
         if isinstance(value, torch.Tensor):
             value = own_rows(value.detach())

@@ -725,7 +725,8 @@ class Recorder:
         logits = scalars.pop("logits")
         found = {name: whole(value) for name, value in scalars.items() if value is not None}
         self.loss = found.get("loss", _NAN)
-        for rows, values in zip(self._parameters, rates, strict=True):
+        for rows, own_rates in zip(self._parameters, rates, strict=True):
+            values = {**own_rates}
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
             if self._has_scaler or self._optimizer.ends_step is not None:
                 skipped = {0: 1.0, 1: 0.0}.get(taken, float("nan"))

@@ -18,6 +18,8 @@
     Content of a new run before its first row: metadata and checked coordinates.
 ``compact_encoding``
     The rule by which a new run computes W and the moments.
+``ready_memory``
+    Memory of the blocks, which a thread asks for before the rows come.
 ``resumed_run``
     A stored run that a writer resumes: its kept rows and its layout.
 ``shared_run``

@@ -6,11 +6,13 @@ import re
 import stat
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from disk import Disk
 
+from trajstore.errors import InvalidArgument
 from trajstore.store.storage.atomic import (
     exchange,
     flush_tree,
@@ -94,6 +96,23 @@ def test_a_failure_among_many_changes_none(tmp_path: Path) -> None:
         put_all((tmp_path / name, [b"new"]) for name in ("one", "gone/two"))
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert (tmp_path / "one").read_bytes() == b"old"
+
+
+def test_threads_write_the_parts_in_their_order(tmp_path: Path) -> None:
+    parts = [bytes([number]) * (1 << number) for number in range(18)]
+
+    def failing() -> Iterator[bytes]:
+        yield from parts
+        raise InvalidArgument("no more")
+
+    with ThreadPoolExecutor(3) as writers:
+        objects = [(tmp_path / "one", parts), (tmp_path / "none", [])]
+        assert put_all(objects, writers=writers) == sum(map(len, parts))
+        assert (tmp_path / "one").read_bytes() == b"".join(parts)
+        assert (tmp_path / "none").read_bytes() == b""
+        with pytest.raises(InvalidArgument, match="no more"):
+            put_all([(tmp_path / "two", failing())], writers=writers)
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "none"}
 
 
 def test_only_folders_may_be_impossible_to_flush(
