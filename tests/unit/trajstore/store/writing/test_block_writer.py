@@ -16,6 +16,7 @@ import xarray as xr
 
 from trajstore.codec.codec_chain import Chain
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout, plan
+from trajstore.store.storage.atomic import WRITES
 from trajstore.store.writing.block_writer import BlockWriter
 
 RUNS = ((0, "5a" * 16),)
