@@ -6,8 +6,8 @@ A case is a training of equal layers; `CASES` lists them. In a new process it is
 times, without recording and with it in turns; all start from the same weights. Each step is timed:
 its wall time, and the processor time of the thread that trains, which other programs disturb less.
 The table shows the time of the fastest tenth of the steps, because the host of a virtual machine
-disturbs the others, and what recording adds: milliseconds and share of a step. The mean contains the
-first rows, whose memory is new, and the disturbances.
+disturbs the others, and what recording adds: milliseconds and share of a step. The mean contains
+the first rows, whose memory is new, and the disturbances.
 
 With several folders of --package, each of them holding another version of trajstore, their
 processes take turns.
