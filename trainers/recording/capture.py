@@ -86,13 +86,12 @@ def open_recorder(
         If the existing run begins after the step of the training, or has other weights there.
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
-    begins = False
-    if comparison is None and options.resume:
-        wanted, options = options, options.resumed_or_new(run_paths(path, options))
-        begins = options is not wanted
+    wanted = options
+    if comparison is None:
+        options = wanted.resumed_or_new(run_paths(path, wanted))
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
     announce = (lambda sentence: None) if options.resume else notes.mention
-    if begins and loop.first_step:
+    if options is not wanted and loop.first_step:
         announce(f"there were no rows to resume: the run begins after step {loop.first_step}")
     parameters = find_parameters(model, joined, options.parameter, announce)
     advice = optimizer_advice(parameters)

@@ -48,14 +48,8 @@ class ModelBuffers:
         table, offset = [], 0
         for name in self.names:
             tensor = self._first[name]
-            table.append(
-                {
-                    "name": name,
-                    "shape": list(tensor.shape),
-                    "dtype": type_name(tensor.dtype),
-                    "offset": offset,
-                }
-            )
+            facts = {"name": name, "shape": list(tensor.shape), "dtype": type_name(tensor.dtype)}
+            table.append({**facts, "offset": offset})
             offset += tensor.numel()
         return table
 

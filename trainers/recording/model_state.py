@@ -227,8 +227,7 @@ class ModelState:
         self._whole_state &= KEPT.name in held
         for name in (_GRADIENTS, *(f"params_{entry['name']}" for entry in self.kept)):
             key = _type_key(name)
-            types = [entry[key] for entry in attributes["parameters"] if key in entry]
-            if types:
+            if types := [entry[key] for entry in attributes["parameters"] if key in entry]:
                 self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
         if self._buffers is not None:
             self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))

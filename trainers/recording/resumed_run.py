@@ -105,8 +105,7 @@ class ExistingRun:
             _check_model(planned, np.asarray(arrays["parameter"][...]))
         if planned.recording.state is not None:
             planned.recording.state.resume(attributes, held)
-        steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
-        missing = _missing_steps(planned, int(steps[-1]))
+        steps, missing = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
         _check_change_norms(planned, held, int(steps[-1]))
@@ -132,9 +131,7 @@ class ExistingRun:
             compared=None
             if comparison is None
             else ComparedRun(
-                resumed_run(
-                    planned.path, None, attributes=None, memory=planned.memory, threads=None
-                ),
+                resumed_run(planned.path, None, memory=planned.memory),
                 np.asarray(arrays[STEP.name][...]).tolist(),
                 int(steps.size),
                 comparison,
@@ -164,9 +161,8 @@ class ExistingRun:
             wrong += self.planned.recording.state.differing(self.last_state)
         if wrong and self.compared is not None:
             comparison = self.compared.comparison
-            if comparison.difference is None:
-                found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
-                comparison.difference = found
+            found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
+            comparison.difference = comparison.difference or found
         elif wrong:
             names = "the weights" if wrong == (held,) else ", ".join(wrong)
             raise NothingToResume(
@@ -261,21 +257,16 @@ def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
         )
 
 
-def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the steps of the rows to keep, at least one."""
+def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], range]:
+    """Return the steps of the rows to keep, at least one, and later ones that should have rows."""
     step, every = planned.recording.loop.first_step, planned.recording.options.every
     # A row that exists only because the training ended has no place in a longer training.
     regular = steps[(steps % every == 0) | (np.arange(steps.size) == 0)]
     kept: npt.NDArray[Any] = regular[regular <= step]
     if not kept.size:
         raise _ends_early(planned, steps)
-    return kept
-
-
-def _missing_steps(planned: PlannedRun, last_step: int) -> range:
-    """Return the steps after a row, up to the step of the training, that should have rows."""
-    step, every = planned.recording.loop.first_step, planned.recording.options.every
-    return range(last_step - last_step % every + every, step + 1, every)
+    last = int(kept[-1])
+    return kept, range(last - last % every + every, step + 1, every)
 
 
 def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume:
@@ -288,15 +279,13 @@ def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume
 
 def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changed attributes, with the earlier entries where they are lists."""
+    step, config = planned.recording.loop.first_step, planned.recording.options.config
     changed: dict[str, Any] = {
         "optimizer": {**before.get("optimizer", {}), "schedule": planned.schedule},
-        "provenance": resumed_provenance(
-            before.get("provenance", {}), planned.device, planned.recording.loop.first_step
-        ),
+        "provenance": resumed_provenance(before.get("provenance", {}), planned.device, step),
     }
-    if planned.recording.options.config is not None:
-        changed["config"] = dict(planned.recording.options.config)
-        changed |= segments_attribute(before, changed["config"], planned.recording.loop.first_step)
+    if config is not None:
+        changed |= {"config": dict(config), **segments_attribute(before, dict(config), step)}
     return changed
 
 

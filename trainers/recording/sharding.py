@@ -16,7 +16,7 @@ import torch
 
 from trajstore.errors import RecordingError
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
-from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.writing.token_share import ALONE, TokenShare
 from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 
@@ -139,7 +139,7 @@ def own_logits(logits: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | 
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     logits = logits.clone()
     torch.distributed.broadcast(logits, 0, group=mesh.get_group())
-    share = _share_of(mesh.get_local_rank(), mesh.size())
+    share = replace(ALONE, number=mesh.get_local_rank(), count=mesh.size())
     return logits[share.tokens(len(parameter))]
 
 
@@ -222,11 +222,11 @@ def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
 
 def _new_share() -> TokenShare:
     """Return the share of this process, with its own group for the writer's thread."""
-    share = _share_of(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def exchange(value: Any) -> list[Any]:
-        replies: list[Any] = [None] * share.count
+        replies: list[Any] = [None] * count
         try:
             torch.distributed.all_gather_object(replies, value, group=group)
         except RuntimeError as error:
@@ -244,8 +244,4 @@ def _new_share() -> TokenShare:
         if ended is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(ended)
 
-    return replace(share, exchange=exchange, close=close)
-
-
-def _share_of(number: int, count: int) -> TokenShare:
-    return TokenShare(number=number, count=count, exchange=lambda value: [value])
+    return TokenShare(number=number, count=count, exchange=exchange, close=close)

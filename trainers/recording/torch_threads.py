@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,9 +51,4 @@ def slower_threads() -> str | None:
 
 
 def _seconds(matrix: torch.Tensor) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        _ = matrix @ matrix
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(lambda: matrix @ matrix, number=1))

@@ -113,7 +113,7 @@ def _local_run(path: str | os.PathLike[str]) -> Path:
 
 
 def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
-    stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
+    stored = resumed_run(run, None, memory=_MEMORY)
     root = json.loads((run / METADATA_KEY).read_bytes())
     group = open_group(run)
     there: dict[str, Any] = {name: whole(run, group, name) for name in ALONG_TOKEN if name in group}
@@ -125,8 +125,7 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     # Including the populations, which do not change.
     auxiliary = " ".join(name for name in along_token({*before, *wanted}) if name != "token")
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
-    arrays |= made
-    metadata = RunMetadata(arrays, stored.metadata.attributes)
+    metadata = RunMetadata(arrays | made, stored.metadata.attributes)
     metadata.notes = stored.metadata.notes
     files = (file for file in run.rglob("*") if file.is_symlink() or not file.is_dir())
     keys = (file.relative_to(run).as_posix() for file in files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
@@ -83,10 +84,8 @@ def vector_rule(
 
 
 def _note(note: str, on_note: Callable[[str], None] | None) -> None:
-    if on_note is None:
-        logger.warning("%s", note)
-    else:
-        on_note(note)
+    report = on_note or partial(logger.warning, "%s")
+    report(note)
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:

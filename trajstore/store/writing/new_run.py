@@ -258,8 +258,7 @@ def coordinate_objects(
     arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for name, values in coordinates.items():
-        arrays[name] = metadata_of(
-            ArrayFacts(name=name, shape=values.shape, attributes=recorded_attributes(name))
-        )
+        facts = ArrayFacts(name=name, shape=values.shape, attributes=recorded_attributes(name))
+        arrays[name] = metadata_of(facts)
         chunks[chunk_key(name, 0, 1)] = stored_values(arrays[name], values)
     return arrays, chunks
