@@ -113,8 +113,7 @@ def open_recorder(
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.resolved):
                     recording.summaries = ModelParameters(model, device, of_model)
-                of_state = [name for name in EVERYTHING if name in options.resolved]
-                if of_state:
+                if of_state := [name for name in EVERYTHING if name in options.resolved]:
                     if len(parameters) > 1:
                         raise RecordingError(
                             f"{of_state[0]} is recorded with one matrix, got {len(parameters)}; "

@@ -189,20 +189,17 @@ class ComparedRun:
             return (STEP.name,)
         number, at = divmod(self.rows, self.layout.block_rows)
         if number != self._number:
-            self._load(number)
+            self._block = {}  # release the old block first
+            first = number * self.layout.block_rows
+            rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
+            self._block = {
+                name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
+                for name in self._row
+            }
+            self._number = number
         return tuple(
             name for name, place in self._row.items() if (place != self._block[name][at]).any()
         )
-
-    def _load(self, number: int) -> None:
-        self._block = {}  # release the old block first
-        first = number * self.layout.block_rows
-        rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
-        self._block = {
-            name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
-            for name in self._row
-        }
-        self._number = number
 
 
 RowTarget = RunWriter | ComparedRun

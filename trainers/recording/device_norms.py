@@ -43,8 +43,7 @@ def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
             left, right = pairwise_sum(values[:half]), pairwise_sum(values[half:])
         total = left + right
         return total
-    whole = length // 8 * 8
-    if whole:
+    if whole := length // 8 * 8:
         first, *others = values[:whole].unflatten(0, (-1, 8)).unbind()
         sums = first.clone()
         for other in others:

@@ -245,7 +245,7 @@ class ForwardPasses:
         self._first = self._number
         self._watched: set[int] = set()  # passes whose use a backward pass tells
         self.loss = StepLoss()
-        self._logits = StepLogits(self.logits_mode)
+        self._logits = WeightedMean()
         self._hidden = WeightedMean()
         self._spread: HiddenSpread | None = None
 
@@ -314,7 +314,7 @@ class ForwardPasses:
         if loss is not None:
             deliver["loss"] = self.loss.observed(loss)
         if logits is not None:
-            deliver["logits"] = functools.partial(self._add_logits, *self._logits.part(logits))
+            deliver["logits"] = functools.partial(self._add_logits, *self._last_logits(logits))
         last = self._events[-1] if self._events else None
         is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
         if isinstance(last, Observation) and is_other and last.number == self._number:
@@ -382,7 +382,7 @@ class ForwardPasses:
         spread = self._spread
         return {
             "loss": self.loss.value(backwards),
-            "logits": self._logits.value(),
+            "logits": self._logits.mean,
             "hidden_mean": self._hidden.mean,
             "hidden_trace": spread and spread.trace,
             "hidden_cosine": spread and spread.cosine(),
@@ -443,10 +443,17 @@ class ForwardPasses:
             one.head_logits = output.detach()
 
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
-        one.keep("logits", self._add_logits, *self._logits.part(logits))
+        one.keep("logits", self._add_logits, *self._last_logits(logits))
+
+    def _last_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Reduce the logits of a micro-batch, (batch, position, token) or (batch, token)."""
+        last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
+        # A copy of one row: a view would keep the logits of the whole batch alive.
+        return (last.mean(dim=0) if self.logits_mode == "mean" else last[0].clone()), len(last)
 
     def _add_logits(self, last: torch.Tensor, count: int) -> None:
-        self._logits.add(last, count)
+        if self.logits_mode == "mean" or self._logits.mean is None:
+            self._logits.add(last, count)
 
     def _watch_graph(self, one: ForwardPass, output: Any) -> None:
         """Note when a backward pass goes through an output of the pass."""
@@ -526,8 +533,8 @@ class StepLoss:
                 self.summands = len(roots)
             return total
         factors = torch.stack(roots).float() / torch.stack(losses).float()
-        spread = factors.max() - factors.min()
-        same_factor = ~(spread > _SAME_FACTOR * factors.abs().max())  # also if a loss is NaN
+        # Also if a loss is NaN.
+        same_factor = ~(factors.max() - factors.min() > _SAME_FACTOR * factors.abs().max())
         if same_factor.device.type == "cpu" and not same_factor:  # a device is not waited for
             self.summands = len(roots)
         return torch.where(same_factor, _mean(losses), total.to(losses[0].dtype))
@@ -538,26 +545,26 @@ def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 class WeightedMean:
-    """Mean of means, weighted by the number of items in each.
-
-    Attributes
-    ----------
-    mean : tensor or None
-        None without items.
-    """
+    """Mean of means, weighted by the number of items in each."""
 
     def __init__(self) -> None:
-        self.mean: torch.Tensor | None = None
+        self._mean: torch.Tensor | None = None
+        self._dtype = torch.float32
         self._count = 0
 
     def add(self, mean: torch.Tensor, count: int) -> None:
         """Add the mean of `count` items."""
-        if self.mean is None:
-            self.mean = mean
+        if self._mean is None:
+            self._mean = mean
         else:
             weight = count / (self._count + count)
-            self.mean = self.mean + (mean.float() - self.mean) * weight
-        self._count += count
+            self._mean = self._mean + (mean.float() - self._mean) * weight
+        self._count, self._dtype = self._count + count, mean.dtype
+
+    @property
+    def mean(self) -> torch.Tensor | None:
+        """The mean of all items, in the type of those added last; None without items."""
+        return None if self._mean is None else self._mean.to(self._dtype)
 
 
 class HiddenSpread(NamedTuple):
@@ -605,32 +612,6 @@ class HiddenSpread(NamedTuple):
     def cosine(self) -> torch.Tensor:
         """Return the mean cosine between the vectors and their mean."""
         return torch.dot(self.direction, self.mean / torch.linalg.vector_norm(self.mean))
-
-
-class StepLogits:
-    """Logits of a step at the last position of its sequences."""
-
-    def __init__(self, mode: LogitsMode) -> None:
-        self._mode = mode
-        self._mean = WeightedMean()
-        self._dtype = torch.float32
-
-    def part(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Reduce the logits of a micro-batch, (batch, position, token) or (batch, token)."""
-        last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
-        # A copy of one row: a view would keep the logits of the whole batch alive.
-        return (last.mean(dim=0) if self._mode == "mean" else last[0].clone()), len(last)
-
-    def add(self, last: torch.Tensor, count: int) -> None:
-        """Add the reduced logits of a micro-batch."""
-        if self._mode == "mean" or self._mean.mean is None:
-            self._mean.add(last, count)
-            self._dtype = last.dtype
-
-    def value(self) -> torch.Tensor | None:
-        """Return the logits of the current step; None if there are none."""
-        mean = self._mean.mean
-        return None if mean is None else mean.to(self._dtype)
 
 
 def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:

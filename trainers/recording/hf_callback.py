@@ -146,18 +146,17 @@ class TrajectoryCallback(TrainerCallback):
                 f"log: got True, but {type(self).__name__} knows only a Trainer that trains by "
                 "Trainer.train; pass a callable, such as log=trainer.log"
             )
-        schedule = {
-            "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-            "warmup_steps": args.get_warmup_steps(state.max_steps),
-            "steps": state.max_steps,
-            "max_grad_norm": args.max_grad_norm,
-        }
         loop = TrainingLoop(
             scaler=getattr(optimizer, "scaler", None),  # from accelerate's wrapper
             max_grad_norm=args.max_grad_norm or 0.0,
             first_step=state.global_step,
             device=args.device,
-            schedule=schedule,
+            schedule={
+                "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+                "warmup_steps": args.get_warmup_steps(state.max_steps),
+                "steps": state.max_steps,
+                "max_grad_norm": args.max_grad_norm,
+            },
             examples=args.per_device_train_batch_size
             * args.gradient_accumulation_steps
             * args.world_size,

@@ -99,16 +99,15 @@ class LoggedRows:
             return widen(block[name][row], self.layout.arrays[name].native)
 
         numbers = {"loss": float(values("loss"))} if "loss" in block else {}
-        norms = unchanged = None
+        found: dict[str, npt.NDArray[Any]] = {}
         if "grad_token_norm" in block:
-            norms = values("grad_token_norm")
+            found["grad_norm"] = values("grad_token_norm")
         elif "grad" in block:
-            norms = vector_norm(values("grad"))
+            found["grad_norm"] = vector_norm(values("grad"))
         before = block["W"][row - 1] if row and "W" in block else self._before
         if "W" in block and before is not None:
-            unchanged = (block["W"][row] == before).all(-1)
-        for kind, each in (("grad_norm", norms), ("unchanged", unchanged)):
-            if each is not None:
-                for name, mask in self._masks.items():
-                    numbers[f"{kind}_{name}"] = float(each[mask].mean())
+            found["unchanged"] = (block["W"][row] == before).all(-1)
+        for kind, each in found.items():
+            for name, mask in self._masks.items():
+                numbers[f"{kind}_{name}"] = float(each[mask].mean())
         return numbers

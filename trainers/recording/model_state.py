@@ -353,10 +353,9 @@ class ModelState:
                     "the run has no random_state; switch dropout on before the first step"
                 )
             found["random_state"] = random.to(torch.bfloat16)  # it holds 0 to 256 exactly
-        if self._buffers is not None:
-            values = self._buffers.after_step(first=first)
-            if values is not None:
-                found["buffers"] = values
+        buffers = None if self._buffers is None else self._buffers.after_step(first=first)
+        if buffers is not None:
+            found["buffers"] = buffers
         return found
 
     def _state(self, variables: Collection[str], *, initial: bool = False) -> State:
@@ -467,8 +466,7 @@ def _places_in(optimizer: JoinedOptimizer) -> dict[int, tuple[int, int]]:
 
 def _check_whole(model: torch.nn.Module, optimizer: JoinedOptimizer) -> None:
     """Raise an error if the optimizer has parameters that are not in the model."""
-    missing = _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}
-    if missing:
+    if missing := _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}:
         raise RecordingError(
             f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
             "a model that contains them, or record matrix instead of everything"

@@ -169,12 +169,10 @@ class _WrappedStep:
     def remove(self) -> None:
         """Restore the step, unless somebody has wrapped it again."""
         self._is_removed = True
-        if vars(self._owner).get("step") is not self._step:
-            return
-        if self._before_that is None:
+        if vars(self._owner).get("step") is self._step:
             del self._owner.step
-        else:
-            self._owner.step = self._before_that
+            if self._before_that is not None:
+                self._owner.step = self._before_that
 
 
 def _running_step() -> FrameType | None:

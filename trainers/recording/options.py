@@ -265,13 +265,9 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
 def _signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function)
     own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    kind = inspect.Parameter.KEYWORD_ONLY
     options = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=option.type,
-        )
+        inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
         for option in fields(RecordingOptions)
         if option.name not in signature.parameters
     ]

@@ -225,8 +225,7 @@ class PlannedRun:
         owner = self.parameter.optimizer
         assert owner is not None  # it was found when the recording was planned
         optimizer = optimizer_attributes(owner, self.parameter.group, self.schedule)
-        gradient = self.parameter.tensor.grad
-        if gradient is not None and gradient.is_sparse:
+        if (gradient := self.parameter.tensor.grad) is not None and gradient.is_sparse:
             optimizer["sparse_gradient"] = True
         attributes: dict[str, Any] = {
             "optimizer": optimizer,

@@ -97,12 +97,8 @@ class ExistingRun:
         attributes: dict[str, Any] = arrays.attrs.asdict()
         known = variables_of(attributes)
         held = tuple(name for name in arrays.array_keys() if name in known)
-        _check_recording_attribute(planned, attributes.get("recording", {}))
-        _check_variables(planned, held)
-        _check_tokens(planned, np.asarray(arrays["token"][...]))
-        _check_populations(planned, arrays)
-        if "parameter" in arrays:
-            _check_model(planned, np.asarray(arrays["parameter"][...]))
+        _check_options(planned, attributes.get("recording", {}), held)
+        _check_coordinates(planned, arrays)
         if planned.recording.state is not None:
             planned.recording.state.resume(attributes, held)
         steps, missing = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
@@ -191,22 +187,19 @@ class ExistingRun:
         )
 
 
-def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -> None:
+def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[str, ...]) -> None:
+    """Check options and variables against the attribute ``recording`` of the run and its arrays."""
     for name, value in planned.recording_attribute.items():
         if before.get(name) != value:
             raise InvalidArgument(
                 f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; resume "
                 f"with {name}={before.get(name)}"
             )
-
-
-def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
     extra = set(held) - set(wanted)
     if planned.recording.options.whole_state:
         extra &= VARIABLES.keys()
-    missing = sorted(extra) + sorted(required - set(held))
-    if missing:
+    if missing := sorted(extra) + sorted(required - set(held)):
         raise InvalidArgument(
             f"variables: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed "
             f"run keeps its variables, so correct {', '.join(missing)}"
@@ -223,19 +216,15 @@ def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: i
         )
 
 
-def _check_tokens(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
-    if not np.array_equal(held, planned.token):
+def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
+    """Check tokens, given populations, and names of parameters against those of the run."""
+    if not np.array_equal(arrays["token"][...], planned.token):
         raise InvalidArgument(
             f"tokens: the given tokens differ from those of {planned.path}; a resumed run keeps "
             "its tokens, so give the same ones"
         )
-
-
-def _check_populations(planned: PlannedRun, arrays: Any) -> None:
-    """Check given populations against those of the run; by default it keeps its own."""
-    if not planned.populations:
-        return
-    held = {name: np.asarray(arrays[name][...]) for name in arrays.array_keys()
+    names = arrays.array_keys() if planned.populations else ()  # by default it keeps its own
+    held = {name: np.asarray(arrays[name][...]) for name in names
             if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
     odd = sorted(held.keys() ^ planned.populations.keys()) or [
         name for name in held if not np.array_equal(held[name], planned.populations[name])
@@ -245,15 +234,12 @@ def _check_populations(planned: PlannedRun, arrays: Any) -> None:
             f"populations: {', '.join(odd)} differ from {planned.path}; a resumed run keeps its "
             "populations, so leave them out"
         )
-
-
-def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
-    names = planned.parameter_names or ()
-    if tuple(map(str, held)) != names:
+    stored = tuple(map(str, arrays["parameter"][...])) if "parameter" in arrays else None
+    own = planned.parameter_names or ()
+    if stored not in (None, own):
         raise InvalidArgument(
-            f"the model has {len(names)} parameters, but {planned.path} has {len(held)} "
-            f"({', '.join(map(str, held[:3]))}, …), or their names differ; resume with the same "
-            "model"
+            f"the model has {len(own)} parameters, but {planned.path} has {len(stored)} "
+            f"({', '.join(stored[:3])}, …), or their names differ; resume with the same model"
         )
 
 

@@ -116,8 +116,7 @@ class RunNotes:
         own = {entry["note"]: entry for entry in self.entries}
         earlier = []
         for entry in notes_until(before, step):
-            known = own.get(entry["note"])
-            if known is None:
+            if (known := own.get(entry["note"])) is None:
                 earlier.append(entry)
                 continue
             if entry["last_step"] < known["first_step"]:

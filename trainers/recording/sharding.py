@@ -200,20 +200,17 @@ def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
             "tokens: a parameter that is sharded over processes is recorded with all tokens; leave "
             "out tokens, or select tokens after recording"
         )
-    of_state = [name for name in EVERYTHING if name in variables]
-    if of_state:
+    if of_state := [name for name in EVERYTHING if name in variables]:
         raise RecordingError(
             f"{of_state[0]}: the state of a model with sharded parameters cannot be recorded; "
             "record weights, weights+grads or matrix"
         )
-    of_model = [name for name in MODEL if name in variables]
-    if of_model:
+    if of_model := [name for name in MODEL if name in variables]:
         raise RecordingError(
             f"{', '.join(of_model)}: norms of sharded parameters cannot be recorded; record "
             "weights, weights+grads or matrix"
         )
-    of_examples = [name for name in OF_EXAMPLES if name in variables]
-    if of_examples and not has_fsdp(model):
+    if (of_examples := [name for name in OF_EXAMPLES if name in variables]) and not has_fsdp(model):
         raise RecordingError(
             f"{', '.join(of_examples)}: in a tensor-parallel training all processes have the same "
             "examples, which would be recorded once per process; leave them out"

@@ -124,7 +124,9 @@ class StepExamples:
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
         if one is None or self._adds_up is False:
             return
-        if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
+        shifts = kwargs.get("shift_labels") is None  # the model itself
+        is_causal = shifts and getattr(model, "loss_function", None) is ForCausalLMLoss
+        if labels is None or logits is None or loss is None or not is_causal:
             return
         losses = example_losses(logits.detach(), labels)
         if self._adds_up is None:
@@ -214,8 +216,7 @@ def _observed(name: str, given: Any) -> torch.Tensor:
         )
     if values.dtype in (torch.float64, torch.int64):
         kept = _as_recorded(name, values).to(values.dtype)
-        wrong = (kept != values) & (values == values)
-        if wrong.any():
+        if (wrong := (kept != values) & (values == values)).any():
             at = int(wrong.nonzero()[0])
             stored = "float64" if name == "batch" else "float32"
             raise InvalidArgument(
@@ -228,12 +229,6 @@ def _observed(name: str, given: Any) -> torch.Tensor:
 def _as_recorded(name: str, values: torch.Tensor) -> torch.Tensor:
     # float64 is exact for integers up to 2^53, and has NaN for a missing index.
     return as_float64(values) if name == "batch" else values.float()
-
-
-def _is_causal(model: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return True if the model computes a causal language model's loss and shifts the labels."""
-    own = inputs.get("shift_labels") is None
-    return own and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 def _difference(

@@ -75,8 +75,7 @@ def select_tokens(
     ids = np.unique(exact("tokens", tokens, "int64", least=ANY))
     if not ids.size:
         raise InvalidArgument("tokens: got an empty list, expected at least one token id")
-    unknown = ids[(ids < 0) | (ids >= vocab_size)]
-    if unknown.size:
+    if (unknown := ids[(ids < 0) | (ids >= vocab_size)]).size:
         shown = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
         raise InvalidArgument(
             f"tokens: {unknown.size} ids are not in the vocabulary ({shown}); expected 0 to "

@@ -154,8 +154,7 @@ class BlockWriter:
         try:
             self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
         except FileExistsError as error:
-            found = path.stat()
-            if found is None or not self._has_lock():
+            if (found := path.stat()) is None or not self._has_lock():
                 raise taken_over(self.path) from error
             # A previous writer was suspended during its upload, until this one had its lock.
             self._tags[path] = path.write_bytes(data, instead_of=str(found["e_tag"]))
@@ -169,8 +168,7 @@ class BlockWriter:
         # Those being written are in memory, too.
         most = CHUNKS_AHEAD * self.layout.threads - WRITES
         while self._blocks and len(self._ahead) <= most:
-            task = next(self._blocks[0], None)
-            if task is None:
+            if (task := next(self._blocks[0], None)) is None:
                 self._blocks.popleft()
             else:
                 self._ahead.append(submit(self._encoders, task))

@@ -199,7 +199,6 @@ def _check_alike(reports: Sequence[_Report]) -> None:
 
 def _whole_block(reports: Sequence[_Report]) -> Written | None:
     """The block that all processes wrote; None if there is none."""
-    written = [one.written for one in reports if one.written is not None]
-    if not written:
+    if not (written := [one.written for one in reports if one.written is not None]):
         return None
     return written[0][0], [shard for _, shards in written for shard in shards]

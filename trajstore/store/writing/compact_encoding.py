@@ -103,12 +103,9 @@ def _check(
     attributes: Mapping[str, Any],
     variables: Mapping[str, str],
 ) -> None:
-    missing = [name for name in (*arrays, *rates) if name not in variables]
-    if missing:
+    if missing := [name for name in (*arrays, *rates) if name not in variables]:
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
-    wide = [name for name in arrays if native_type(variables[name]).itemsize > 4]
-    if wide:
+    if wide := [name for name in arrays if native_type(variables[name]).itemsize > 4]:
         raise InvalidArgument(f"{', '.join(wide)} are float64")
-    every = (attributes.get("recording") or {}).get("every", 1)
-    if every != 1:
+    if (every := (attributes.get("recording") or {}).get("every", 1)) != 1:
         raise InvalidArgument(f"the run is recorded every {every} steps")

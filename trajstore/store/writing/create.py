@@ -88,8 +88,7 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     InvalidArgument
         If the path has no name, such as ``/``, or is an address.
     """
-    target = check_target(path, overwrite=overwrite)
-    if isinstance(target, RemotePath):
+    if isinstance((target := check_target(path, overwrite=overwrite)), RemotePath):
         raise InvalidArgument(
             f"cannot create {path}: only recordings can be in an object store; choose a local path"
         )

@@ -83,8 +83,7 @@ def token_coordinates(
             )
     given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
     for name, values in given.items():
-        entry = coordinate(name)
-        if values is None or entry is None:
+        if values is None or (entry := coordinate(name)) is None:
             continue
         coordinates[name] = exact(name, values, entry.dtype)
         if len(coordinates[name]) != len(ids):

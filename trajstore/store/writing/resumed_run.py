@@ -239,8 +239,7 @@ def _stored_layout(
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
         if name != STEP.name and name not in held:
             continue
-        found = stored_array(path, name, array)
-        if found is None:
+        if (found := stored_array(path, name, array)) is None:
             raise FormatError(
                 f"{name} of {path} has a layout of another version or program, so no rows can be "
                 "added; record a new run"
@@ -335,6 +334,5 @@ def remove_past_end(path: Location, layout: Layout, rows: int) -> None:
     blocks = -(-rows // layout.block_rows)
     for name, array in layout.arrays.items():
         for shard in (path / name).iterdir():
-            place = block_of(shard.name, len(array.shard))
-            if place is not None and place[0] >= blocks:
+            if (place := block_of(shard.name, len(array.shard))) is not None and place[0] >= blocks:
                 shard.unlink()
