@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,12 +98,7 @@ class HiddenStates:
         if not (self._is_state(states) and states.ndim == 3):
             raise InvalidArgument(self._unfit("hidden", states))
         parts = [receiver(states.detach()) for receiver in self.receivers]
-
-        def use() -> None:
-            for add in parts:
-                add()
-
-        return use
+        return functools.partial(self._deliver, parts)
 
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,11 +114,11 @@ class HiddenStates:
 
     def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
         parts = [receiver(states.detach()) for receiver in self.receivers]
-        one.keep("hidden", self._deliver, one, parts)
+        one.keep("hidden", self._deliver, parts, one)
 
-    def _deliver(self, one: ForwardPass, parts: Sequence[Callable[[], None]]) -> None:
+    def _deliver(self, parts: Sequence[Callable[[], None]], one: ForwardPass | None = None) -> None:
         # Several inputs of the unembedding are chunks, whose order is not known.
-        if one.head_inputs <= 1:
+        if one is None or one.head_inputs <= 1:
             for add in parts:
                 add()
 

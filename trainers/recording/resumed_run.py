@@ -99,16 +99,23 @@ class ExistingRun:
         held = tuple(name for name in arrays.array_keys() if name in known)
         _check_options(planned, attributes.get("recording", {}), held)
         _check_coordinates(planned, arrays)
+        state: list[str] = []
         if planned.recording.state is not None:
             planned.recording.state.resume(attributes, held)
-        steps, missing = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
+            state = sorted(name for name in held if name in STATE or name not in VARIABLES)
+        all_steps = np.asarray(arrays[STEP.name][...])
+        steps, missing = _kept_steps(planned, all_steps)
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = steps.size - 1
-        state = [name for name in held if name in STATE or name not in VARIABLES]
+        names = arrays["hyperparameter"][...] if "hyperparameter" in arrays else ()
+        compared = None
+        if comparison is not None:
+            stored = resumed_run(planned.path, None, memory=planned.memory)
+            compared = ComparedRun(stored, all_steps.tolist(), int(steps.size), comparison)
         return cls(
             planned=planned,
             variables=held,
@@ -116,22 +123,11 @@ class ExistingRun:
             last_step=int(steps[-1]),
             missing_steps=missing,
             last_weights=_row(W, (last, own)),
-            hyperparameters=tuple(map(str, arrays["hyperparameter"][...]))
-            if "hyperparameter" in arrays
-            else (),
+            hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
-            last_state={}
-            if planned.recording.state is None
-            else {name: _row(arrays[name], last) for name in sorted(state)},
-            compared=None
-            if comparison is None
-            else ComparedRun(
-                resumed_run(planned.path, None, memory=planned.memory),
-                np.asarray(arrays[STEP.name][...]).tolist(),
-                int(steps.size),
-                comparison,
-            ),
+            last_state={name: _row(arrays[name], last) for name in state},
+            compared=compared,
         )
 
     def check(self, W: torch.Tensor) -> None:

@@ -24,12 +24,11 @@ class CannotFollow(RecordingError):
     """The training has changed so that no row of the run can hold its steps."""
 
 
-def file_error(error: BaseException) -> OSError | None:
+def file_error(error: BaseException | None) -> OSError | None:
     """Return an error, or the one of its causes, that is about a file; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__
-    return cause
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
 
 
 class RunNotes:
