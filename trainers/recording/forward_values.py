@@ -177,8 +177,7 @@ def _scale_of(root: torch.Tensor) -> torch.Tensor | None:
 
 def _metadata(node: torch.autograd.graph.Node) -> dict[str, Any]:
     """Return the values that belong to a node of a graph, which end with it."""
-    found: Any = node.metadata
-    return found  # type: ignore[no-any-return]
+    return node.metadata  # type: ignore[return-value]
 
 
 def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | None:

@@ -227,8 +227,7 @@ def _run_and_close_if_failed(
     reference: weakref.ref[TrajectoryCallback], run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call `Trainer.train`; if it fails, commit the rows of the recording that it has begun."""
-    callback = reference()
-    if callback is not None and callback in args[0].callback_handler.callbacks:
+    if (callback := reference()) is not None and callback in args[0].callback_handler.callbacks:
         callback._trainer = weakref.ref(args[0])
     is_inside = callback is None or callback in _recording  # another training runs this one
     try:

@@ -76,13 +76,11 @@ class HiddenStates:
         _check_order(source, modules[source])
 
         def on_output(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            states = _first_tensor(output)
             with self.passes.of(output) as one:
-                if one is None:
-                    return
-                states = _first_tensor(output)
-                if self._is_state(states) and states.ndim == 3:
+                if one is not None and self._is_state(states) and states.ndim == 3:
                     self._keep(one, states)
-                else:
+                elif one is not None:
                     self.on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
 
         hooks.after(modules[source], on_output)

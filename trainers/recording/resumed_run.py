@@ -143,8 +143,7 @@ class ExistingRun:
         NothingToResume
             If a bit differs, or one of the state of the model.
         """
-        step = self.planned.recording.loop.first_step
-        if step != self.last_step:
+        if (step := self.planned.recording.loop.first_step) != self.last_step:
             return
         held = "W" if "W" in self.variables else "cells"
         now = W if held == "W" else W.to(torch.bfloat16)

@@ -121,9 +121,8 @@ class RunNotes:
             if entry["last_step"] < known["first_step"]:
                 known["count"] += entry["count"]
             known["first_step"] = min(entry["first_step"], known["first_step"])
-            if UNPROVEN in entry:
-                ranges = entry[UNPROVEN]
-                ranges += [one for one in known.get(UNPROVEN, []) if one not in ranges]
-                known[UNPROVEN] = ranges
+            if ranges := entry.get(UNPROVEN):
+                more = [one for one in known.get(UNPROVEN, []) if one not in ranges]
+                known[UNPROVEN] = ranges + more
         self.entries[:0] = earlier
         return self.entries

@@ -68,8 +68,7 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     from torch.distributed.tensor import Shard
 
-    shared: Any = tensor
-    local: torch.Tensor = shared.redistribute(placements=[Shard(0)]).to_local()
+    local: torch.Tensor = tensor.redistribute(placements=[Shard(0)]).to_local()  # type: ignore[attr-defined]
     return local
 
 

@@ -80,11 +80,10 @@ class StepExamples:
             If there is not one number for each example.
         """
         for name, given in (("batch", batch), ("example_loss", example_loss)):
-            if given is None:
-                continue
-            values = _observed(name, given)
-            if name in self.variables:
-                yield name, functools.partial(self._add, name, _as_recorded(name, values))
+            if given is not None:
+                values = _observed(name, given)
+                if name in self.variables:
+                    yield name, functools.partial(self._add, name, _as_recorded(name, values))
 
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the values of the current step by variable; missing ones are left out.
@@ -175,10 +174,9 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
     size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
     found = []
-    for first in range(0, len(logits), size):
-        part = targets[first : first + size]
+    for some, part in zip(logits.split(size), targets.split(size), strict=True):
         each = torch.nn.functional.cross_entropy(
-            logits[first : first + size].flatten(0, 1).float(),
+            some.flatten(0, 1).float(),
             part.flatten(),
             ignore_index=_NO_TARGET,
             reduction="none",
