@@ -9,7 +9,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 
 from trajstore.errors import InvalidArgument
 
@@ -34,7 +33,6 @@ def check_commit_every(seconds: float | None) -> None:
         )
 
 
-@dataclass(eq=False)
 class CommitTimer:
     """Commits the rows of a writer at intervals.
 
@@ -58,13 +56,17 @@ class CommitTimer:
     6.0
     """
 
-    every: float
-    commit: Callable[[], bool | None]
-    _: KW_ONLY
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self._last = self._begun = self.clock()
+    def __init__(
+        self,
+        every: float,
+        commit: Callable[[], bool | None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every = every
+        self._commit = commit
+        self._clock = clock
+        self._last = self._begun = clock()
         self._took = 0.0
         self._stopped = threading.Event()
         # A daemon, so that a recording that is never closed does not keep the process alive.
@@ -82,7 +84,7 @@ class CommitTimer:
 
     def committed(self, *, by_time: bool) -> None:
         """Record the end of a commit. `by_time` is True if this timer started it."""
-        self._last = self.clock()
+        self._last = self._clock()
         if by_time:
             self._took = self._last - self._begun
 
@@ -94,20 +96,19 @@ class CommitTimer:
         float or None
             Seconds until the next call; None if the writer no longer exists.
         """
-        now = self.clock()
-        due = self._last + max(self.every, _PAUSE * self._took)
-        if now < due:
+        now = self._clock()
+        if now < (due := self._last + max(self._every, _PAUSE * self._took)):
             return due - now
         before, self._begun = self._begun, now
-        begun = self.commit()
+        begun = self._commit()
         if begun is False:  # the previous commit may still be running
             self._begun = before
         if begun is None:
             return None
-        return self.every if begun else self.every / _ATTEMPTS
+        return self._every if begun else self._every / _ATTEMPTS
 
     def _run(self) -> None:
-        seconds: float | None = self.every
+        seconds: float | None = self._every
         while seconds is not None:
             if self._stopped.wait(min(seconds, threading.TIMEOUT_MAX)):
                 return

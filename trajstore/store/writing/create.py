@@ -71,8 +71,7 @@ def check_folder(path: RunPath) -> None:
     InvalidArgument
         With the name of the folder.
     """
-    target = location(path).absolute()
-    if isinstance(target, Path):
+    if isinstance(target := location(path).absolute(), Path):
         check_writable(target)
         if target.is_dir():
             check_writable(target / METADATA_KEY)

@@ -145,8 +145,7 @@ def check_run(path: RunPath) -> Location:
     InvalidArgument, MissingExtra
         If it is at an address that cannot be written to.
     """
-    place = location(path).absolute()
-    if isinstance(place, RemotePath) and not place.listed:
+    if isinstance(place := location(path).absolute(), RemotePath) and not place.listed:
         raise InvalidArgument(
             f"cannot add to {path}: web servers are read-only; copy the run to a local folder"
         )
