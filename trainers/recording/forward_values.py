@@ -405,8 +405,8 @@ class ForwardPasses:
         loss, logits = loss_of(output), logits_of(output)
         is_share = kwargs.get("num_items_in_batch") is not None
         if loss is not None and loss.grad_fn is not None and not is_share:
-            kept = loss.detach().clone().reshape(())  # the loop may divide it in place
-            _metadata(loss.grad_fn)[_LOSS_OF] = kept, loss.output_nr
+            # A copy: the loop may divide it in place.
+            _metadata(loss.grad_fn)[_LOSS_OF] = loss.detach().clone().reshape(()), loss.output_nr
         if one.last_layer is not None and not _ends_in(output, one.last_node):
             one.head_calls = 0
         if one.head_calls == 1 and one.head_logits is not None:
@@ -618,8 +618,7 @@ def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:
     nodes = [tensor.grad_fn for tensor in _tensors_of(output)]
     seen: set[torch.autograd.graph.Node] = set()
     while nodes and node is not None and len(seen) < _MOST_NODES:
-        one = nodes.pop()
-        if one is node:
+        if (one := nodes.pop()) is node:
             return True
         if one is not None and one not in seen and not _OF_LAYERS.search(one.name()):
             seen.add(one)

@@ -275,8 +275,7 @@ class ModelState:
 
     def _after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._draws and self._before_pass is not None:
-            now = random_state(self._matrix.device)
-            self._draws = not torch.equal(self._before_pass, now)
+            self._draws = not torch.equal(self._before_pass, random_state(self._matrix.device))
         self._before_pass = None
 
     @property

@@ -84,8 +84,7 @@ class RunNotes:
 
         If the step is `unproven`, a replay does not compare it, and gives the sentence as reason.
         """
-        entry = next((one for one in self.entries if one["note"] == sentence), None)
-        if entry is None:
+        if (entry := next((one for one in self.entries if one["note"] == sentence), None)) is None:
             steps = {"first_step": self.step, "last_step": self.step, "count": 1}
             entry = {"note": sentence, **steps}
             self.entries.append(entry)

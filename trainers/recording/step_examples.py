@@ -129,8 +129,7 @@ class StepExamples:
             return
         losses = example_losses(logits.detach(), labels)
         if self._adds_up is None:
-            items = kwargs.get("num_items_in_batch")
-            wrong = _difference(losses, labels, loss.detach(), items)
+            wrong = _difference(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
             self._adds_up = wrong is None
             if wrong is not None:
                 self._on_note(wrong)
@@ -144,11 +143,9 @@ class StepExamples:
         """Return a function that adds the hidden states of a micro-batch."""
 
         def add() -> None:
-            if "hidden_states" not in self._parts:
-                return
-            if states.ndim == 3:
+            if "hidden_states" in self._parts and states.ndim == 3:
                 self._parts["hidden_states"].append(states)
-            else:
+            elif "hidden_states" in self._parts:
                 self._on_note(
                     f"hidden_states are not recorded: got states of shape {tuple(states.shape)}, "
                     "expected (example, position, hidden)"

@@ -35,8 +35,7 @@ def slower_threads() -> str | None:
 
     That is so where other programs use the processors. Both are timed on a float32 product.
     """
-    several = torch.get_num_threads()
-    if several == 1:
+    if (several := torch.get_num_threads()) == 1:
         return None
     matrix = torch.ones(_SIZE, _SIZE, device="cpu")
     own = _seconds(matrix)
