@@ -86,13 +86,12 @@ def open_recorder(
         If the existing run begins after the step of the training, or has other weights there.
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
-    begins = False
-    if comparison is None and options.resume:
-        wanted, options = options, options.resumed_or_new(run_paths(path, options))
-        begins = options is not wanted
+    wanted = options
+    if comparison is None:
+        options = wanted.resumed_or_new(run_paths(path, wanted))
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
     announce = (lambda sentence: None) if options.resume else notes.mention
-    if begins and loop.first_step:
+    if options is not wanted and loop.first_step:
         announce(f"there were no rows to resume: the run begins after step {loop.first_step}")
     parameters = find_parameters(model, joined, options.parameter, announce)
     advice = optimizer_advice(parameters)
@@ -114,8 +113,7 @@ def open_recorder(
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.resolved):
                     recording.summaries = ModelParameters(model, device, of_model)
-                of_state = [name for name in EVERYTHING if name in options.resolved]
-                if of_state:
+                if of_state := [name for name in EVERYTHING if name in options.resolved]:
                     if len(parameters) > 1:
                         raise RecordingError(
                             f"{of_state[0]} is recorded with one matrix, got {len(parameters)}; "

@@ -126,7 +126,6 @@ class ComparedRun:
             for name, array in stored.layout.arrays.items()
             if name != STEP.name
         }
-        self._row_bytes = sum(place.nbytes for place in self._row.values())
         self._number = -1  # number of the block in memory
         self._block: dict[str, Array] = {}
 
@@ -138,7 +137,7 @@ class ComparedRun:
     @property
     def bytes_recorded(self) -> int:
         """Bytes of the rows so far, in native types."""
-        return self.rows * self._row_bytes
+        return self.rows * sum(place.nbytes for place in self._row.values())
 
     def next_rows(self, most: int) -> dict[str, Array]:
         """Return memory for one row, as `RunWriter.next_rows`: each row may have another place."""
@@ -161,7 +160,9 @@ class ComparedRun:
             if not (unequal := self._unequal(step)):
                 comparison.agreed += 1
             elif (successor := comparison.differ(self._difference(step, unequal))) is not None:
-                self._forward_row(step, successor)
+                for name, place in successor.next_row().items():
+                    place[...] = self._row[name]
+                successor.commit_row(step)
         self.rows += 1
 
     def commit(self) -> None:
@@ -170,12 +171,6 @@ class ComparedRun:
     def close(self, status: str = "complete") -> None:
         """Release the block; the comparison stays open for the next segment."""
         self._block = {}
-
-    def _forward_row(self, step: int, successor: RunWriter) -> None:
-        """Write the compared row to another writer."""
-        for name, place in successor.next_row().items():
-            place[...] = self._row[name]
-        successor.commit_row(step)
 
     def _difference(self, step: int, unequal: tuple[str, ...]) -> RowDifference:
         at = self.rows % self.layout.block_rows
@@ -194,20 +189,17 @@ class ComparedRun:
             return (STEP.name,)
         number, at = divmod(self.rows, self.layout.block_rows)
         if number != self._number:
-            self._load(number)
+            self._block = {}  # release the old block first
+            first = number * self.layout.block_rows
+            rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
+            self._block = {
+                name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
+                for name in self._row
+            }
+            self._number = number
         return tuple(
             name for name, place in self._row.items() if (place != self._block[name][at]).any()
         )
-
-    def _load(self, number: int) -> None:
-        self._block = {}  # release the old block first
-        first = number * self.layout.block_rows
-        rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
-        self._block = {
-            name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
-            for name in self._row
-        }
-        self._number = number
 
 
 RowTarget = RunWriter | ComparedRun

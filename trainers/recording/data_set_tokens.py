@@ -90,8 +90,7 @@ def facts_of_trainer(
     if options.is_dead is None and options.token_count is None:
         remedy = "give is_dead= or token_count=, or label them later with: trajstore annotate"
         with _note_failures(facts, "which tokens are dead", remedy):
-            rows = _vocabulary(model, parameters)
-            if rows is not None:
+            if (rows := _vocabulary(model, parameters)) is not None:
                 data_set = getattr(data_loader, "dataset", None)
                 _add_counts(facts, *_counted(data_set, rows, processes))
     if options.token_text is None:
@@ -136,8 +135,7 @@ def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...
     The facts apply to every recorded matrix with this number of rows, so all of them have to be
     embeddings.
     """
-    output = _weight(model, "get_output_embeddings")
-    if output is None:
+    if (output := _weight(model, "get_output_embeddings")) is None:
         return None
     alike = [one.tensor for one in parameters if len(one.tensor) == len(output)]
     others = [tensor for tensor in alike if tensor is not output]
@@ -216,8 +214,7 @@ def _parts(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
     elif _is_table(data_set):
         yield from _parts_of_table(data_set)
     else:
-        for number in range(len(data_set)):
-            yield _of_example(data_set[number])
+        yield from (_of_example(data_set[number]) for number in range(len(data_set)))
 
 
 def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:

@@ -43,8 +43,7 @@ def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
             left, right = pairwise_sum(values[:half]), pairwise_sum(values[half:])
         total = left + right
         return total
-    whole = length // 8 * 8
-    if whole:
+    if whole := length // 8 * 8:
         first, *others = values[:whole].unflatten(0, (-1, 8)).unbind()
         sums = first.clone()
         for other in others:
@@ -88,13 +87,6 @@ def token_norm(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torc
     return _rounded(_hidden_sum(change.square_()).sqrt_())
 
 
-def _binade(wide: torch.Tensor, least_normal: float) -> torch.Tensor:
-    """Return the power of two at or below each magnitude, as in `ulp_lattice.binade`."""
-    exponent = NATIVE_TYPES["float64"].infinity_bits
-    # Taken from the bits, because exp2 is not exact on every device.
-    return (wide.view(torch.int64) & exponent).view(torch.float64).clamp_(min=least_normal)
-
-
 def ulp(tensor: torch.Tensor) -> torch.Tensor:
     """Return the spacing of the tensor's own type at each element, as float64.
 
@@ -108,8 +100,10 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
             As in `trajstore.values.ulp_lattice.spacing`: subnormals and zero have the smallest one;
             NaN for infinite values and NaN.
     """
-    native = _NATIVE[tensor.dtype]
-    spacing = _binade(as_float64(tensor), native.least_normal).mul_(native.epsilon)
+    native, exponent = _NATIVE[tensor.dtype], NATIVE_TYPES["float64"].infinity_bits
+    # The power of two is taken from the bits, because exp2 is not exact on every device.
+    binade = (as_float64(tensor).view(torch.int64) & exponent).view(torch.float64)
+    spacing = binade.clamp_(min=native.least_normal).mul_(native.epsilon)
     return spacing.masked_fill_(spacing.isinf(), math.nan)
 
 

@@ -71,8 +71,7 @@ class FirstStep:
                 f"the first step changed nothing in {_named(stuck)}, which had a gradient: {reason}"
             )
         known = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        outside = [name for name, p in now.items() if p.requires_grad and id(p) not in known]
-        if outside:
+        if outside := [name for name, p in now.items() if p.requires_grad and id(p) not in known]:
             yield (
                 f"the optimizer lacks {len(outside)} parameters with requires_grad=True "
                 f"({outside[0]}); if another optimizer trains them, pass a list of both"

@@ -14,8 +14,8 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
@@ -151,11 +151,6 @@ class BackwardPass:
         """The root without the factor of a scaler."""
         return self.root if self.root is None or self.scale is None else self.root / self.scale
 
-    def repeats(self, other: BackwardPass) -> bool:
-        """Return True if both differentiate one value for different parameters."""
-        same = self.source is not None and self.source is other.source
-        return same and self.reached.isdisjoint(other.reached)
-
 
 def mark_scaled(tensors: Any, scaler: torch.amp.GradScaler) -> None:
     """Remember that a gradient scaler has multiplied tensors by its factor."""
@@ -182,8 +177,7 @@ def _scale_of(root: torch.Tensor) -> torch.Tensor | None:
 
 def _metadata(node: torch.autograd.graph.Node) -> dict[str, Any]:
     """Return the values that belong to a node of a graph, which end with it."""
-    found: Any = node.metadata
-    return found  # type: ignore[no-any-return]
+    return node.metadata  # type: ignore[return-value]
 
 
 def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | None:
@@ -197,19 +191,17 @@ class Observation(NamedTuple):
 
     Attributes
     ----------
-    before : int
-        Number of the first forward pass since the observation before.
     number : int
         Number of the first forward pass after it.
     deliver : dict of str to callable
         Called if the step uses the values; by the names of the values.
     """
 
-    before: int
     number: int
     deliver: dict[str, Callable[[], None]]
 
 
+@dataclass(kw_only=True, eq=False)
 class ForwardPasses:
     """Loss, logits, mean and spread of the hidden states of the optimizer step in progress.
 
@@ -233,39 +225,33 @@ class ForwardPasses:
         Types that autocast has chosen on the CPU.
     """
 
-    def __init__(
-        self,
-        *,
-        logits_mode: LogitsMode,
-        vocabularies: Iterable[int],
-        on_use: Callable[[ForwardPass], None],
-        on_note: Callable[[str], None],
-    ) -> None:
+    logits_mode: LogitsMode
+    vocabularies: InitVar[Iterable[int]]
+    on_use: Callable[[ForwardPass], None]
+    on_note: Callable[[str], None]
+
+    def __post_init__(self, vocabularies: Iterable[int]) -> None:
         self.current: ForwardPass | None = None
         self.autocast_types: set[torch.dtype] = set()
-        self._logits_mode = logits_mode
         self._vocabularies = frozenset(vocabularies)
-        self._on_use = on_use
-        self._on_note = on_note
         self._variables: frozenset[str] = frozenset()
         self._number = 0  # of the next pass
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
-        self._observations: list[Observation] = []
         self._events: list[Observation | BackwardPass] = []
         self._first = self._number
         self._watched: set[int] = set()  # passes whose use a backward pass tells
         self.loss = StepLoss()
-        self._logits = StepLogits(self._logits_mode)
+        self._logits = WeightedMean()
         self._hidden = WeightedMean()
         self._spread: HiddenSpread | None = None
 
     def release(self) -> None:
         """Forget who is called: graphs of the loop, which refer to this, may live on."""
-        self._on_use = lambda one: None
-        self._on_note = lambda sentence: None
+        self.on_use = lambda one: None
+        self.on_note = lambda sentence: None
 
     def watch(
         self,
@@ -285,13 +271,11 @@ class ForwardPasses:
         variables : set of str
         """
         self._variables = frozenset(variables)
-        if "logits" not in variables:
-            return
-        if head is not None and makes_logits(model, head):
+        if "logits" in variables and head is not None and makes_logits(model, head):
             hooks.after(head, self._on_head_output)
-            return
-        for layer in last_layers(model, self._vocabularies):
-            hooks.after(layer, self._on_layer_output)
+        elif "logits" in variables:
+            for layer in last_layers(model, self._vocabularies):
+                hooks.after(layer, self._on_layer_output)
 
     def watch_model(self, hooks: ModuleHooks, model: torch.nn.Module) -> None:
         """Add the hooks that begin and end a pass; those of others lie between them."""
@@ -304,16 +288,14 @@ class ForwardPasses:
 
         A loop may call a module of the model by itself; that is a pass of its own.
         """
-        if _is_no_pass():
+        if _is_no_pass() or (self.current is None and not torch.is_grad_enabled()):
             yield None
         elif self.current is not None:
             yield self.current
-        elif torch.is_grad_enabled():
+        else:
             alone = self._new_pass()
             yield alone
             self._watch_graph(alone, output)
-        else:
-            yield None
 
     def observe(
         self,
@@ -331,16 +313,13 @@ class ForwardPasses:
         if loss is not None:
             deliver["loss"] = self.loss.observed(loss)
         if logits is not None:
-            part = self._logits.part(logits)
-            deliver["logits"] = functools.partial(self._add_logits, *part)
+            deliver["logits"] = functools.partial(self._add_logits, *self._last_logits(logits))
         last = self._events[-1] if self._events else None
         is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
         if isinstance(last, Observation) and is_other and last.number == self._number:
             last.deliver.update(deliver)
-            return
-        before = self._observations[-1].number if self._observations else self._first
-        self._observations.append(Observation(before, self._number, deliver))
-        self._events.append(self._observations[-1])
+        else:
+            self._events.append(Observation(self._number, deliver))
 
     def end_backward(self, one: BackwardPass) -> None:
         """Take note of the place of a backward pass among the observed values."""
@@ -354,9 +333,10 @@ class ForwardPasses:
         the backward passes decide.
         """
         observed: set[str] = set()
-        ends = [*(one.number for one in self._observations[1:]), self._number]
-        for one, end in zip(self._observations, ends, strict=False):
-            own = range(one.before, one.number) or range(one.number, end)
+        observations = [event for event in self._events if isinstance(event, Observation)]
+        bounds = [self._first, *(one.number for one in observations), self._number]
+        for one, before, end in zip(observations, bounds, bounds[2:], strict=False):
+            own = range(before, one.number) or range(one.number, end)
             watched = self._watched.intersection(own)
             if watched & used if used and watched else self._is_next_to_use(one):
                 observed |= one.deliver.keys()
@@ -376,7 +356,7 @@ class ForwardPasses:
         near = list(itertools.takewhile(lambda event: isinstance(event, BackwardPass), side))
         backwards = [event for event in events if isinstance(event, BackwardPass)]
         if not near:  # a pass for each, in another order, or none that was seen
-            return not backwards or len(self._observations) <= len(backwards)
+            return not backwards or len(events) <= 2 * len(backwards)
         return not all(event.is_dropped for event in near if isinstance(event, BackwardPass))
 
     def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
@@ -401,7 +381,7 @@ class ForwardPasses:
         spread = self._spread
         return {
             "loss": self.loss.value(backwards),
-            "logits": self._logits.value(),
+            "logits": self._logits.mean,
             "hidden_mean": self._hidden.mean,
             "hidden_trace": spread and spread.trace,
             "hidden_cosine": spread and spread.cosine(),
@@ -425,16 +405,16 @@ class ForwardPasses:
         loss, logits = loss_of(output), logits_of(output)
         is_share = kwargs.get("num_items_in_batch") is not None
         if loss is not None and loss.grad_fn is not None and not is_share:
-            kept = loss.detach().clone().reshape(())  # the loop may divide it in place
-            _metadata(loss.grad_fn)[_LOSS_OF] = kept, loss.output_nr
+            # A copy: the loop may divide it in place.
+            _metadata(loss.grad_fn)[_LOSS_OF] = loss.detach().clone().reshape(()), loss.output_nr
         if one.last_layer is not None and not _ends_in(output, one.last_node):
             one.head_calls = 0
         if one.head_calls == 1 and one.head_logits is not None:
             self._keep_logits(one, _by_sequence(one.head_logits, (args, kwargs)))
-        elif logits is not None and self._are_of_a_vocabulary(logits):
+        elif self._are_of_a_vocabulary(logits):
             self._keep_logits(one, _by_sequence(logits, (args, kwargs)))
         elif one.head_calls > 1:
-            self._on_note(
+            self.on_note(
                 f"logits and hidden states are not recorded: the model calls its unembedding "
                 f"{one.head_calls} times in a forward pass; pass them with observe(logits=…, "
                 "hidden=…)"
@@ -456,20 +436,23 @@ class ForwardPasses:
     def _on_layer_output(self, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Remember the output of the last layer that may make logits; `_end` decides."""
         one = None if _is_no_pass() else self.current
-        if (
-            one is not None
-            and isinstance(output, torch.Tensor)
-            and self._are_of_a_vocabulary(output)
-        ):
+        if one is not None and self._are_of_a_vocabulary(output):
             one.head_calls = one.head_calls + 1 if layer is one.last_layer else 1
             one.last_layer, one.last_node = layer, output.grad_fn
             one.head_logits = output.detach()
 
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
-        one.keep("logits", self._add_logits, *self._logits.part(logits))
+        one.keep("logits", self._add_logits, *self._last_logits(logits))
+
+    def _last_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Reduce the logits of a micro-batch, (batch, position, token) or (batch, token)."""
+        last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
+        # A copy of one row: a view would keep the logits of the whole batch alive.
+        return (last.mean(dim=0) if self.logits_mode == "mean" else last[0].clone()), len(last)
 
     def _add_logits(self, last: torch.Tensor, count: int) -> None:
-        self._logits.add(last, count)
+        if self.logits_mode == "mean" or self._logits.mean is None:
+            self._logits.add(last, count)
 
     def _watch_graph(self, one: ForwardPass, output: Any) -> None:
         """Note when a backward pass goes through an output of the pass."""
@@ -479,10 +462,11 @@ class ForwardPasses:
                 tensor.grad_fn.register_prehook(functools.partial(self._use, one))
 
     def _use(self, one: ForwardPass, gradients: Any) -> None:
-        self._on_use(one)
+        self.on_use(one)
 
-    def _are_of_a_vocabulary(self, logits: torch.Tensor) -> bool:
-        return logits.ndim in (2, 3) and logits.shape[-1] in self._vocabularies
+    def _are_of_a_vocabulary(self, logits: Any) -> TypeGuard[torch.Tensor]:
+        shape: Sequence[int] = logits.shape if isinstance(logits, torch.Tensor) else ()
+        return len(shape) in (2, 3) and shape[-1] in self._vocabularies
 
 
 def _is_no_pass() -> bool:
@@ -532,8 +516,8 @@ class StepLoss:
             return _mean(self._observed)
         counted: list[BackwardPass] = []
         for one in backwards:
-            same = [other for other in counted if other.source is one.source]
-            if not same or not all(map(one.repeats, same)):
+            same = [other for other in counted if other.source is one.source is not None]
+            if not same or any(one.reached & other.reached for other in same):
                 counted.append(one)
         roots = [value for one in counted if (value := one.value) is not None]
         if not roots or len(roots) < len(counted):
@@ -548,8 +532,8 @@ class StepLoss:
                 self.summands = len(roots)
             return total
         factors = torch.stack(roots).float() / torch.stack(losses).float()
-        spread = factors.max() - factors.min()
-        same_factor = ~(spread > _SAME_FACTOR * factors.abs().max())  # also if a loss is NaN
+        # Also if a loss is NaN.
+        same_factor = ~(factors.max() - factors.min() > _SAME_FACTOR * factors.abs().max())
         if same_factor.device.type == "cpu" and not same_factor:  # a device is not waited for
             self.summands = len(roots)
         return torch.where(same_factor, _mean(losses), total.to(losses[0].dtype))
@@ -560,26 +544,26 @@ def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 class WeightedMean:
-    """Mean of means, weighted by the number of items in each.
-
-    Attributes
-    ----------
-    mean : tensor or None
-        None without items.
-    """
+    """Mean of means, weighted by the number of items in each."""
 
     def __init__(self) -> None:
-        self.mean: torch.Tensor | None = None
+        self._mean: torch.Tensor | None = None
+        self._dtype = torch.float32
         self._count = 0
 
     def add(self, mean: torch.Tensor, count: int) -> None:
         """Add the mean of `count` items."""
-        if self.mean is None:
-            self.mean = mean
+        if self._mean is None:
+            self._mean = mean
         else:
             weight = count / (self._count + count)
-            self.mean = self.mean + (mean.float() - self.mean) * weight
-        self._count += count
+            self._mean = self._mean + (mean.float() - self._mean) * weight
+        self._count, self._dtype = self._count + count, mean.dtype
+
+    @property
+    def mean(self) -> torch.Tensor | None:
+        """The mean of all items, in the type of those added last; None without items."""
+        return None if self._mean is None else self._mean.to(self._dtype)
 
 
 class HiddenSpread(NamedTuple):
@@ -629,42 +613,12 @@ class HiddenSpread(NamedTuple):
         return torch.dot(self.direction, self.mean / torch.linalg.vector_norm(self.mean))
 
 
-class StepLogits:
-    """Logits of a step at the last position of its sequences."""
-
-    def __init__(self, mode: LogitsMode) -> None:
-        self._mode = mode
-        self._first: torch.Tensor | None = None
-        self._mean = WeightedMean()
-        self._dtype = torch.float32
-
-    def part(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Reduce the logits of a micro-batch, (batch, position, token) or (batch, token)."""
-        last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
-        # A copy of one row: a view would keep the logits of the whole batch alive.
-        return (last.mean(dim=0) if self._mode == "mean" else last[0].clone()), len(last)
-
-    def add(self, last: torch.Tensor, count: int) -> None:
-        """Add the reduced logits of a micro-batch."""
-        if self._mode == "mean":
-            self._mean.add(last, count)
-            self._dtype = last.dtype
-        elif self._first is None:
-            self._first = last
-
-    def value(self) -> torch.Tensor | None:
-        """Return the logits of the current step; None if there are none."""
-        mean = self._mean.mean
-        return self._first if mean is None else mean.to(self._dtype)
-
-
 def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:
     """Return True if the output of a model follows from that of a node without another layer."""
     nodes = [tensor.grad_fn for tensor in _tensors_of(output)]
     seen: set[torch.autograd.graph.Node] = set()
     while nodes and node is not None and len(seen) < _MOST_NODES:
-        one = nodes.pop()
-        if one is node:
+        if (one := nodes.pop()) is node:
             return True
         if one is not None and one not in seen and not _OF_LAYERS.search(one.name()):
             seen.add(one)

@@ -146,18 +146,17 @@ class TrajectoryCallback(TrainerCallback):
                 f"log: got True, but {type(self).__name__} knows only a Trainer that trains by "
                 "Trainer.train; pass a callable, such as log=trainer.log"
             )
-        schedule = {
-            "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-            "warmup_steps": args.get_warmup_steps(state.max_steps),
-            "steps": state.max_steps,
-            "max_grad_norm": args.max_grad_norm,
-        }
         loop = TrainingLoop(
             scaler=getattr(optimizer, "scaler", None),  # from accelerate's wrapper
             max_grad_norm=args.max_grad_norm or 0.0,
             first_step=state.global_step,
             device=args.device,
-            schedule=schedule,
+            schedule={
+                "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+                "warmup_steps": args.get_warmup_steps(state.max_steps),
+                "steps": state.max_steps,
+                "max_grad_norm": args.max_grad_norm,
+            },
             examples=args.per_device_train_batch_size
             * args.gradient_accumulation_steps
             * args.world_size,
@@ -228,8 +227,7 @@ def _run_and_close_if_failed(
     reference: weakref.ref[TrajectoryCallback], run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call `Trainer.train`; if it fails, commit the rows of the recording that it has begun."""
-    callback = reference()
-    if callback is not None and callback in args[0].callback_handler.callbacks:
+    if (callback := reference()) is not None and callback in args[0].callback_handler.callbacks:
         callback._trainer = weakref.ref(args[0])
     is_inside = callback is None or callback in _recording  # another training runs this one
     try:

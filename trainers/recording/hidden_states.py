@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ OF_HIDDEN_STATES = ("hidden_mean", "hidden_trace", "hidden_cosine", "hidden_stat
 """Variables computed from hidden states."""
 
 
+@dataclass(eq=False)
 class HiddenStates:
     """Passes the hidden states of each micro-batch to those that compute variables from them.
 
@@ -32,17 +35,10 @@ class HiddenStates:
         Called with a sentence about states that cannot be recorded.
     """
 
-    def __init__(
-        self,
-        passes: ForwardPasses,
-        receivers: Sequence[Callable[[torch.Tensor], Callable[[], None]]],
-        size: int,
-        on_note: Callable[[str], None],
-    ) -> None:
-        self._passes = passes
-        self._receivers = receivers
-        self._size = size
-        self._on_note = on_note
+    passes: ForwardPasses
+    receivers: Sequence[Callable[[torch.Tensor], Callable[[], None]]]
+    size: int
+    on_note: Callable[[str], None]
 
     def watch(
         self,
@@ -80,14 +76,12 @@ class HiddenStates:
         _check_order(source, modules[source])
 
         def on_output(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            with self._passes.of(output) as one:
-                if one is None:
-                    return
-                states = _first_tensor(output)
-                if self._is_state(states) and states.ndim == 3:
+            states = _first_tensor(output)
+            with self.passes.of(output) as one:
+                if one is not None and self._is_state(states) and states.ndim == 3:
                     self._keep(one, states)
-                else:
-                    self._on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
+                elif one is not None:
+                    self.on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
 
         hooks.after(modules[source], on_output)
 
@@ -101,13 +95,8 @@ class HiddenStates:
         """
         if not (self._is_state(states) and states.ndim == 3):
             raise InvalidArgument(self._unfit("hidden", states))
-        parts = [receiver(states.detach()) for receiver in self._receivers]
-
-        def use() -> None:
-            for add in parts:
-                add()
-
-        return use
+        parts = [receiver(states.detach()) for receiver in self.receivers]
+        return functools.partial(self._deliver, parts)
 
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,30 +105,30 @@ class HiddenStates:
         # A module may have the parameter and take other inputs, such as the ids of tokens.
         if not self._is_state(given):
             return
-        with self._passes.of(given) as one:
+        with self.passes.of(given) as one:
             if one is not None:
                 one.head_inputs += 1
                 self._keep(one, given)
 
     def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
-        parts = [receiver(states.detach()) for receiver in self._receivers]
-        one.keep("hidden", self._deliver, one, parts)
+        parts = [receiver(states.detach()) for receiver in self.receivers]
+        one.keep("hidden", self._deliver, parts, one)
 
-    def _deliver(self, one: ForwardPass, parts: Sequence[Callable[[], None]]) -> None:
+    def _deliver(self, parts: Sequence[Callable[[], None]], one: ForwardPass | None = None) -> None:
         # Several inputs of the unembedding are chunks, whose order is not known.
-        if one.head_inputs <= 1:
+        if one is None or one.head_inputs <= 1:
             for add in parts:
                 add()
 
     def _is_state(self, given: Any) -> bool:
         floats = isinstance(given, torch.Tensor) and given.is_floating_point()
-        return floats and given.ndim > 1 and given.shape[-1] == self._size
+        return floats and given.ndim > 1 and given.shape[-1] == self.size
 
     def _unfit(self, name: str, given: Any) -> str:
         shown = type(given).__name__
         if isinstance(given, torch.Tensor):
             shown = f"{type_name(given.dtype)} of shape {tuple(given.shape)}"
-        return f"{name}: got {shown}, expected floats of shape (batch, position, {self._size})"
+        return f"{name}: got {shown}, expected floats of shape (batch, position, {self.size})"
 
 
 def _first_tensor(output: Any) -> Any:

@@ -128,9 +128,8 @@ class JoinedOptimizer:
 
     def member_of(self, optimizer: Any) -> Optimizer | None:
         """Return the member that an optimizer is or wraps; None if it is none of them."""
-        for chain in self.chains:
+        for chain, member in zip(self.chains, self.members, strict=True):
             if any(one is optimizer for one in chain):
-                member: Optimizer = chain[-1]
                 return member
         inner = getattr(optimizer, "optimizer", None)
         return self.member_of(inner) if isinstance(optimizer, AcceleratedOptimizer) else None
@@ -141,10 +140,8 @@ class JoinedOptimizer:
 
     def owner(self, group: Mapping[str, Any]) -> Optimizer | None:
         """Return the member that has a group; None if no member has it."""
-        for member in self.members:
-            if any(group is one for one in member.param_groups):
-                return member
-        return None
+        having = (one for one in self.members if any(group is own for own in one.param_groups))
+        return next(having, None)
 
     def named(self, members: Iterable[Optimizer]) -> str:
         """Return the names of members: their classes, with a number if two have the same."""

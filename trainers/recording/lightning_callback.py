@@ -110,8 +110,7 @@ class LightningCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
-        recorder = self.recorder
-        if recorder is None:
+        if (recorder := self.recorder) is None:
             return
         recorder.close()
         if trainer.is_global_zero and not recorder.has_failed:

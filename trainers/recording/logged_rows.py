@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 Block = Mapping[str, npt.NDArray[Any]]
 
 
+@dataclass(eq=False)
 class LoggedRows:
     """Passes numbers of committed rows to a tracker, in the thread that has written them.
 
@@ -40,28 +42,25 @@ class LoggedRows:
     is_dead : ndarray of bool, (token,), optional
         Of the recorded tokens.
     last_step : int
-        Step of the last row before the recording, which is not passed.
+        Step of the last row before the recording, which is not passed; then of the last row.
     prefix : str
         Prefix of the names.
     """
 
-    def __init__(
-        self,
-        log: Callable[[dict[str, float]], Any],
-        every: int,
-        layout: Layout,
-        is_dead: npt.NDArray[np.bool_] | None,
-        *,
-        last_step: int,
-        prefix: str,
-    ) -> None:
-        self._log, self._context = log, contextvars.copy_context()
-        self._every, self._layout, self._prefix = every, layout, prefix
+    log: Callable[[dict[str, float]], Any]
+    every: int
+    layout: Layout
+    is_dead: InitVar[npt.NDArray[np.bool_] | None]
+    _: KW_ONLY
+    last_step: int
+    prefix: str
+
+    def __post_init__(self, is_dead: npt.NDArray[np.bool_] | None) -> None:
+        self._context = contextvars.copy_context()
         masks = {"all": slice(None)} if is_dead is None else {"dead": is_dead, "live": ~is_dead}
         self._masks: dict[str, Any] = {
             name: mask for name, mask in masks.items() if isinstance(mask, slice) or mask.any()
         }
-        self._last = last_step
         self._before: npt.NDArray[Any] | None = None  # bits of W in the last row of the last block
         self._has_failed = False
 
@@ -81,17 +80,15 @@ class LoggedRows:
             return
         try:
             for row, step in enumerate(block[STEP.name].tolist()):
-                if step <= self._last:
-                    continue
-                is_next = step // self._every > self._last // self._every
-                self._last = step
+                is_next = step // self.every > self.last_step // self.every
+                self.last_step = max(step, self.last_step)
                 if is_next:
                     numbers = self._numbers(block, row)
                     numbers |= {"step": step, "rows": first_row + row + 1}
                     numbers["bytes_on_disk"] = bytes_written
-                    named = {f"{self._prefix}{name}": each for name, each in numbers.items()}
-                    self._context.run(self._log, named)
-            if "W" in block and len(block["W"]) == self._layout.block_rows:
+                    named = {f"{self.prefix}{name}": each for name, each in numbers.items()}
+                    self._context.run(self.log, named)
+            if "W" in block and len(block["W"]) == self.layout.block_rows:
                 self._before = block["W"][-1].copy()
         except Exception:  # a tracker can raise anything, which must not end the recording
             self._has_failed = True
@@ -99,19 +96,18 @@ class LoggedRows:
 
     def _numbers(self, block: Block, row: int) -> dict[str, float]:
         def values(name: str) -> npt.NDArray[Any]:
-            return widen(block[name][row], self._layout.arrays[name].native)
+            return widen(block[name][row], self.layout.arrays[name].native)
 
         numbers = {"loss": float(values("loss"))} if "loss" in block else {}
-        norms = unchanged = None
+        found: dict[str, npt.NDArray[Any]] = {}
         if "grad_token_norm" in block:
-            norms = values("grad_token_norm")
+            found["grad_norm"] = values("grad_token_norm")
         elif "grad" in block:
-            norms = vector_norm(values("grad"))
+            found["grad_norm"] = vector_norm(values("grad"))
         before = block["W"][row - 1] if row and "W" in block else self._before
         if "W" in block and before is not None:
-            unchanged = (block["W"][row] == before).all(-1)
-        for kind, each in (("grad_norm", norms), ("unchanged", unchanged)):
-            if each is not None:
-                for name, mask in self._masks.items():
-                    numbers[f"{kind}_{name}"] = float(each[mask].mean())
+            found["unchanged"] = (block["W"][row] == before).all(-1)
+        for kind, each in found.items():
+            for name, mask in self._masks.items():
+                numbers[f"{kind}_{name}"] = float(each[mask].mean())
         return numbers

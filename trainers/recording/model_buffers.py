@@ -48,14 +48,8 @@ class ModelBuffers:
         table, offset = [], 0
         for name in self.names:
             tensor = self._first[name]
-            table.append(
-                {
-                    "name": name,
-                    "shape": list(tensor.shape),
-                    "dtype": type_name(tensor.dtype),
-                    "offset": offset,
-                }
-            )
+            facts = {"name": name, "shape": list(tensor.shape), "dtype": type_name(tensor.dtype)}
+            table.append({**facts, "offset": offset})
             offset += tensor.numel()
         return table
 
@@ -104,11 +98,10 @@ class ModelBuffers:
                     "record the tier matrix, or run the model once before the recording starts"
                 )
             self._marks[name] = (id(tensor), version(tensor))
-            if name.rpartition(".")[2] in _STATISTICS:
-                changed.append(name)
-            elif tensor.device.type != "cpu":
+            is_statistic = name.rpartition(".")[2] in _STATISTICS
+            if not is_statistic and tensor.device.type != "cpu":
                 asked[name] = (first != tensor).any()
-            elif not torch.equal(first, tensor):
+            elif is_statistic or not torch.equal(first, tensor):
                 changed.append(name)
         if asked:  # the training waits once for all
             one = next(iter(asked.values())).device

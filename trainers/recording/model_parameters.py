@@ -150,12 +150,11 @@ class ModelParameters:
             "param_update_norm": self._vector(lengths),
             "param_update_lost": (wanted - moved)
             / wanted
-            * self._one_where_trained({place: groups[place] for place in gradients}),
+            * self._one_where_trained({place: groups[place].get("lr") for place in gradients}),
         }
 
-    def _one_where_trained(self, groups: Mapping[int, Mapping[str, Any]]) -> torch.Tensor:
+    def _one_where_trained(self, rates: Mapping[int, Any]) -> torch.Tensor:
         """Return 1 if the learning rate is not 0, NaN otherwise."""
-        rates = {place: group.get("lr") for place, group in groups.items()}
         one = torch.ones_like(self._nan)
         return self._vector(
             {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ STATE = ("params", "exp_avg", "exp_avg_sq", *OF_ADAM, "buffers")
 """Variables that determine the next step, except W and those of the optimizer's own names."""
 
 
+@dataclass(eq=False)
 class ModelState:
     """The state of a model that a step can be repeated from, except the recorded matrix.
 
@@ -87,20 +89,16 @@ class ModelState:
         optimizer has a parameter that the model lacks.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: JoinedOptimizer,
-        recorded: RecordedParameter,
-        variables: Collection[str],
-        *,
-        whole_state: bool = False,
-    ) -> None:
-        self._whole_state = whole_state
+    model: InitVar[torch.nn.Module]
+    optimizer: JoinedOptimizer
+    recorded: InitVar[RecordedParameter]
+    variables: Collection[str]
+    _: KW_ONLY
+    whole_state: bool = False
+
+    def __post_init__(self, model: torch.nn.Module, recorded: RecordedParameter) -> None:
         self.kept: list[Entry] = []
         self._model = unwrap(model)
-        self._optimizer = optimizer
-        self._variables = frozenset(variables)
         named: dict[str, torch.Tensor] = {
             name_outside_compile(name): tensor for name, tensor in self._model.named_parameters()
         }
@@ -109,20 +107,24 @@ class ModelState:
         self._matrix = recorded.tensor
         others = {name: tensor for name, tensor in named.items() if tensor is not self._matrix}
         check_joinable(others)
-        _check_whole(self._model, optimizer)
+        if outside := _places_in(self.optimizer).keys() - set(map(id, self._model.parameters())):
+            raise RecordingError(
+                f"the optimizer has {len(outside)} parameters that {type(self._model).__name__} "
+                "lacks; pass a model that contains them, or record matrix instead of everything"
+            )
         self._others = list(others.values())
         self._other_names = tuple(others)
         self._types: dict[str, list[torch.dtype]] = {}  # of the parts of each vector
         self._state_types: dict[int, torch.dtype] = {
             id(tensor): getattr(torch, group["state_dtype"])
-            for group in optimizer.param_groups
+            for group in self.optimizer.param_groups
             if group.get("state_dtype") in NATIVE_TYPES
             for tensor in group["params"]
         }
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
         self._draws: bool | None = None  # unknown before the first forward pass
-        self._buffers = ModelBuffers(self._model) if "buffers" in variables else None
+        self._buffers = ModelBuffers(self._model) if "buffers" in self.variables else None
         self.take_initial()
 
     # Attributes of the root ----------------------------------------------------------------------
@@ -150,7 +152,7 @@ class ModelState:
         aliases: dict[int, list[str]] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
-        places = _places_in(self._optimizer)
+        places = _places_in(self.optimizer)
         mixed = {
             _type_key(name): iter(types)
             for name, types in self._types.items()
@@ -182,14 +184,14 @@ class ModelState:
 
     def take_initial(self) -> None:
         """Copy the state before the first step."""
-        self.kept = find_kept(self._optimizer, self.kept)
+        self.kept = find_kept(self.optimizer, self.kept)
         self._take_initial()
 
     @torch.no_grad()
     def _take_initial(self) -> None:
         self._initial = {
             name: value.on_host() if isinstance(value, JoinedVector) else value.cpu()
-            for name, value in self._state(self._variables, initial=True).items()
+            for name, value in self._state(self.variables, initial=True).items()
         }
 
     def initial(self) -> dict[str, torch.Tensor]:
@@ -218,17 +220,16 @@ class ModelState:
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
                     "with the model and the optimizers of the run"
                 )
-        now_kept = {entry["name"]: entry for entry in find_kept(self._optimizer)}
+        now_kept = {entry["name"]: entry for entry in find_kept(self.optimizer)}
         # A run without the attribute holds a count of any type.
         adam = [now_kept.get(entry["name"], entry) for entry in ADAM_STATE]
         self.kept = list(attributes.get(OPTIMIZER_STATE, adam))
         if KEPT.name in held:
             self._take_initial()  # with the entries of the run
-        self._whole_state &= KEPT.name in held
+        self.whole_state &= KEPT.name in held
         for name in (_GRADIENTS, *(f"params_{entry['name']}" for entry in self.kept)):
             key = _type_key(name)
-            types = [entry[key] for entry in attributes["parameters"] if key in entry]
-            if types:
+            if types := [entry[key] for entry in attributes["parameters"] if key in entry]:
                 self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
         if self._buffers is not None:
             self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
@@ -244,7 +245,7 @@ class ModelState:
             optimizer has moments and counts of 0.
         """
         now = self.initial()
-        for name, value in self._optimizer.state.get(self._matrix, {}).items():
+        for name, value in self.optimizer.state.get(self._matrix, {}).items():
             if name in row and isinstance(value, torch.Tensor):
                 now[name] = value.detach().cpu()
         return tuple(
@@ -257,7 +258,7 @@ class ModelState:
 
     def watch(self, hooks: ModuleHooks, model: torch.nn.Module, passes: ForwardPasses) -> None:
         """Add the hooks that take the states of the random generators."""
-        if "random_state" in self._variables:
+        if "random_state" in self.variables:
             self._passes = passes
             hooks.before(model, self._before_forward, first=True)
             hooks.after(model, self._after_forward)
@@ -274,8 +275,7 @@ class ModelState:
 
     def _after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._draws and self._before_pass is not None:
-            now = random_state(self._matrix.device)
-            self._draws = not torch.equal(self._before_pass, now)
+            self._draws = not torch.equal(self._before_pass, random_state(self._matrix.device))
         self._before_pass = None
 
     @property
@@ -344,7 +344,7 @@ class ModelState:
             If the run lacks something that the step has changed.
         """
         if first:
-            self.kept = find_kept(self._optimizer, self.kept)
+            self.kept = find_kept(self.optimizer, self.kept)
         found = self._state(variables)
         random, self._random = self._random, None
         if random is not None and self._draws:
@@ -354,10 +354,9 @@ class ModelState:
                     "the run has no random_state; switch dropout on before the first step"
                 )
             found["random_state"] = random.to(torch.bfloat16)  # it holds 0 to 256 exactly
-        if self._buffers is not None:
-            values = self._buffers.after_step(first=first)
-            if values is not None:
-                found["buffers"] = values
+        buffers = None if self._buffers is None else self._buffers.after_step(first=first)
+        if buffers is not None:
+            found["buffers"] = buffers
         return found
 
     def _state(self, variables: Collection[str], *, initial: bool = False) -> State:
@@ -365,10 +364,10 @@ class ModelState:
         found: State = {}
         if self._others and "params" in variables:
             found["params"] = self._vector("params", self._others, initial=initial)
-        state = self._optimizer.state
+        state = self.optimizer.state
         for entry in self.kept:
             *_, name = kept_as(entry["name"], entry["of"]) or ("",)
-            if name not in variables and (name in VARIABLES or not self._whole_state or not name):
+            if name not in variables and (name in VARIABLES or not self.whole_state or not name):
                 continue
             of_elements = entry["of"] == "element"
             values = kept_values(state, self._others if of_elements else self._tensors, entry)
@@ -378,7 +377,7 @@ class ModelState:
                 found[name] = self._vector(name, values, initial=initial)
             else:
                 found[name] = self._numbers(values)
-        if self._whole_state and state_attribute(self._optimizer, self.kept):
+        if self.whole_state and state_attribute(self.optimizer, self.kept):
             found[KEPT.name] = self._marks()
         return found
 
@@ -395,7 +394,7 @@ class ModelState:
         bits = {entry["name"]: 1 << place for place, entry in enumerate(self.kept)}
         marks = []
         for tensor in self._tensors:
-            kept = self._optimizer.state.get(tensor, {})
+            kept = self.optimizer.state.get(tensor, {})
             held = [str(name) for name, value in kept.items() if value is not None]
             if new := [name for name in held if name not in bits]:
                 raise CannotFollow(
@@ -464,16 +463,6 @@ def _places_in(optimizer: JoinedOptimizer) -> dict[int, tuple[int, int]]:
         for number, group in enumerate(optimizer.param_groups)
         for position, tensor in enumerate(group["params"])
     }
-
-
-def _check_whole(model: torch.nn.Module, optimizer: JoinedOptimizer) -> None:
-    """Raise an error if the optimizer has parameters that are not in the model."""
-    missing = _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}
-    if missing:
-        raise RecordingError(
-            f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
-            "a model that contains them, or record matrix instead of everything"
-        )
 
 
 def _type_key(vector: str) -> str:

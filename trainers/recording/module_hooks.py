@@ -53,9 +53,8 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class _ModuleHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -45,11 +46,9 @@ def report_notes(sentences: Iterable[str], on_note: Callable[[str], None] | None
 
     They are not Python warnings, because a filter may turn those into errors.
     """
+    report = on_note or functools.partial(_LOG.warning, "%s")
     for sentence in sentences:
-        if on_note is not None:
-            on_note(sentence)
-        else:
-            _LOG.warning("%s", sentence)
+        report(sentence)
 
 
 def _state_type(parameter: RecordedParameter, optimizer: Optimizer) -> str:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ _STEPS = ("wrapper", "wrapped_step")
 """Files and names of the functions that call the hooks of a step."""
 
 
+@dataclass(eq=False)
 class StepCalls:
     """Calls hooks before, inside and after the steps of an optimizer.
 
@@ -53,15 +55,13 @@ class StepCalls:
         Class of the outermost wrapper.
     """
 
-    def __init__(
-        self,
-        chain: Sequence[Any],
-        before: Callable[..., Any],
-        after: Callable[..., Any],
-        inside: Callable[..., Any],
-    ) -> None:
+    chain: InitVar[Sequence[Any]]
+    before: Callable[..., Any]
+    after: Callable[..., Any]
+    inside: Callable[..., Any]
+
+    def __post_init__(self, chain: Sequence[Any]) -> None:
         self._member = chain[-1]
-        self._before, self._after, self._inside = before, after, inside
         self._frame: FrameType | None = None
         self._depth = 0
         self.has_reached = False
@@ -115,15 +115,15 @@ class StepCalls:
         if self.is_running:
             self._depth += 1
             self.has_reached |= _is_of_torch(type(self._member))
-            self._inside(self._member)
+            self.inside(self._member)
             return
         self._frame, self._depth, self.has_reached = _running_step(), 1, self.is_plain
-        self._before(self._member, args, kwargs)
+        self.before(self._member, args, kwargs)
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look at the weights before another hook after the step can change them."""
         if has_other_hooks(optimizer, own=2) and self.is_running:
-            self._inside(self._member, ended=True)
+            self.inside(self._member, ended=True)
 
     def _on_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -132,16 +132,16 @@ class StepCalls:
             self._depth = 0
         if self._depth == 0:
             self._frame = None
-            self._after(self._member, args, kwargs)
+            self.after(self._member, args, kwargs)
         elif self._depth > 0 and self.wrapper is not None:
-            self._inside(self._member, ended=True)
+            self.inside(self._member, ended=True)
 
     def _on_base_step(
         self, base: type, run: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if optimizer is self._member and self.is_running:
             self.has_reached |= _is_of_torch(base)
-            self._inside(self._member)
+            self.inside(self._member)
         return run(optimizer, *args, **kwargs)
 
 
@@ -169,12 +169,10 @@ class _WrappedStep:
     def remove(self) -> None:
         """Restore the step, unless somebody has wrapped it again."""
         self._is_removed = True
-        if vars(self._owner).get("step") is not self._step:
-            return
-        if self._before_that is None:
+        if vars(self._owner).get("step") is self._step:
             del self._owner.step
-        else:
-            self._owner.step = self._before_that
+            if self._before_that is not None:
+                self._owner.step = self._before_that
 
 
 def _running_step() -> FrameType | None:

@@ -148,17 +148,12 @@ class RecordingOptions:
 
         Variables of a tier are left out if the training does not provide them.
         """
-        return frozenset(self._requested & VARIABLES.keys() - TIERS.keys())
+        return frozenset((VARIABLES.keys() - TIERS.keys()).intersection(self._names))
 
     @property
     def whole_state(self) -> bool:
         """True if all that the optimizer keeps in a parameter's shape is recorded, by its names."""
-        return not self._requested.isdisjoint(("matrix", "everything"))
-
-    @property
-    def _requested(self) -> set[str]:
-        entries = (self._names,) if isinstance(self._names, str) else self._names
-        return {name.strip() for entry in entries for name in entry.split(",")}
+        return not {"matrix", "everything"}.isdisjoint(self._names)
 
     @property
     def has_one_run(self) -> bool:
@@ -199,8 +194,9 @@ class RecordingOptions:
         return replace(self, resume=False, overwrite=True)
 
     @property
-    def _names(self) -> str | tuple[str, ...]:
-        return self.variables if isinstance(self.variables, str) else tuple(self.variables)
+    def _names(self) -> list[str]:
+        given = self.variables.split(",") if isinstance(self.variables, str) else self.variables
+        return [name.strip() for name in given]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,13 +265,9 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
 def _signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function)
     own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    kind = inspect.Parameter.KEYWORD_ONLY
     options = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=option.type,
-        )
+        inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
         for option in fields(RecordingOptions)
         if option.name not in signature.parameters
     ]

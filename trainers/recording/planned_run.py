@@ -204,12 +204,11 @@ class PlannedRun:
         if options.log is None:
             return
         name = "" if options.has_one_run else f"{self.parameter.name}/"
-        is_dead = self.coordinates.get("is_dead")
         writer.on_commit = LoggedRows(
             options.log,
             options.log_every,
             writer.layout,
-            is_dead,
+            self.coordinates.get("is_dead"),
             last_step=last_step,
             prefix=f"trajstore/{name}",
         )
@@ -226,21 +225,19 @@ class PlannedRun:
         owner = self.parameter.optimizer
         assert owner is not None  # it was found when the recording was planned
         optimizer = optimizer_attributes(owner, self.parameter.group, self.schedule)
-        gradient = self.parameter.tensor.grad
-        if gradient is not None and gradient.is_sparse:
+        if (gradient := self.parameter.tensor.grad) is not None and gradient.is_sparse:
             optimizer["sparse_gradient"] = True
-        attributes: dict[str, Any] = {}
-        if recording.state is not None:
-            optimizer["groups"] = group_attributes(recording.optimizer)
-            attributes = recording.state.attributes()
-        if recording.options.whole_state:
-            attributes |= state_attribute(recording.optimizer, kept)
-        return {
+        attributes: dict[str, Any] = {
             "optimizer": optimizer,
             "provenance": provenance(self.device, recording.options.origin),
             "recording": self.recording_attribute,
-            **attributes,
         }
+        if recording.state is not None:
+            optimizer["groups"] = group_attributes(recording.optimizer)
+            attributes |= recording.state.attributes()
+        if recording.options.whole_state:
+            attributes |= state_attribute(recording.optimizer, kept)
+        return attributes
 
 
 def plan_runs(
@@ -275,17 +272,16 @@ def plan_runs(
         known = _known_of_vocabulary(options, parameter)
         ids = select_tokens(options.tokens, len(parameter.tensor), known.get("is_dead"))
         masks = _population_masks(options.populations or {}, known, len(parameter.tensor))
+        at = slice(None) if ids is None else ids
         planned.append(
             PlannedRun(
                 path=place,
                 parameter=parameter,
                 ids=ids,
-                coordinates=known if ids is None else {name: known[name][ids] for name in known},
+                coordinates={name: values[at] for name, values in known.items()},
                 memory=parse_bytes(options.memory) // len(parameters),
                 recording=recording,
-                populations={
-                    name: mask if ids is None else mask[ids] for name, mask in masks.items()
-                },
+                populations={name: mask[at] for name, mask in masks.items()},
                 share=share,
                 hyperparameters=hyperparameter_names(parameter),
             )

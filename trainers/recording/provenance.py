@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import subprocess
@@ -54,20 +55,18 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
     if device.type == "cuda":
         facts["device_name"] = torch.cuda.get_device_name(device)
     facts |= origin or {}
-    commit = _git_commit()
-    if commit:
+    if commit := _git_commit():
         facts["git_commit"] = commit
     return facts
 
 
 def processor_name() -> str:
     """Return the name of the processor; empty if the system does not tell it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -125,19 +124,17 @@ def class_path(kind: type) -> str:
 
 
 def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    kind = type(optimizer)
     hyperparameters = {
         key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
     }
-    tensors = {}
-    for key, value in group.items():
-        first = value[0] if isinstance(value, tuple) and value else value
-        if isinstance(first, torch.Tensor):
-            tensors[key] = type_name(first.dtype)
-    return {
-        "class": class_path(kind),
-        "hyperparameters": hyperparameters,
-    } | ({"tensors": tensors} if tensors else {})
+    tensors = {
+        key: type_name(first.dtype)
+        for key, value in group.items()
+        for first in (value[:1] if isinstance(value, tuple) else [value])
+        if isinstance(first, torch.Tensor)
+    }
+    found = {"class": class_path(type(optimizer)), "hyperparameters": hyperparameters}
+    return found | ({"tensors": tensors} if tensors else {})
 
 
 def _plain(value: Any) -> Any:
@@ -153,10 +150,9 @@ def _plain(value: Any) -> Any:
 
 def _git_commit() -> str | None:
     """Return the commit of the working directory; None without a repository or git."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()

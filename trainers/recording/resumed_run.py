@@ -97,23 +97,25 @@ class ExistingRun:
         attributes: dict[str, Any] = arrays.attrs.asdict()
         known = variables_of(attributes)
         held = tuple(name for name in arrays.array_keys() if name in known)
-        _check_recording_attribute(planned, attributes.get("recording", {}))
-        _check_variables(planned, held)
-        _check_tokens(planned, np.asarray(arrays["token"][...]))
-        _check_populations(planned, arrays)
-        if "parameter" in arrays:
-            _check_model(planned, np.asarray(arrays["parameter"][...]))
+        _check_options(planned, attributes.get("recording", {}), held)
+        _check_coordinates(planned, arrays)
+        state: list[str] = []
         if planned.recording.state is not None:
             planned.recording.state.resume(attributes, held)
-        steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
-        missing = _missing_steps(planned, int(steps[-1]))
+            state = sorted(name for name in held if name in STATE or name not in VARIABLES)
+        all_steps = np.asarray(arrays[STEP.name][...])
+        steps, missing = _kept_steps(planned, all_steps)
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = steps.size - 1
-        state = [name for name in held if name in STATE or name not in VARIABLES]
+        names = arrays["hyperparameter"][...] if "hyperparameter" in arrays else ()
+        compared = None
+        if comparison is not None:
+            stored = resumed_run(planned.path, None, memory=planned.memory)
+            compared = ComparedRun(stored, all_steps.tolist(), int(steps.size), comparison)
         return cls(
             planned=planned,
             variables=held,
@@ -121,24 +123,11 @@ class ExistingRun:
             last_step=int(steps[-1]),
             missing_steps=missing,
             last_weights=_row(W, (last, own)),
-            hyperparameters=tuple(map(str, arrays["hyperparameter"][...]))
-            if "hyperparameter" in arrays
-            else (),
+            hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
-            last_state={}
-            if planned.recording.state is None
-            else {name: _row(arrays[name], last) for name in sorted(state)},
-            compared=None
-            if comparison is None
-            else ComparedRun(
-                resumed_run(
-                    planned.path, None, attributes=None, memory=planned.memory, threads=None
-                ),
-                np.asarray(arrays[STEP.name][...]).tolist(),
-                int(steps.size),
-                comparison,
-            ),
+            last_state={name: _row(arrays[name], last) for name in state},
+            compared=compared,
         )
 
     def check(self, W: torch.Tensor) -> None:
@@ -154,8 +143,7 @@ class ExistingRun:
         NothingToResume
             If a bit differs, or one of the state of the model.
         """
-        step = self.planned.recording.loop.first_step
-        if step != self.last_step:
+        if (step := self.planned.recording.loop.first_step) != self.last_step:
             return
         held = "W" if "W" in self.variables else "cells"
         now = W if held == "W" else W.to(torch.bfloat16)
@@ -164,9 +152,8 @@ class ExistingRun:
             wrong += self.planned.recording.state.differing(self.last_state)
         if wrong and self.compared is not None:
             comparison = self.compared.comparison
-            if comparison.difference is None:
-                found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
-                comparison.difference = found
+            found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
+            comparison.difference = comparison.difference or found
         elif wrong:
             names = "the weights" if wrong == (held,) else ", ".join(wrong)
             raise NothingToResume(
@@ -195,22 +182,19 @@ class ExistingRun:
         )
 
 
-def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -> None:
+def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[str, ...]) -> None:
+    """Check options and variables against the attribute ``recording`` of the run and its arrays."""
     for name, value in planned.recording_attribute.items():
         if before.get(name) != value:
             raise InvalidArgument(
                 f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; resume "
                 f"with {name}={before.get(name)}"
             )
-
-
-def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
     extra = set(held) - set(wanted)
     if planned.recording.options.whole_state:
         extra &= VARIABLES.keys()
-    missing = sorted(extra) + sorted(required - set(held))
-    if missing:
+    if missing := sorted(extra) + sorted(required - set(held)):
         raise InvalidArgument(
             f"variables: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed "
             f"run keeps its variables, so correct {', '.join(missing)}"
@@ -227,19 +211,15 @@ def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: i
         )
 
 
-def _check_tokens(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
-    if not np.array_equal(held, planned.token):
+def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
+    """Check tokens, given populations, and names of parameters against those of the run."""
+    if not np.array_equal(arrays["token"][...], planned.token):
         raise InvalidArgument(
             f"tokens: the given tokens differ from those of {planned.path}; a resumed run keeps "
             "its tokens, so give the same ones"
         )
-
-
-def _check_populations(planned: PlannedRun, arrays: Any) -> None:
-    """Check given populations against those of the run; by default it keeps its own."""
-    if not planned.populations:
-        return
-    held = {name: np.asarray(arrays[name][...]) for name in arrays.array_keys()
+    names = arrays.array_keys() if planned.populations else ()  # by default it keeps its own
+    held = {name: np.asarray(arrays[name][...]) for name in names
             if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
     odd = sorted(held.keys() ^ planned.populations.keys()) or [
         name for name in held if not np.array_equal(held[name], planned.populations[name])
@@ -249,33 +229,25 @@ def _check_populations(planned: PlannedRun, arrays: Any) -> None:
             f"populations: {', '.join(odd)} differ from {planned.path}; a resumed run keeps its "
             "populations, so leave them out"
         )
-
-
-def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
-    names = planned.parameter_names or ()
-    if tuple(map(str, held)) != names:
+    stored = tuple(map(str, arrays["parameter"][...])) if "parameter" in arrays else None
+    own = planned.parameter_names or ()
+    if stored not in (None, own):
         raise InvalidArgument(
-            f"the model has {len(names)} parameters, but {planned.path} has {len(held)} "
-            f"({', '.join(map(str, held[:3]))}, …), or their names differ; resume with the same "
-            "model"
+            f"the model has {len(own)} parameters, but {planned.path} has {len(stored)} "
+            f"({', '.join(stored[:3])}, …), or their names differ; resume with the same model"
         )
 
 
-def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the steps of the rows to keep, at least one."""
+def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], range]:
+    """Return the steps of the rows to keep, at least one, and later ones that should have rows."""
     step, every = planned.recording.loop.first_step, planned.recording.options.every
     # A row that exists only because the training ended has no place in a longer training.
     regular = steps[(steps % every == 0) | (np.arange(steps.size) == 0)]
     kept: npt.NDArray[Any] = regular[regular <= step]
     if not kept.size:
         raise _ends_early(planned, steps)
-    return kept
-
-
-def _missing_steps(planned: PlannedRun, last_step: int) -> range:
-    """Return the steps after a row, up to the step of the training, that should have rows."""
-    step, every = planned.recording.loop.first_step, planned.recording.options.every
-    return range(last_step - last_step % every + every, step + 1, every)
+    last = int(kept[-1])
+    return kept, range(last - last % every + every, step + 1, every)
 
 
 def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume:
@@ -288,15 +260,13 @@ def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume
 
 def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changed attributes, with the earlier entries where they are lists."""
+    step, config = planned.recording.loop.first_step, planned.recording.options.config
     changed: dict[str, Any] = {
         "optimizer": {**before.get("optimizer", {}), "schedule": planned.schedule},
-        "provenance": resumed_provenance(
-            before.get("provenance", {}), planned.device, planned.recording.loop.first_step
-        ),
+        "provenance": resumed_provenance(before.get("provenance", {}), planned.device, step),
     }
-    if planned.recording.options.config is not None:
-        changed["config"] = dict(planned.recording.options.config)
-        changed |= segments_attribute(before, changed["config"], planned.recording.loop.first_step)
+    if config is not None:
+        changed |= {"config": dict(config), **segments_attribute(before, dict(config), step)}
     return changed
 
 

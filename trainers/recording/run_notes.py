@@ -24,12 +24,11 @@ class CannotFollow(RecordingError):
     """The training has changed so that no row of the run can hold its steps."""
 
 
-def file_error(error: BaseException) -> OSError | None:
+def file_error(error: BaseException | None) -> OSError | None:
     """Return an error, or the one of its causes, that is about a file; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__
-    return cause
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
 
 
 class RunNotes:
@@ -85,8 +84,7 @@ class RunNotes:
 
         If the step is `unproven`, a replay does not compare it, and gives the sentence as reason.
         """
-        entry = next((one for one in self.entries if one["note"] == sentence), None)
-        if entry is None:
+        if (entry := next((one for one in self.entries if one["note"] == sentence), None)) is None:
             steps = {"first_step": self.step, "last_step": self.step, "count": 1}
             entry = {"note": sentence, **steps}
             self.entries.append(entry)
@@ -116,16 +114,14 @@ class RunNotes:
         own = {entry["note"]: entry for entry in self.entries}
         earlier = []
         for entry in notes_until(before, step):
-            known = own.get(entry["note"])
-            if known is None:
+            if (known := own.get(entry["note"])) is None:
                 earlier.append(entry)
                 continue
             if entry["last_step"] < known["first_step"]:
                 known["count"] += entry["count"]
             known["first_step"] = min(entry["first_step"], known["first_step"])
-            if UNPROVEN in entry:
-                ranges = entry[UNPROVEN]
-                ranges += [one for one in known.get(UNPROVEN, []) if one not in ranges]
-                known[UNPROVEN] = ranges
+            if ranges := entry.get(UNPROVEN):
+                more = [one for one in known.get(UNPROVEN, []) if one not in ranges]
+                known[UNPROVEN] = ranges + more
         self.entries[:0] = earlier
         return self.entries

@@ -16,7 +16,7 @@ import torch
 
 from trajstore.errors import RecordingError
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
-from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.writing.token_share import ALONE, TokenShare
 from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 
@@ -68,8 +68,7 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     from torch.distributed.tensor import Shard
 
-    shared: Any = tensor
-    local: torch.Tensor = shared.redistribute(placements=[Shard(0)]).to_local()
+    local: torch.Tensor = tensor.redistribute(placements=[Shard(0)]).to_local()  # type: ignore[attr-defined]
     return local
 
 
@@ -139,7 +138,7 @@ def own_logits(logits: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | 
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     logits = logits.clone()
     torch.distributed.broadcast(logits, 0, group=mesh.get_group())
-    share = _share_of(mesh.get_local_rank(), mesh.size())
+    share = replace(ALONE, number=mesh.get_local_rank(), count=mesh.size())
     return logits[share.tokens(len(parameter))]
 
 
@@ -200,20 +199,17 @@ def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
             "tokens: a parameter that is sharded over processes is recorded with all tokens; leave "
             "out tokens, or select tokens after recording"
         )
-    of_state = [name for name in EVERYTHING if name in variables]
-    if of_state:
+    if of_state := [name for name in EVERYTHING if name in variables]:
         raise RecordingError(
             f"{of_state[0]}: the state of a model with sharded parameters cannot be recorded; "
             "record weights, weights+grads or matrix"
         )
-    of_model = [name for name in MODEL if name in variables]
-    if of_model:
+    if of_model := [name for name in MODEL if name in variables]:
         raise RecordingError(
             f"{', '.join(of_model)}: norms of sharded parameters cannot be recorded; record "
             "weights, weights+grads or matrix"
         )
-    of_examples = [name for name in OF_EXAMPLES if name in variables]
-    if of_examples and not has_fsdp(model):
+    if (of_examples := [name for name in OF_EXAMPLES if name in variables]) and not has_fsdp(model):
         raise RecordingError(
             f"{', '.join(of_examples)}: in a tensor-parallel training all processes have the same "
             "examples, which would be recorded once per process; leave them out"
@@ -222,11 +218,11 @@ def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
 
 def _new_share() -> TokenShare:
     """Return the share of this process, with its own group for the writer's thread."""
-    share = _share_of(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def exchange(value: Any) -> list[Any]:
-        replies: list[Any] = [None] * share.count
+        replies: list[Any] = [None] * count
         try:
             torch.distributed.all_gather_object(replies, value, group=group)
         except RuntimeError as error:
@@ -244,8 +240,4 @@ def _new_share() -> TokenShare:
         if ended is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(ended)
 
-    return replace(share, exchange=exchange, close=close)
-
-
-def _share_of(number: int, count: int) -> TokenShare:
-    return TokenShare(number=number, count=count, exchange=lambda value: [value])
+    return TokenShare(number=number, count=count, exchange=exchange, close=close)

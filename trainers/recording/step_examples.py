@@ -80,11 +80,10 @@ class StepExamples:
             If there is not one number for each example.
         """
         for name, given in (("batch", batch), ("example_loss", example_loss)):
-            if given is None:
-                continue
-            values = _observed(name, given)
-            if name in self.variables:
-                yield name, functools.partial(self._add, name, _as_recorded(name, values))
+            if given is not None:
+                values = _observed(name, given)
+                if name in self.variables:
+                    yield name, functools.partial(self._add, name, _as_recorded(name, values))
 
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the values of the current step by variable; missing ones are left out.
@@ -124,12 +123,13 @@ class StepExamples:
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
         if one is None or self._adds_up is False:
             return
-        if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
+        shifts = kwargs.get("shift_labels") is None  # the model itself
+        is_causal = shifts and getattr(model, "loss_function", None) is ForCausalLMLoss
+        if labels is None or logits is None or loss is None or not is_causal:
             return
         losses = example_losses(logits.detach(), labels)
         if self._adds_up is None:
-            items = kwargs.get("num_items_in_batch")
-            wrong = _difference(losses, labels, loss.detach(), items)
+            wrong = _difference(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
             self._adds_up = wrong is None
             if wrong is not None:
                 self._on_note(wrong)
@@ -143,11 +143,9 @@ class StepExamples:
         """Return a function that adds the hidden states of a micro-batch."""
 
         def add() -> None:
-            if "hidden_states" not in self._parts:
-                return
-            if states.ndim == 3:
+            if "hidden_states" in self._parts and states.ndim == 3:
                 self._parts["hidden_states"].append(states)
-            else:
+            elif "hidden_states" in self._parts:
                 self._on_note(
                     f"hidden_states are not recorded: got states of shape {tuple(states.shape)}, "
                     "expected (example, position, hidden)"
@@ -173,10 +171,9 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
     size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
     found = []
-    for first in range(0, len(logits), size):
-        part = targets[first : first + size]
+    for some, part in zip(logits.split(size), targets.split(size), strict=True):
         each = torch.nn.functional.cross_entropy(
-            logits[first : first + size].flatten(0, 1).float(),
+            some.flatten(0, 1).float(),
             part.flatten(),
             ignore_index=_NO_TARGET,
             reduction="none",
@@ -214,8 +211,7 @@ def _observed(name: str, given: Any) -> torch.Tensor:
         )
     if values.dtype in (torch.float64, torch.int64):
         kept = _as_recorded(name, values).to(values.dtype)
-        wrong = (kept != values) & (values == values)
-        if wrong.any():
+        if (wrong := (kept != values) & (values == values)).any():
             at = int(wrong.nonzero()[0])
             stored = "float64" if name == "batch" else "float32"
             raise InvalidArgument(
@@ -228,12 +224,6 @@ def _observed(name: str, given: Any) -> torch.Tensor:
 def _as_recorded(name: str, values: torch.Tensor) -> torch.Tensor:
     # float64 is exact for integers up to 2^53, and has NaN for a missing index.
     return as_float64(values) if name == "batch" else values.float()
-
-
-def _is_causal(model: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return True if the model computes a causal language model's loss and shifts the labels."""
-    own = inputs.get("shift_labels") is None
-    return own and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 def _difference(

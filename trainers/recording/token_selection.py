@@ -26,9 +26,8 @@ def check_all_tokens(variables: Iterable[str], tokens: Tokens) -> None:
     InvalidArgument
         If some tokens only are to be recorded.
     """
-    held = [name for name in EVERYTHING if name in set(variables)]
-    if held and not (isinstance(tokens, str) and tokens == "all"):
-        shown = tokens if isinstance(tokens, str) else "a list of ids"
+    shown = tokens if isinstance(tokens, str) else "a list of ids"
+    if shown != "all" and (held := [name for name in EVERYTHING if name in set(variables)]):
         raise InvalidArgument(
             f"tokens: got {shown}, but {held[0]} is recorded with all tokens of the matrix; "
             "leave out tokens, or select tokens after recording"
@@ -65,18 +64,15 @@ def select_tokens(
                 f"tokens: got {tokens!r}, but the dead tokens are not known; give is_dead, one "
                 "value for each token"
             )
-        ids = np.flatnonzero(is_dead == (tokens == "dead"))
-        if not ids.size:
+        if not (ids := np.flatnonzero(is_dead == (tokens == "dead"))).size:
             raise InvalidArgument(
                 f"tokens: none of the {vocab_size} tokens is {tokens}, so there is nothing to "
                 "record; choose other tokens"
             )
         return ids
-    ids = np.unique(exact("tokens", tokens, "int64", least=ANY))
-    if not ids.size:
+    if not (ids := np.unique(exact("tokens", tokens, "int64", least=ANY))).size:
         raise InvalidArgument("tokens: got an empty list, expected at least one token id")
-    unknown = ids[(ids < 0) | (ids >= vocab_size)]
-    if unknown.size:
+    if (unknown := ids[(ids < 0) | (ids >= vocab_size)]).size:
         shown = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
         raise InvalidArgument(
             f"tokens: {unknown.size} ids are not in the vocabulary ({shown}); expected 0 to "

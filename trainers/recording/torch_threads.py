@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,8 +35,7 @@ def slower_threads() -> str | None:
 
     That is so where other programs use the processors. Both are timed on a float32 product.
     """
-    several = torch.get_num_threads()
-    if several == 1:
+    if (several := torch.get_num_threads()) == 1:
         return None
     matrix = torch.ones(_SIZE, _SIZE, device="cpu")
     own = _seconds(matrix)
@@ -51,9 +50,4 @@ def slower_threads() -> str | None:
 
 
 def _seconds(matrix: torch.Tensor) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        _ = matrix @ matrix
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(lambda: matrix @ matrix, number=1))

@@ -75,8 +75,7 @@ def annotate_run(
     """
     run = _local_run(path)
     given = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
-    wanted = {name: values for name, values in given.items() if values is not None}
-    if not wanted:
+    if not (wanted := {name: values for name, values in given.items() if values is not None}):
         raise InvalidArgument("got no coordinate, expected is_dead, token_count or token_text")
     with staged_run(run, overwrite=True) as new:
         _make(run, new, wanted, overwrite=overwrite)
@@ -95,14 +94,12 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
     InvalidArgument
         If it is in an object store.
     """
-    taken = sorted(set(open_group(_local_run(run))) & set(coordinates))
-    if taken:
+    if taken := sorted(set(open_group(_local_run(run))) & set(coordinates)):
         raise RunExists(f"{run} already has {', '.join(taken)}; replace them with overwrite=True")
 
 
 def _local_run(path: str | os.PathLike[str]) -> Path:
-    place = check_run(path)
-    if isinstance(place, RemotePath):
+    if isinstance((place := check_run(path)), RemotePath):
         # A store replaces one object at a time: metadata files of arrays, the root, coordinates.
         # Readers could see some old and some new ones.
         raise InvalidArgument(
@@ -113,7 +110,7 @@ def _local_run(path: str | os.PathLike[str]) -> Path:
 
 
 def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
-    stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
+    stored = resumed_run(run, None, memory=_MEMORY)
     root = json.loads((run / METADATA_KEY).read_bytes())
     group = open_group(run)
     there: dict[str, Any] = {name: whole(run, group, name) for name in ALONG_TOKEN if name in group}
@@ -125,8 +122,7 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     # Including the populations, which do not change.
     auxiliary = " ".join(name for name in along_token({*before, *wanted}) if name != "token")
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
-    arrays |= made
-    metadata = RunMetadata(arrays, stored.metadata.attributes)
+    metadata = RunMetadata(arrays | made, stored.metadata.attributes)
     metadata.notes = stored.metadata.notes
     files = (file for file in run.rglob("*") if file.is_symlink() or not file.is_dir())
     keys = (file.relative_to(run).as_posix() for file in files)
@@ -139,8 +135,7 @@ def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray
     checked = token_coordinates(ordered.pop("token"), populations=None, **ordered)
     if "is_dead" in checked and "token_count" in checked:
         dead, counts = checked["is_dead"], checked["token_count"]
-        wrong = np.flatnonzero(dead != (counts == 0))
-        if wrong.size:
+        if (wrong := np.flatnonzero(dead != (counts == 0))).size:
             raise InvalidArgument(
                 f"is_dead and token_count contradict each other for {wrong.size} tokens, the first "
                 f"at position {wrong[0]}: a token is dead if its count is 0; pass both coordinates"

@@ -74,7 +74,7 @@ class BlockCommits:
         commit_every: float | None,
         fsync: bool,
     ) -> None:
-        self.layout = layout = run.own_layout
+        self.layout = layout = run.share.of_layout(run.layout)
         self.rows = run.rows
         self.seconds_waited = 0.0
         self.on_commit: OnCommit | None = None

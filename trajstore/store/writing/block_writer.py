@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ Task = Callable[[], Chunk]
 Place = TypeVar("Place", Path, RemotePath)
 
 
+@dataclass(eq=False)
 class BlockWriter:
     """Encodes and writes the blocks of one run, in order.
 
@@ -58,29 +60,24 @@ class BlockWriter:
         Bytes of all shards so far. Replaced shards of a growing block are not counted.
     """
 
-    def __init__(
-        self,
-        path: Location,
-        layout: Layout,
-        *,
-        fsync: bool = True,
-        lock: RunLock | RemoteLock | None = None,
-    ) -> None:
+    path: Location
+    layout: Layout
+    _: KW_ONLY
+    fsync: bool = True
+    lock: RunLock | RemoteLock | None = None
+
+    def __post_init__(self) -> None:
         self.skips = 0
         self.bytes_written = 0
-        self._path = path
-        self._layout = layout
-        self._forms = layout.forms
-        self._fsync = fsync
-        self._lock = lock
+        self._forms = self.layout.forms
         self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
         self._written, self._block_bytes = -1, 0  # number of the last written block
         self._last, self._skips_inside = -1, 0  # number of the last block to encode
-        self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
+        self._encoders = ThreadPoolExecutor(self.layout.threads, "trajstore-encoder")
         self._writers = ThreadPoolExecutor(WRITES, "trajstore-disk")
         # Tags of replaceable objects.
-        self._tags = path.tags() if isinstance(path, RemotePath) else {}
+        self._tags = self.path.tags() if isinstance(self.path, RemotePath) else {}
 
     def encode(self, number: int, block: Block) -> None:
         """Add a block to those that are encoded in the background.
@@ -95,7 +92,9 @@ class BlockWriter:
         """
         if number != self._last:
             self.skips += self._skips_inside
-        self._last, self._skips_inside = number, self._skips_of(block)
+        # Steps of the block that the gradient scaler skipped.
+        inside = np.count_nonzero(self._values(block, "skipped") == 1) if "skipped" in block else 0
+        self._last, self._skips_inside = number, int(inside)
         self._blocks.append(self._tasks(block, self.skips))
 
     def write(self, number: int, rows: int) -> Written:
@@ -107,11 +106,11 @@ class BlockWriter:
             Number of the block, and of its rows.
         """
         digests: dict[tuple[str, int, int], bytes] = {}
-        if isinstance(self._path, Path):
-            shards = self._shards(self._path, number, rows, digests)
-            size = put_all(shards, fsync=self._fsync, writers=self._writers)
+        if isinstance(self.path, Path):
+            shards = self._shards(self.path, number, rows, digests)
+            size = put_all(shards, fsync=self.fsync, writers=self._writers)
         else:
-            size = self._upload_all(self._shards(self._path, number, rows, digests))
+            size = self._upload_all(self._shards(self.path, number, rows, digests))
         self.bytes_written += size - (self._block_bytes if number == self._written else 0)
         self._written, self._block_bytes = number, size
         return rows, [(*shard, digest) for shard, digest in digests.items()]
@@ -133,7 +132,7 @@ class BlockWriter:
         self, run: Place, number: int, rows: int, digests: dict[tuple[str, int, int], bytes]
     ) -> Iterator[tuple[Place, Iterator[bytes]]]:
         """Yield the parts of the shards of a block, in order. They add the digest of each."""
-        for name, array in self._layout.arrays.items():
+        for name, array in self.layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
                 add = partial(digests.__setitem__, (name, part, rows))
@@ -145,7 +144,7 @@ class BlockWriter:
 
     def _upload_all(self, shards: Iterator[tuple[RemotePath, Iterator[bytes]]]) -> int:
         if not self._has_lock():
-            raise taken_over(self._path)
+            raise taken_over(self.path)
         jobs = (partial(self._upload, path, b"".join(parts)) for path, parts in shards)
         return sum(in_parallel(jobs, _UPLOADS))
 
@@ -155,39 +154,32 @@ class BlockWriter:
         try:
             self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
         except FileExistsError as error:
-            found = path.stat()
-            if found is None or not self._has_lock():
-                raise taken_over(self._path) from error
+            if (found := path.stat()) is None or not self._has_lock():
+                raise taken_over(self.path) from error
             # A previous writer was suspended during its upload, until this one had its lock.
             self._tags[path] = path.write_bytes(data, instead_of=str(found["e_tag"]))
         return len(data)
 
     def _has_lock(self) -> bool:
-        return self._lock is None or self._lock.is_held()
+        return self.lock is None or self.lock.is_held()
 
     def _encoded(self) -> Chunk:
         """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
-        most = (
-            CHUNKS_AHEAD * self._layout.threads - WRITES
-        )  # those being written are in memory, too
+        # Those being written are in memory, too.
+        most = CHUNKS_AHEAD * self.layout.threads - WRITES
         while self._blocks and len(self._ahead) <= most:
-            task = next(self._blocks[0], None)
-            if task is None:
+            if (task := next(self._blocks[0], None)) is None:
                 self._blocks.popleft()
             else:
                 self._ahead.append(submit(self._encoders, task))
         return self._ahead.popleft().result()
 
-    def _skips_of(self, block: Block) -> int:
-        """Number of steps of a block that the gradient scaler skipped."""
-        return int("skipped" in block and np.count_nonzero(self._values(block, "skipped") == 1))
-
     def _values(self, block: Block, name: str) -> npt.NDArray[Any]:
-        return widen(block[name], self._layout.arrays[name].native)
+        return widen(block[name], self.layout.arrays[name].native)
 
     def _tasks(self, block: Block, skips: int) -> Iterator[Task]:
         units: dict[tuple[str, int, int], UnitChunks] = {}
-        for name, array in self._layout.arrays.items():
+        for name, array in self.layout.arrays.items():
             for part in range(array.parts):
                 bits = block[name][array.window(part)]
                 for number, window in enumerate(self._forms[name].windows()):

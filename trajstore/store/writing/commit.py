@@ -130,17 +130,15 @@ class Committer:
 
         `written` is the last block, with the shards of all processes, if it is new.
         """
-        rows, status = change
-        block = None if written is None else (written[0], block_digest(written[1]))
-        if rows > self.rows:
-            self._put_arrays(rows)
-        self._put_root(rows, status, block)
+        if change[0] > self.rows:
+            self._put_arrays(change[0])
+        self._put_root(*change, written)
 
     def cut(self) -> None:
         """Cut the stored run to the kept rows, before it is resumed from there."""
         rows = self._run.rows
         if self._share.is_first:
-            self._put_root(rows, "recording", None)
+            self._put_root(rows, "recording")
             self._put_arrays(rows)
         self.rows = rows
 
@@ -154,10 +152,10 @@ class Committer:
             objects = [(path / name / METADATA_KEY, [changed[name]]) for name in changed]
             put_all(objects, fsync=self._fsync)
 
-    def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:
+    def _put_root(self, rows: int, status: Status, written: Written | None = None) -> None:
         fingerprint = self._fingerprint
-        if block is not None:
-            fingerprint = fingerprint.added(*block)
+        if written is not None:
+            fingerprint = fingerprint.added(written[0], block_digest(written[1]))
         metadata = self._metadata.root(rows, status, fingerprint.attributes())
         root = self._path / METADATA_KEY
         if isinstance(root, RemotePath):
@@ -201,7 +199,6 @@ def _check_alike(reports: Sequence[_Report]) -> None:
 
 def _whole_block(reports: Sequence[_Report]) -> Written | None:
     """The block that all processes wrote; None if there is none."""
-    written = [one.written for one in reports if one.written is not None]
-    if not written:
+    if not (written := [one.written for one in reports if one.written is not None]):
         return None
     return written[0][0], [shard for _, shards in written for shard in shards]

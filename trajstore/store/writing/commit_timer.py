@@ -97,8 +97,7 @@ class CommitTimer:
             Seconds until the next call; None if the writer no longer exists.
         """
         now = self._clock()
-        due = self._last + max(self._every, _PAUSE * self._took)
-        if now < due:
+        if now < (due := self._last + max(self._every, _PAUSE * self._took)):
             return due - now
         before, self._begun = self._begun, now
         begun = self._commit()

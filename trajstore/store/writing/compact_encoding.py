@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
@@ -83,10 +84,8 @@ def vector_rule(
 
 
 def _note(note: str, on_note: Callable[[str], None] | None) -> None:
-    if on_note is None:
-        logger.warning("%s", note)
-    else:
-        on_note(note)
+    report = on_note or partial(logger.warning, "%s")
+    report(note)
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
@@ -104,12 +103,9 @@ def _check(
     attributes: Mapping[str, Any],
     variables: Mapping[str, str],
 ) -> None:
-    missing = [name for name in (*arrays, *rates) if name not in variables]
-    if missing:
+    if missing := [name for name in (*arrays, *rates) if name not in variables]:
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
-    wide = [name for name in arrays if native_type(variables[name]).itemsize > 4]
-    if wide:
+    if wide := [name for name in arrays if native_type(variables[name]).itemsize > 4]:
         raise InvalidArgument(f"{', '.join(wide)} are float64")
-    every = (attributes.get("recording") or {}).get("every", 1)
-    if every != 1:
+    if (every := (attributes.get("recording") or {}).get("every", 1)) != 1:
         raise InvalidArgument(f"the run is recorded every {every} steps")

@@ -71,8 +71,7 @@ def check_folder(path: RunPath) -> None:
     InvalidArgument
         With the name of the folder.
     """
-    target = location(path).absolute()
-    if isinstance(target, Path):
+    if isinstance(target := location(path).absolute(), Path):
         check_writable(target)
         if target.is_dir():
             check_writable(target / METADATA_KEY)
@@ -88,8 +87,7 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     InvalidArgument
         If the path has no name, such as ``/``, or is an address.
     """
-    target = check_target(path, overwrite=overwrite)
-    if isinstance(target, RemotePath):
+    if isinstance((target := check_target(path, overwrite=overwrite)), RemotePath):
         raise InvalidArgument(
             f"cannot create {path}: only recordings can be in an object store; choose a local path"
         )

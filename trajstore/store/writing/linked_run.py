@@ -65,5 +65,4 @@ def link_run(
     }
     full = block_fingerprints(new, metadata, arrays, stored.layout.block_rows, stored.rows)[-1]
     held = full.ended([shard for shard in stored.unfinished if shard[0] in arrays])
-    root = metadata.root(stored.rows, status, held.attributes())
-    put(new / METADATA_KEY, [root], fsync=False)
+    put(new / METADATA_KEY, [metadata.root(stored.rows, status, held.attributes())], fsync=False)

@@ -83,8 +83,7 @@ def token_coordinates(
             )
     given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
     for name, values in given.items():
-        entry = coordinate(name)
-        if values is None or entry is None:
+        if values is None or (entry := coordinate(name)) is None:
             continue
         coordinates[name] = exact(name, values, entry.dtype)
         if len(coordinates[name]) != len(ids):
@@ -258,8 +257,7 @@ def coordinate_objects(
     arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for name, values in coordinates.items():
-        arrays[name] = metadata_of(
-            ArrayFacts(name=name, shape=values.shape, attributes=recorded_attributes(name))
-        )
+        facts = ArrayFacts(name=name, shape=values.shape, attributes=recorded_attributes(name))
+        arrays[name] = metadata_of(facts)
         chunks[chunk_key(name, 0, 1)] = stored_values(arrays[name], values)
     return arrays, chunks

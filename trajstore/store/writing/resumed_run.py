@@ -80,11 +80,6 @@ class ResumedRun:
     share: TokenShare
     unfinished: tuple[ShardDigest, ...] = ()
 
-    @property
-    def own_layout(self) -> Layout:
-        """Part of the layout that this process holds."""
-        return self.share.of_layout(self.layout)
-
     def last_step(self) -> int:
         """Step of the last kept row; −1 without rows.
 
@@ -150,8 +145,7 @@ def check_run(path: RunPath) -> Location:
     InvalidArgument, MissingExtra
         If it is at an address that cannot be written to.
     """
-    place = location(path).absolute()
-    if isinstance(place, RemotePath) and not place.listed:
+    if isinstance(place := location(path).absolute(), RemotePath) and not place.listed:
         raise InvalidArgument(
             f"cannot add to {path}: web servers are read-only; copy the run to a local folder"
         )
@@ -165,9 +159,9 @@ def resumed_run(
     path: Location,
     rows: int | None,
     *,
-    attributes: Mapping[str, Any] | None,
     memory: int | str,
-    threads: int | None,
+    attributes: Mapping[str, Any] | None = None,
+    threads: int | None = None,
     share: TokenShare = ALONE,
 ) -> ResumedRun:
     """Prepare to resume a run after its first `rows` rows. Nothing is written yet.
@@ -178,19 +172,19 @@ def resumed_run(
         Path of a locked run.
     rows : int or None
         Number of rows to keep; None for all committed rows.
-    attributes : mapping or None
-        Attributes of the root that replace present ones.
     memory : int or str
         Memory budget of the writer in bytes.
-    threads : int or None
-        Number of encoding threads; None to choose as `trajstore.store.metadata.block_plan.plan`.
+    attributes : mapping, optional
+        Attributes of the root that replace present ones.
+    threads : int, optional
+        Number of encoding threads; default: chosen as `trajstore.store.metadata.block_plan.plan`.
     share : TokenShare, optional
         Tokens of this process.
 
     Raises
     ------
     FormatError
-        If this version cannot add to the run.
+        If this version cannot add to the run, or its stored data differs from the last commit.
     InvalidArgument
         If the run has fewer rows, or `memory` is too small for its blocks.
     """
@@ -212,7 +206,13 @@ def resumed_run(
     length = layout.block_rows
     found = block_fingerprints(path, RunMetadata.stored(root), arrays, length, committed)
     ends = {end: _unfinished(arrays, length, end) for end in {keep, committed}}
-    _check_content(path, root, found[-1].ended(ends[committed]))
+    digests = found[-1].ended(ends[committed]).attributes()
+    if any(root["attributes"].get(name) != digest for name, digest in digests.items()):
+        # New digests would hide the damage.
+        raise FormatError(
+            f"the stored data of {path} differs from what was committed, so no rows are added; "
+            f"list the damage with: trajstore verify {shlex.quote(str(path))}"
+        )
     fingerprint = found[keep // length].ended(ends[keep])
     fitting = within(share.of_layout(layout), parse_bytes(memory), threads=threads)
     layout = replace(layout, threads=fitting.threads)
@@ -228,22 +228,6 @@ def resumed_run(
     )
 
 
-def _check_content(path: Location, root: Mapping[str, Any], found: Fingerprint) -> None:
-    """Raise an error if stored data differs from the commit: new digests would hide the damage.
-
-    Raises
-    ------
-    FormatError
-        If the digests of the root do not match the stored data.
-    """
-    digests = found.attributes()
-    if any(root["attributes"].get(name) != digest for name, digest in digests.items()):
-        raise FormatError(
-            f"the stored data of {path} differs from what was committed, so no rows are added; "
-            f"list the damage with: trajstore verify {shlex.quote(str(path))}"
-        )
-
-
 def _stored_layout(
     path: Location, group: zarr.Group, threads: int | None
 ) -> tuple[Layout, dict[str, StoredArray]]:
@@ -254,8 +238,7 @@ def _stored_layout(
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
         if name != STEP.name and name not in held:
             continue
-        found = stored_array(path, name, array)
-        if found is None:
+        if (found := stored_array(path, name, array)) is None:
             raise FormatError(
                 f"{name} of {path} has a layout of another version or program, so no rows can be "
                 "added; record a new run"
@@ -350,6 +333,5 @@ def remove_past_end(path: Location, layout: Layout, rows: int) -> None:
     blocks = -(-rows // layout.block_rows)
     for name, array in layout.arrays.items():
         for shard in (path / name).iterdir():
-            place = block_of(shard.name, len(array.shard))
-            if place is not None and place[0] >= blocks:
+            if (place := block_of(shard.name, len(array.shard))) is not None and place[0] >= blocks:
                 shard.unlink()

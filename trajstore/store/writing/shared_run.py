@@ -151,23 +151,12 @@ def joined_run(path: RunPath, share: TokenShare) -> Iterator[ResumedRun]:
     facts = share.exchange(None)[0]
     with in_all_processes(share):
         place = location(path).absolute()
-        _check_seen(place, facts["layout"])
+        if not holds_run(place, facts["layout"].runs):
+            raise InvalidArgument(
+                f"{place} is not the run that the first process created there; processes that "
+                "record one run together need a shared folder or an object store"
+            )
         yield ResumedRun(**(facts | {"path": place, "share": share}))
-
-
-def _check_seen(path: Location, layout: Layout) -> None:
-    """Raise an error unless this process sees the run that the first one created.
-
-    Raises
-    ------
-    InvalidArgument
-        If it does not.
-    """
-    if not holds_run(path, layout.runs):
-        raise InvalidArgument(
-            f"{path} is not the run that the first process created there; processes that record "
-            "one run together need a shared folder or an object store"
-        )
 
 
 def holds_run(path: Location, runs: Runs) -> bool:

@@ -110,20 +110,14 @@ def in_all_processes(share: TokenShare | None) -> Iterator[None]:
     RecordingError
         If the block failed in another process. The message contains its error.
     """
-    error: BaseException | None = None
+    exchange = (share or ALONE).exchange
     try:
         yield
-    except BaseException as caught:
-        error = caught
-    try:
-        failures = (share or ALONE).exchange(None if error is None else sentence(error))
-    except RecordingError:
-        if error is not None:
-            raise error from None  # it may be the reason why the others ended
+    except BaseException as error:
+        with contextlib.suppress(RecordingError):  # `error` may be why the others have ended
+            exchange(sentence(error))
         raise
-    if error is not None:
-        raise error
-    raise_failure(failures)
+    raise_failure(exchange(None))
 
 
 def raise_failure(failures: Sequence[str | None]) -> None:
