@@ -35,8 +35,8 @@ def default_threads() -> int:
 
 
 def encoding_threads() -> int:
-    """Number of threads that encode beside a training: all processors but one, at least 2."""
-    return max(_processors() - 1, min(2, _processors()))
+    """Number of threads that encode beside a training: all processors but one, 2 to 8."""
+    return min(max(_processors() - 1, min(2, _processors())), _MOST_THREADS)
 
 
 def threads_of_each(processes: int) -> int:

@@ -1,8 +1,8 @@
 """The transfer of one row from the training device to the writer's block.
 
 On the CPU a tensor is copied once, directly to its place in the block; from MPS the same copy
-crosses to the host. On CUDA the training stream only makes a copy on the device. A second stream
-copies it to pinned memory, and a thread copies it to the block. So neither the training stream nor
+crosses to the host. On CUDA the training stream only makes copies in one piece of memory
+of the device. A second stream copies that to pinned memory, and a thread copies it to the block. So neither the training stream nor
 the training thread waits for the bus.
 """
 
@@ -184,7 +184,7 @@ class DeferredTransfer:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         like = self._next = self._places.next_row()
-        self._slots = [_RowMemory(like, pin_memory=True) for _ in range(_SLOTS)]
+        self._slots = [_RowMemory(like, device="cpu", pin_memory=True) for _ in range(_SLOTS)]
         self._staging: _RowMemory | None = _RowMemory(like, device=device)
         self._host: dict[str, torch.Tensor] = {}  # values of the row that the host has
         self._carried: torch.cuda.Event | None = None

@@ -67,7 +67,7 @@ class FirstRows:
         self._notes = planned.recording.notes
         self._ids = ids
         self._rows: list[tuple[int, Row]] = []
-        self.W = torch.empty(0)
+        self.W = torch.empty(0, device="cpu")
         self._initial: Row = {}
 
     # The state before the first step -------------------------------------------------------------
@@ -189,7 +189,7 @@ class FirstRows:
         for number, row in rows:
             self._write(places.next_row(), names, row)
             places.commit(number)
-        return len(rows), rows[-1][0], last if step % every else {}
+        return len(rows), rows[-1][0], {name: last[name] for name in names} if step % every else {}
 
     def _expected(self, parameter: RecordedParameter, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""

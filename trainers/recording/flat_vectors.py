@@ -85,7 +85,7 @@ class JoinedVector:
         return vector
 
     def copy_to(self, place: torch.Tensor) -> None:
-        """Copy the tensors to a vector, (element,), in one operation."""
+        """Copy the tensors to a vector, (element,)."""
         present = [tensor for tensor in self.tensors if tensor is not None]
         devices = {tensor.device for tensor in present}
         first = present[0] if present else place
@@ -113,9 +113,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     ratio = 8 // a.itemsize
-    if not (a.ndim and a.is_contiguous() and b.is_contiguous()) or a.shape[-1] % ratio:
-        a, b = a.contiguous().flatten(), b.contiguous().flatten()
-    wide = not (a.shape[-1] % ratio or a.storage_offset() % ratio or b.storage_offset() % ratio)
+    a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    wide = not (len(a) % ratio or a.storage_offset() % ratio or b.storage_offset() % ratio)
     kind = torch.int64 if wide else torch.uint8  # whole words are compared seven times as fast
     return torch.equal(a.view(kind), b.view(kind))
 

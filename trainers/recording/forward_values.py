@@ -99,7 +99,7 @@ class BackwardPass:
     is_dropped : bool
         True if the loop has discarded its gradients.
     reached : set of int
-        Parameters whose gradients it has changed.
+        Places, in the list of parameters, of those whose gradients it has changed.
     """
 
     root: torch.Tensor | None = None

@@ -45,7 +45,7 @@ from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_vari
 from trajstore.trainers.recording.step_examples import padded
 from trajstore.trainers.recording.torch_internals import versions
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, JoinedVector)
+_UNSHARDED = (torch.Tensor, torch.nn.Parameter, JoinedVector)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,7 +250,7 @@ class ParameterRows:
         accepted = {}
         for name, value in values.items():
             dtype, shape, selects = self._taken.get(name, (None, None, False))
-            if value.dtype is dtype and value.shape == shape and type(value) in _PLAIN:
+            if value.dtype is dtype and value.shape == shape and type(value) in _UNSHARDED:
                 accepted[name] = value.index_select(0, self._ids) if selects else value  # type: ignore
             elif (checked := self._checked(name, value)) is not None:
                 accepted[name] = checked
@@ -279,7 +279,7 @@ class ParameterRows:
             if problem and (name == "W" or isinstance(value, JoinedVector)):
                 raise CannotFollow(f"{problem}; record a new run for the new shape or type")
             problem = problem and f"{problem}; it is not recorded in such a step"
-            if problem is None and type(given) in _PLAIN and name not in OF_EXAMPLES:
+            if problem is None and type(given) in _UNSHARDED and name not in OF_EXAMPLES:
                 self._taken[name] = given.dtype, given.shape, selects
         if problem is not None:
             self._notes.add(problem)
@@ -312,13 +312,9 @@ class ParameterRows:
 
     def _put(self, values: Mapping[str, Value]) -> None:
         if values:
-            try:
+            self._whole_step = None  # this overwrites that row, if it was not stored
+            with self._disk_errors():
                 self._row |= self._transfer.put(values)
-            except Exception as error:
-                self._check_room(error)
-                raise
-            # This overwrites the row of the previous step, if it was not stored.
-            self._whole_step = None
 
     def set_gradient(self, gradient: torch.Tensor) -> None:
         """Set the gradient, (token, hidden) of this process, and the norm of each token's."""
@@ -383,9 +379,9 @@ class ParameterRows:
         if self.writer is None:
             self._written_W = self._row.get("W")
             self._first.add(step.number, self._row)
-            self._whole_step = None if is_due else step.number
             if step.had_effect:
                 self._create_run()
+            self._whole_step = None if is_due else step.number
         else:
             self._fill_missing()
             self._written_W = self._row.get("W")
@@ -421,11 +417,8 @@ class ParameterRows:
 
     def _store_row(self, step: int) -> None:
         """Store the row in the transfer as the row of `step`."""
-        try:
+        with self._disk_errors():
             self._transfer.commit(step)
-        except Exception as error:
-            self._check_room(error)
-            raise
         self.rows += 1
         self.last_step = step
         self._whole_step = None
@@ -458,22 +451,18 @@ class ParameterRows:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
+        """Add the sizes and a fix to the error of a full disk."""
         try:
             yield
         except Exception as error:
-            self._check_room(error)
-            raise
-
-    def _check_room(self, error: Exception) -> None:
-        """Raise the error of a full disk with the sizes and a fix; do nothing for another one."""
-        cause, writer = file_error(error), self.writer
-        full = cause is not None and cause.errno in FULL
-        if writer is None or not full or not isinstance(writer.path, Path):
-            return
-        block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
-        free = shutil.disk_usage(writer.path.parent).free
-        raise RecordingError(
-            f"no space is left for {writer.path}: {format_bytes(free)} are free, but a block of "
-            f"{writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
-            f"{writer.committed_rows} rows are committed; free space, or record less"
-        ) from error
+            cause, writer = file_error(error), self.writer
+            full = cause is not None and cause.errno in FULL
+            if writer is None or not full or not isinstance(writer.path, Path):
+                raise
+            block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
+            free = shutil.disk_usage(writer.path.parent).free
+            raise RecordingError(
+                f"no space is left for {writer.path}: {format_bytes(free)} are free, but a block "
+                f"of {writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
+                f"{writer.committed_rows} rows are committed; free space, or record less"
+            ) from error

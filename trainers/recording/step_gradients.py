@@ -120,6 +120,9 @@ class _Clipping(NamedTuple):
     after: _Mark
 
 
+_GONE = object()  # in place of a tensor that does not exist any more
+
+
 class Moment:
     """All gradients at a moment. It keeps none of them alive.
 
@@ -167,9 +170,15 @@ class Moment:
         )
 
     def are_tensors(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if the gradients are the same tensors, whether they have changed or not."""
-        before = [reference and reference() for reference in self._references]
-        return all(map(operator.is_, before, gradients))
+        """Return True if the gradients are the same tensors, whether they have changed or not.
+
+        One that has been removed since is not None: its place keeps a dead reference.
+        """
+        before = [
+            reference if reference is None else reference() or _GONE
+            for reference in self._references
+        ]
+        return len(before) == len(gradients) and all(map(operator.is_, before, gradients))
 
 
 class StepGradients:
@@ -664,7 +673,7 @@ class StepGradients:
 
     def _constant(self, value: float, like: torch.Tensor) -> torch.Tensor:
         """Return a number in the type of a norm of gradients `like` that; made once."""
-        key = (value, like.dtype, like.device)
+        key = (value, type(like), like.dtype, like.device)
         if key not in self._constants:
             self._constants[key] = self.as_norm(like.new_full((), value))
         return self._constants[key]

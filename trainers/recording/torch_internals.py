@@ -199,9 +199,9 @@ def plain_total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     That function sorts the tensors by device and type, which takes longer than the norm.
     """
-    norms = torch._foreach_norm([*tensors], 2.0)
-    if len({(one.dtype, one.device) for one in norms}) > 1:
+    if len({(one.dtype, one.device) for one in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors)
+    norms = torch._foreach_norm([*tensors], 2.0)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

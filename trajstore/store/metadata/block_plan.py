@@ -201,7 +201,7 @@ def plan(
         It also keeps an inner chunk of 128 tokens within 8 MiB, and the shards of an array within
         256 MiB, both decoded.
     threads : int, optional
-        Number of encoding threads. Default: all processors but one, at least 2, and fewer if
+        Number of encoding threads. Default: all processors but one, 2 to 8, and fewer if
         `memory` is too small.
     buffers : int
         Number of blocks in memory.

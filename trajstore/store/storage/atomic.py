@@ -34,7 +34,7 @@ _FLUSHES = 16
 """Number of simultaneous flushes."""
 
 WRITES = 2
-"""Number of parts of a file that wait for their write; each is in memory."""
+"""Number of threads that write parts of a file; as many parts wait, in memory."""
 
 _NO_FLUSH = (errno.EBADF, errno.EINVAL)
 """Errors of a file system that cannot flush folders; source: `fsync_fname_ext` of PostgreSQL."""
@@ -122,9 +122,10 @@ def _write_at_once(writers: ThreadPoolExecutor, file: int, parts: Iterable[bytes
             waiting.append(submit(writers, _write_part, file, part, offset))
             offset += len(part)
             if len(waiting) > WRITES:
-                waiting.popleft().result()
-        while waiting:
-            waiting.popleft().result()
+                waiting[0].result()
+                waiting.popleft()
+        for future in waiting:
+            future.result()
     finally:
         wait(waiting)  # another file may get the number next
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trajstore.threads import submit
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; it keeps what the pages hold
-_AHEAD = 16 << 20  # bytes, and at least two rows
+_AHEAD = 16 << 20  # bytes, and at least three rows
 
 Buffer = Mapping[str, npt.NDArray[Any]]
 

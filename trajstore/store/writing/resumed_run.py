@@ -43,7 +43,7 @@ from trajstore.store.storage.remote_path import (
     location,
 )
 from trajstore.store.writing.token_share import ALONE, TokenShare, has_tokens
-from trajstore.threads import default_threads, in_parallel
+from trajstore.threads import encoding_threads, in_parallel
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
 
@@ -255,7 +255,7 @@ def _stored_layout(
         )
     layout = Layout(
         block_rows=arrays[STEP.name].shard[0],
-        threads=threads or default_threads(),
+        threads=threads or encoding_threads(),
         arrays=arrays,
         runs=run_identity(group.attrs),
     )

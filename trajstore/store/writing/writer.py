@@ -197,7 +197,7 @@ class RunWriter:
         block_rows : int, optional
             Rows of a block (default: planned from `memory`).
         threads : int, optional
-            Number of encoding threads (default: all processors but one, at least 2).
+            Number of encoding threads (default: all processors but one, 2 to 8).
         buffers : int, default 2
             Blocks in memory. With 1, memory is halved, and `append` waits for each full block.
         overwrite : bool

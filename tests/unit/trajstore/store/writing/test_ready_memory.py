@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import platform
 import resource
 import sys
 
@@ -41,4 +42,7 @@ def test_the_next_rows_cause_no_faults() -> None:
         buffers[0]["W"][:2] = 1
         return faults() - before
 
-    assert of_writing(memory=True) * 10 < of_writing(memory=False)
+    without = of_writing(memory=False)
+    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14) or without < 100:
+        pytest.skip("an older system, or one with huge pages")
+    assert of_writing(memory=True) * 10 < without
