@@ -1,9 +1,9 @@
 """The transfer of one row from the training device to the writer's block.
 
 On the CPU a tensor is copied once, directly to its place in the block; from MPS the same copy
-crosses to the host. On CUDA the training stream only makes copies in one piece of memory
-of the device. A second stream copies that to pinned memory, and a thread copies it to the block. So neither the training stream nor
-the training thread waits for the bus.
+crosses to the host. On CUDA the training stream only makes copies in one piece of memory of the
+device. A second stream copies that to pinned memory, and a thread copies it to the block. So
+neither the training stream nor the training thread waits for the bus.
 """
 
 from __future__ import annotations

@@ -120,9 +120,6 @@ class _Clipping(NamedTuple):
     after: _Mark
 
 
-_GONE = object()  # in place of a tensor that does not exist any more
-
-
 class Moment:
     """All gradients at a moment. It keeps none of them alive.
 
@@ -170,15 +167,13 @@ class Moment:
         )
 
     def are_tensors(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if the gradients are the same tensors, whether they have changed or not.
-
-        One that has been removed since is not None: its place keeps a dead reference.
-        """
-        before = [
-            reference if reference is None else reference() or _GONE
-            for reference in self._references
-        ]
-        return len(before) == len(gradients) and all(map(operator.is_, before, gradients))
+        """Return True if the gradients are the same tensors, whether they have changed or not."""
+        if len(gradients) != len(self._references):
+            return False
+        return all(
+            gradient is None if reference is None else gradient is reference() is not None
+            for reference, gradient in zip(self._references, gradients, strict=True)
+        )
 
 
 class StepGradients:

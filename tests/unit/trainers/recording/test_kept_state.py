@@ -267,3 +267,29 @@ def test_an_8_bit_optimizer_of_a_library(module: str, name: str, tmp_path: Path)
     ds = open_run(tmp_path / "run.zarr")
     assert torch.equal(torch.from_numpy(ds.W.values[1]), model[0].weight.detach())
     assert ds.lr.values[1] == np.float32(1e-3) or ds.lr.values[1] == 1e-3
+
+
+class OtherForm(torch.optim.SGD):
+    """Keeps ``trace`` of a matrix in its shape, of a vector in another form."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for own in self.param_groups[0]["params"]:
+            self.state[own]["trace"] = own.grad.clone() if own.ndim == 2 else torch.ones(3)
+
+
+def test_a_first_row_that_is_not_due_has_what_the_run_holds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
+    optimizer = OtherForm(model.parameters(), lr=0.1)
+    weights = [model[0].weight.detach().clone()]
+    with capture(model, optimizer, tmp_path / "run.zarr", variables="everything", every=2):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(7)).square().sum().backward()
+            optimizer.step()
+            weights.append(model[0].weight.detach().clone())
+    ds = open_run(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == [0, 2, 3]  # the last step is stored at the end
+    assert "trace" not in ds
+    np.testing.assert_array_equal(ds.W, torch.stack([weights[n] for n in (0, 2, 3)]))

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from loops_of_others import about, read  # noqa: E402
 
+from trajstore import open_run  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
 from trajstore.trainers.recording.flat_vectors import bit_sums  # noqa: E402
@@ -578,3 +579,22 @@ def test_a_graph_that_is_differentiated_twice(recorded: Any, tmp_path: Path) -> 
             loss.backward()
         loop.step()
     assert_consumed(read(tmp_path), loop.consumed)
+
+
+def test_a_gradient_that_is_removed_before_the_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    norms = []
+    with capture(model, optimizer, tmp_path / "run.zarr", variables="everything"):
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.arange(7)).square().sum().backward()
+            if step >= 2:
+                model[1].weight.grad = None
+            left = [p.grad for p in model.parameters() if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(left)))
+            optimizer.step()
+    ds = open_run(tmp_path / "run.zarr")
+    assert ds.grad_norm.values[1:].tolist() == norms
+    assert np.isnan(ds.params_grad.values[1:]).all(axis=1).tolist() == [False, False, True, True]
