@@ -62,6 +62,7 @@ class StepCalls:
 
     def __post_init__(self, chain: Sequence[Any]) -> None:
         self._member = chain[-1]
+        self.inside = outside_compile(self.inside)  # a compiled step would trace it
         self._frame: FrameType | None = None
         self._depth = 0
         self.has_reached = False

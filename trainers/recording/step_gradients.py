@@ -668,7 +668,7 @@ class StepGradients:
 
     def _constant(self, value: float, like: torch.Tensor) -> torch.Tensor:
         """Return a number in the type of a norm of gradients `like` that; made once."""
-        key = (value, type(like), like.dtype, like.device)
+        key = (str(value), type(like), like.dtype, like.device)
         if key not in self._constants:
             self._constants[key] = self.as_norm(like.new_full((), value))
         return self._constants[key]
