@@ -198,7 +198,7 @@ class StepGradients:
         self._max_grad_norm = recording.loop.max_grad_norm
         self._on_note = recording.notes.mention
         self.find_parameters()
-        self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
+        self._are_factors: torch.Tensor | None = None  # all changes of gradients on a device so far
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
         self._constants: dict[Any, torch.Tensor] = {}
@@ -572,12 +572,14 @@ class StepGradients:
             self._replaced.add(parameter)
             return
         factor = self._constant(math.nan, total)  # without a wait for the device
-        found = torch.zeros_like(factor, dtype=torch.bool)
+        found = None
         for one in reversed([*factors]):  # the likeliest last
             matches = agreed(_equal(seen, raw * one), parameter)
-            factor, found = torch.where(matches, one, factor), matches | found
+            factor = torch.where(matches, one, factor)
+            found = matches if found is None else matches | found
+        assert found is not None
         rows.set({"clip_coef": factor})
-        self._changed = (~found).to(torch.int64) + self._changed
+        self._are_factors = found if self._are_factors is None else self._are_factors & found
         rows.replace_gradient(torch.where(found, raw, seen))
 
     def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
@@ -656,7 +658,7 @@ class StepGradients:
 
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""
-        if int(self._changed):
+        if self._are_factors is not None and not self._are_factors:
             self._note(_CHANGED, self._rows[0])
 
     def as_norm(self, value: torch.Tensor) -> torch.Tensor:
