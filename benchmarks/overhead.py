@@ -107,7 +107,7 @@ def own_loop(case: Case, path: Path | None) -> Clocks:
     clocks: Clocks = []
     with recording:
         for step in range(case.steps):
-            time.sleep(case.pause)
+            time.sleep(case.pause)  # stands for a larger model, whose step leaves time to encode
             clocks.append(clock())
             optimizer.zero_grad()
             batch = ids[step % 8]

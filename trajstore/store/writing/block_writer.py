@@ -75,7 +75,9 @@ class BlockWriter:
         self._written, self._block_bytes = -1, 0  # number of the last written block
         self._last, self._skips_inside = -1, 0  # number of the last block to encode
         self._encoders = ThreadPoolExecutor(self.layout.threads, "trajstore-encoder")
-        self._writers = ThreadPoolExecutor(WRITES, "trajstore-disk")
+        # On few processors they would take turns with the encoders, and cost more than they save.
+        pays = self.layout.threads > WRITES and isinstance(self.path, Path)
+        self._writers = ThreadPoolExecutor(WRITES, "trajstore-disk") if pays else None
         # Tags of replaceable objects.
         self._tags = self.path.tags() if isinstance(self.path, RemotePath) else {}
 
@@ -125,7 +127,8 @@ class BlockWriter:
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown()
-        self._writers.shutdown()
+        if self._writers is not None:
+            self._writers.shutdown()
         self.forget()
 
     def _shards(
@@ -165,8 +168,8 @@ class BlockWriter:
 
     def _encoded(self) -> Chunk:
         """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
-        # Those being written are in memory, too.
-        most = CHUNKS_AHEAD * self.layout.threads - WRITES
+        # Those that wait for a writing thread are in memory, too.
+        most = CHUNKS_AHEAD * self.layout.threads - (WRITES if self._writers else 0)
         while self._blocks and len(self._ahead) <= most:
             if (task := next(self._blocks[0], None)) is None:
                 self._blocks.popleft()
