@@ -16,8 +16,7 @@ import xarray as xr
 from trajstore.analysis import functions
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.several.many_runs import as_method
-from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 

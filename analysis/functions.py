@@ -52,7 +52,7 @@ from trajstore.analysis.scan.population_statistics import by_population
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import each_run, over_runs
 from trajstore.analysis.several.run_comparison import compare
-from trajstore.populations.named import with_populations
+from trajstore.populations import with_populations
 
 register_accessors()
 

@@ -55,9 +55,8 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.window import rows_of_window, windowed_scan
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import over_runs
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
-from trajstore.populations.row_vectors import errors_about_rows, named_as_rows
+from trajstore.errors import InvalidArgument, did_you_mean
+from trajstore.populations import errors_about_rows, named_as_rows
 
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps

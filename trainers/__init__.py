@@ -87,7 +87,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trajstore.extras import needs_extra
+    from trajstore.errors import needs_extra
 
     extra = "lightning" if name == "LightningCallback" else "train"
     with needs_extra(f"trainers.{name}", extra):

@@ -23,9 +23,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from trajstore.byte_sizes import parse_bytes
-from trajstore.errors import ConfigError, InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.arguments import parse_bytes
+from trajstore.errors import ConfigError, InvalidArgument, did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.writing.commit_timer import COMMIT_EVERY
 

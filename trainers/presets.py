@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.arguments import checks_types
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.trainers.config import (
     DataConfig,
     InitializationConfig,

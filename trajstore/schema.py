@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 
 FORMAT = 3
 """Number of the store format: the attribute `trajstore_format` of a root."""

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import chosen_populations
+from trajstore.populations import chosen_populations
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
 VECTORS = ("W", "delta", "grad")

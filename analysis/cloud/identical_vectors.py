@@ -21,8 +21,8 @@ from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import Count
-from trajstore.populations.masks import chosen_populations
+from trajstore.arguments import Count
+from trajstore.populations import chosen_populations
 from trajstore.values.ulp_lattice import unsigned_view
 
 EVENTS = ("birth", "merge", "fission", "death")

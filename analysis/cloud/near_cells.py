@@ -20,10 +20,9 @@ from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import Count
-from trajstore.errors import InvalidArgument
-from trajstore.extras import needs_extra
-from trajstore.populations.masks import chosen_populations
+from trajstore.arguments import Count
+from trajstore.errors import InvalidArgument, needs_extra
+from trajstore.populations import chosen_populations
 from trajstore.values.ulp_lattice import ordinal
 
 _ALL_CELLS = 1 << 32

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.block_tasks import measure, whole_rows
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import one_population
+from trajstore.populations import one_population
 
 # Maximum distances in memory.
 _DISTANCES = 1 << 23

@@ -27,8 +27,7 @@ from trajstore.cli.options import (
 )
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_json, print_notes, print_table, without_tokens
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -132,7 +131,7 @@ def analyze(
         write_result,
     )
     from trajstore.exchange.selection import select_part
-    from trajstore.populations.masks import own_masks
+    from trajstore.populations import own_masks
 
     if output is not None:
         check_result_target(output, overwrite=overwrite)

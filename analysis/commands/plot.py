@@ -181,7 +181,7 @@ def plot(
     from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
     from trajstore.analysis.motion.vectors import vectors_named
     from trajstore.exchange.selection import select_part
-    from trajstore.populations.named import with_populations
+    from trajstore.populations import with_populations
     from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.storage.remote_path import local_path
 

@@ -17,7 +17,7 @@ from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, progress_of_tasks
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.errors import InvalidArgument
 
 POSITION_BYTES = 512 << 20

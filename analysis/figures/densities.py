@@ -22,7 +22,7 @@ from trajstore.analysis.figures.style import Look
 from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

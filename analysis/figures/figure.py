@@ -29,11 +29,14 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.analysis.scan.window import windowed_scan
 from trajstore.analysis.several.many_runs import each_run
-from trajstore.errors import InvalidArgument
-from trajstore.extras import needs_extra
-from trajstore.nearest_name import did_you_mean
-from trajstore.populations.masks import check_dataset, chosen_populations, populations
-from trajstore.populations.row_vectors import is_of_parameter, row_words
+from trajstore.errors import InvalidArgument, did_you_mean, needs_extra
+from trajstore.populations import (
+    check_dataset,
+    chosen_populations,
+    is_of_parameter,
+    populations,
+    row_words,
+)
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

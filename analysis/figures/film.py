@@ -33,7 +33,7 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import check_dataset
+from trajstore.populations import check_dataset
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_file_target, staged_folder
 

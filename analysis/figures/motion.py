@@ -22,7 +22,7 @@ from trajstore.analysis.motion import collective, norms, resume_discontinuities,
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import chosen_populations
+from trajstore.populations import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,8 +24,7 @@ from trajstore.analysis.figures.regimes import freeze_cause, regimes
 from trajstore.analysis.figures.training import logit_stats, moment_sizes, moments
 from trajstore.analysis.figures.trajectory import moment_tracks, sky, trajectory
 from trajstore.analysis.figures.variables import loss, param_update_lost, variable
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import EVALUATION, variables_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xarray as xr
 
-from trajstore.populations.row_vectors import row_vectors
+from trajstore.populations import row_vectors
 from trajstore.schema import EVALUATION
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.analysis.scan.array_types import Array
-from trajstore.argument_types import Count, check_fields
+from trajstore.arguments import Count, check_fields
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.recorded_parameters import parameter_entry, parameter_table
 

@@ -22,7 +22,7 @@ from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import Positive
+from trajstore.arguments import Positive
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.rounding import cast
 

@@ -24,8 +24,7 @@ from trajstore.analysis.scan.block_tasks import Points, measure, table
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import registered, takes_scan
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
 from trajstore.values.vector_rule import VECTORS
 

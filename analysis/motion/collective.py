@@ -29,7 +29,7 @@ from trajstore.analysis.scan.facts import Fact, Facts, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import chosen_populations
+from trajstore.populations import chosen_populations
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 

@@ -19,8 +19,8 @@ from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import Count
-from trajstore.populations.masks import populations
+from trajstore.arguments import Count
+from trajstore.populations import populations
 
 _NEVER = {-1: "never"}
 _LAST = Fact("i8", "last step with motion", flags=_NEVER)

@@ -13,7 +13,7 @@ from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import Bound, Positive
+from trajstore.arguments import Bound, Positive
 
 # Changes of the mean motion by less than 5 % per row are never significant. Neither is motion below
 # 1 % of the run's maximum: when nearly all tokens are frozen, one moving token is no discontinuity.

@@ -24,7 +24,7 @@ from trajstore.analysis.scan.lattice_points import (
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import ulp_hops

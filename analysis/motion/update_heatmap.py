@@ -17,7 +17,7 @@ from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import Count
+from trajstore.arguments import Count
 
 _FACTS = {
     "dead_fraction": Fact("f8", "fraction of dead tokens"),

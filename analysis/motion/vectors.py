@@ -13,11 +13,9 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
-from trajstore.populations.masks import chosen_populations, populations
-from trajstore.populations.row_vectors import row_vectors
+from trajstore.arguments import checks_types
+from trajstore.errors import InvalidArgument, did_you_mean
+from trajstore.populations import chosen_populations, populations, row_vectors
 from trajstore.schema import variable
 from trajstore.values.ulp_lattice import unsigned_view
 

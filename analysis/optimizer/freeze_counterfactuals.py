@@ -20,9 +20,9 @@ from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.argument_types import Count
+from trajstore.arguments import Count
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import POPULATIONS, members
+from trajstore.populations import POPULATIONS, members
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing

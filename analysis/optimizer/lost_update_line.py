@@ -17,7 +17,7 @@ from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 from trajstore.values.ulp_lattice import spacing
 
 _EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 _VARIABLES = (*MOMENTS, "W")

@@ -23,7 +23,7 @@ from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.facts import Fact, Facts
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import unsigned_view
 

@@ -22,11 +22,10 @@ from trajstore.analysis.report.verdicts import discontinuity_verdict, evidence, 
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import Table, summary_tables
 from trajstore.analysis.scan.scan import Scan
-from trajstore.byte_sizes import format_bytes
-from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.extras import needs_extra
+from trajstore.arguments import format_bytes
+from trajstore.errors import InvalidArgument, VariableNotRecorded, needs_extra
 from trajstore.integrity.verify import verify
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import information
 from trajstore.store.reading.run_settings import settings

@@ -16,7 +16,7 @@ from trajstore.analysis.optimizer.freeze_causes import CAUSES, freeze_cause
 from trajstore.analysis.scan.input_checks import available
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 
 
 def evidence(scan: Scan, min_unchanged: int) -> tuple[dict[str, xr.Dataset], dict[str, str]]:

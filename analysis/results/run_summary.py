@@ -14,10 +14,9 @@ from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import populations
-from trajstore.populations.row_vectors import row_vectors
+from trajstore.populations import populations, row_vectors
 from trajstore.store.reading.recorded_parameters import holds_all_parameters
 from trajstore.values.token_norms import vector_norm
 

@@ -17,8 +17,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.flags import flags_of, is_category
 from trajstore.analysis.scan.task_progress import Report, compute_all
-from trajstore.errors import InvalidArgument, RunExists
-from trajstore.extras import needs_extra
+from trajstore.errors import InvalidArgument, RunExists, needs_extra
 from trajstore.formats.safetensors import begin_safetensors
 from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import local_path

@@ -12,8 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import LATTICES
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.rounding import cast, is_of_type, is_within

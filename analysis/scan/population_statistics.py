@@ -11,14 +11,9 @@ import xarray as xr
 
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.flags import flags_of
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import (
-    chosen_populations,
-    members,
-    own_masks,
-    populations,
-)
+from trajstore.populations import chosen_populations, members, own_masks, populations
 
 _STATISTICS = ("mean", "std", "min", "max", "median")
 

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import xarray as xr
 
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
-from trajstore.populations.row_vectors import errors_about_rows, named_as_rows
+from trajstore.arguments import checks_types
+from trajstore.populations import errors_about_rows, named_as_rows
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=xr.DataArray | xr.Dataset)

@@ -19,9 +19,9 @@ from trajstore.analysis.several.differences import (
     first_step,
 )
 from trajstore.analysis.several.many_runs import each_run
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.populations.masks import populations
+from trajstore.populations import populations
 
 _OTHER_DEAD = (
     "the runs have different dead tokens, so their populations cannot be compared; remove is_dead "

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import xarray as xr
 
 from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 
 P = ParamSpec("P")

@@ -20,7 +20,7 @@ from trajstore.analysis.several.differences import (
     differing_names,
     first_step,
 )
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import NAMES, VARIABLES, variables_of
 

@@ -9,8 +9,7 @@ import click
 
 from trajstore.cli.options import RUN
 from trajstore.cli.tables import out
-from trajstore.errors import CorpusError, InvalidArgument
-from trajstore.extras import needs_extra
+from trajstore.errors import CorpusError, InvalidArgument, needs_extra
 
 if TYPE_CHECKING:
     import numpy.typing as npt

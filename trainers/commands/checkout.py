@@ -9,7 +9,7 @@ import click
 from trajstore.cli.options import RUN
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import out, print_notes
-from trajstore.extras import needs_extra
+from trajstore.errors import needs_extra
 from trajstore.trainers.commands.model_options import TOKENIZER
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.cli.tables import out, print_notes, print_table
 from trajstore.errors import InvalidArgument
 from trajstore.schema import ENCODINGS, TIERS

@@ -10,8 +10,7 @@ from trajstore.cli.options import RUN, SELECT
 from trajstore.cli.progress import StepsProgress
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import out
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.trainers.commands.model_options import TOKENIZER
 
 if TYPE_CHECKING:

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes, format_duration
 from trajstore.cli.options import RUN
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out
-from trajstore.durations import format_duration
-from trajstore.errors import InvalidArgument
-from trajstore.extras import needs_extra
+from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.trainers.commands.configuration import (
     CORPUS,
     FSYNC,

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes, format_duration
 from trajstore.cli.progress import Bar
 from trajstore.cli.tables import err, in_options
-from trajstore.durations import format_duration
 
 if TYPE_CHECKING:
     from typing import Any

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import ANY, exact
 from trajstore.errors import InvalidArgument, StepNotFound
-from trajstore.exact_values import ANY, exact
 from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.metadata.zarr_json import unproven_rows

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.argument_types import checks_types
-from trajstore.byte_sizes import EXCHANGE_MEMORY
+from trajstore.arguments import EXCHANGE_MEMORY, checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.fingerprint import FINGERPRINT
 from trajstore.store.reading.run_settings import attribute

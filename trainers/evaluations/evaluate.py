@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from trajstore.argument_types import Count, checks_types
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.argument_types import Count, checks_types
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.evaluations.on_texts import (

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import xarray as xr
 
-from trajstore.argument_types import Count, checks_types
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from trajstore.errors import InvalidArgument, RecordingError
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, RecordingError, did_you_mean
 from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.forward_values import ForwardPass, ForwardPasses
 from trajstore.trainers.recording.module_hooks import ModuleHooks

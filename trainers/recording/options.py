@@ -16,11 +16,8 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import numpy.typing as npt
 import torch
 
-from trajstore.argument_types import Bound, Count, check_fields
-from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
-from trajstore.errors import InvalidArgument
-from trajstore.exact_values import exact_json
-from trajstore.nearest_name import did_you_mean
+from trajstore.arguments import DEFAULT_MEMORY, Bound, Count, check_fields, exact_json, parse_bytes
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import STEP, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import open_group

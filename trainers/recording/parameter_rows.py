@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter

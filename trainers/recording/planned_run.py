@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 import xarray as xr
 
-from trajstore.byte_sizes import format_bytes, parse_bytes
+from trajstore.arguments import exact, format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument
-from trajstore.exact_values import exact
-from trajstore.populations.named import with_populations
+from trajstore.populations import with_populations
 from trajstore.schema import COORDINATES, POPULATION
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.compact_encoding import check_encoding

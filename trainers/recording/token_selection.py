@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import InvalidArgument
-from trajstore.exact_values import ANY, exact
-from trajstore.nearest_name import did_you_mean
+from trajstore.arguments import ANY, exact
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import EVERYTHING
 
 Tokens = str | npt.ArrayLike

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.argument_types import Count, checks_types
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trajstore.argument_types import Count, checks_types
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.segments import recorded_threads

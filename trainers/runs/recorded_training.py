@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trajstore.errors import RecordingError
-from trajstore.populations.files import populations_from
+from trajstore.populations import populations_from
 from trajstore.schema import resolve_variables
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.argument_types import checks_types
-from trajstore.byte_sizes import format_bytes, parse_bytes
+from trajstore.arguments import checks_types, format_bytes, parse_bytes
 from trajstore.optimizer_advice import Advice, advise
-from trajstore.populations.files import populations_from
+from trajstore.populations import populations_from
 from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path

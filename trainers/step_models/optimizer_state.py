@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import VariableNotRecorded
 from trajstore.schema import KEPT, OPTIMIZER_STATE, kept_as
 from trajstore.store.reading.run_settings import attribute

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.arguments import ANY, exact_step
 from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
-from trajstore.exact_values import ANY, exact_step
 from trajstore.schema import OPTIMIZER_STATE, STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import transformers
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import ANY, checks_types, exact
 from trajstore.errors import InvalidArgument
-from trajstore.exact_values import ANY, exact
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter

@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import CorpusError, InvalidArgument
-from trajstore.extras import needs_extra
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
 from trajstore.store.storage.atomic import make_folder, put
 from trajstore.store.storage.hub_address import hub_endpoint
 from trajstore.store.writing.create import move_into_place

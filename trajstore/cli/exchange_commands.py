@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
+from trajstore.arguments import EXCHANGE_MEMORY, format_bytes
 from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
 from trajstore.cli.progress import BytesProgress
 from trajstore.cli.stop_signals import StopRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.cli.options import JSON, RUNS
 from trajstore.cli.tables import (
     counted,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.cli.options import JSON, RUN, SELECT
 from trajstore.cli.progress import BytesProgress, StepsProgress
 from trajstore.cli.tables import counted, out, print_json, print_notes, print_table

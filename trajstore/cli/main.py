@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from trajstore.errors import TrajstoreError
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import TrajstoreError, did_you_mean
 from trajstore.version import __version__
 
 FIRST = """\

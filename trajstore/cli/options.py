@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import ENCODINGS, LATTICES, RECORDED, TIERS
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
     InvalidArgument
         If a value is not NAME=EXPRESSION or NAME=FILE.
     """
-    from trajstore.populations.files import populations_from
+    from trajstore.populations import populations_from
 
     for one in assignments:
         if "=" not in one:

@@ -16,8 +16,7 @@ from rich.progress import (
 
 from trajstore.cli.stop_signals import StopRequest, working
 from trajstore.cli.tables import err
-from trajstore.errors import InvalidArgument
-from trajstore.extras import needs_extra
+from trajstore.errors import InvalidArgument, needs_extra
 
 
 class Bar:

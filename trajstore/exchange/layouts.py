@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.exchange.usual_names import ARRAY_KINDS, scalar_of
-from trajstore.nearest_name import did_you_mean
 from trajstore.schema import OPTIMIZER_STATE, VARIABLES
 
 

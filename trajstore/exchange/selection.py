@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
-from trajstore.exact_values import ANY, exact, exact_step
-from trajstore.nearest_name import did_you_mean
+from trajstore.arguments import ANY, exact, exact_step
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, did_you_mean
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.tiled_reader import TiledRun, positions
 

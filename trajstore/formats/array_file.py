@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.errors import FormatError, RunNotFound, TrajstoreError
 from trajstore.values.native_types import NATIVE_TYPES, widen
 

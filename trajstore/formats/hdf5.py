@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
-from trajstore.errors import FormatError, InvalidArgument
-from trajstore.extras import needs_extra
+from trajstore.arguments import DEFAULT_MEMORY, format_bytes
+from trajstore.errors import FormatError, InvalidArgument, needs_extra
 from trajstore.formats.array_file import ArrayFile, check_expansion
 from trajstore.values.native_types import NATIVE_TYPES
 

@@ -7,7 +7,7 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
-from trajstore.byte_sizes import DEFAULT_MEMORY
+from trajstore.arguments import DEFAULT_MEMORY
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.formats.array_file import ArrayFile
 from trajstore.formats.hdf5 import Hdf5File

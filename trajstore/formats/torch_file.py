@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
-from trajstore.extras import needs_extra
+from trajstore.errors import FormatError, needs_extra
 from trajstore.formats.array_file import ArrayFile
 from trajstore.values.native_types import NATIVE_TYPES
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.object_keys import METADATA_KEY, block_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.argument_types import Count, checks_types
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.integrity.array_checks import check_chunks
 from trajstore.integrity.checked_metadata import CheckedMetadata

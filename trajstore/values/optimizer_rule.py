@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import xarray as xr
 
-from trajstore.argument_types import Bound, Positive, checks_types
+from trajstore.arguments import Bound, Positive, checks_types
 from trajstore.errors import InvalidArgument
 
 

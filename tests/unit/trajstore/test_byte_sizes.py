@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trajstore.byte_sizes import format_bytes, parse_bytes
+from trajstore.arguments import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trajstore.durations import format_duration
+from trajstore.arguments import format_duration
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from trajstore import RunWriter, export, import_file, open_run
 from trajstore.analysis import with_populations
+from trajstore.arguments import exact, exact_json, exact_step
 from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
-from trajstore.exact_values import exact, exact_json, exact_step
 from trajstore.store.writing.annotated_run import annotate_run
 
 NAN = float("nan")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.errors import MissingExtra
-from trajstore.extras import needs_extra
+from trajstore.errors import MissingExtra, needs_extra
 
 TESTS = Path(__file__).parents[2]
 

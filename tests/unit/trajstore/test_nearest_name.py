@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import resolve_variables, variable
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import xarray as xr
 
-from trajstore.argument_types import Count, checks_types
-from trajstore.byte_sizes import EXCHANGE_MEMORY
-from trajstore.errors import InvalidArgument
+from trajstore.arguments import EXCHANGE_MEMORY, Count, checks_types
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.exporting.export_layout import (
     layout_file,
@@ -31,7 +30,6 @@ from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
-from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.byte_sizes import parse_bytes
+from trajstore.arguments import parse_bytes
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding

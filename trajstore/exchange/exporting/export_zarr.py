@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.byte_sizes import format_bytes, parse_bytes
+from trajstore.arguments import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate

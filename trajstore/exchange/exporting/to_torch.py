@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from trajstore.errors import needs_extra
 from trajstore.exchange.selection import Steps, Tokens, select
-from trajstore.extras import needs_extra
 from trajstore.store.reading.tiled_reader import open_tiled
 
 if TYPE_CHECKING:

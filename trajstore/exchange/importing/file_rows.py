@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.importing.file_numbers import STARTING_STEP
 from trajstore.exchange.importing.import_options import ImportOptions

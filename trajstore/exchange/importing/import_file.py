@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.argument_types import Count, checks_types
-from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
+from trajstore.arguments import EXCHANGE_MEMORY, Count, checks_types, parse_bytes
 from trajstore.exchange.importing.import_options import import_options
 from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun, ImportedVariable
 from trajstore.exchange.importing.named_arrays import TableLine

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trajstore.errors import FormatError, InvalidArgument
+from trajstore.errors import FormatError, InvalidArgument, did_you_mean
 from trajstore.exchange.importing.file_numbers import (
     number_of_one,
     numbers_per_run,
@@ -26,7 +26,6 @@ from trajstore.exchange.usual_names import (
     scalar_of,
 )
 from trajstore.formats.array_file import ArrayFile, is_number, values_of
-from trajstore.nearest_name import did_you_mean
 from trajstore.schema import TRAJECTORIES
 from trajstore.values.native_types import NATIVE_TYPES
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
+from trajstore.arguments import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.importing.import_arrays import read_arrays
 from trajstore.exchange.importing.import_options import ImportOptions

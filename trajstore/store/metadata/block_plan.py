@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
+from trajstore.arguments import DEFAULT_MEMORY, format_bytes
 from trajstore.codec.block_form import BlockForm, Runs
 from trajstore.codec.codec_chain import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains

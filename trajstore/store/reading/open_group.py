@@ -16,8 +16,13 @@ import numpy.typing as npt
 import zarr
 from zarr.storage import ZipStore
 
-from trajstore.errors import FormatError, ObjectStoreError, RunNotFound, TrajstoreError
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import (
+    FormatError,
+    ObjectStoreError,
+    RunNotFound,
+    TrajstoreError,
+    did_you_mean,
+)
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.checked_metadata import (
     checked_root,

@@ -15,7 +15,7 @@ from dask.tokenize import tokenize
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.codec.block_codec import local_folder
 from trajstore.store.metadata.block_plan import LARGEST_TASK
 from trajstore.store.reading.array_reader import StoredArray, stored_array

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_RUN
 from trajstore.store.reading.open_run import open_run

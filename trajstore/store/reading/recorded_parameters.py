@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.nearest_name import did_you_mean
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import KEPT, OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
 from trajstore.values.vector_rule import VECTORS

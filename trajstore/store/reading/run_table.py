@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import run_status
 from trajstore.store.reading.run_settings import (

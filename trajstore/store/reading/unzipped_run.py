@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.arguments import format_bytes
 from trajstore.errors import FormatError
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import no_zipped_run

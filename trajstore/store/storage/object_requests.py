@@ -11,8 +11,7 @@ from zarr.abc.buffer import Buffer
 from zarr.abc.store import ByteRequest, SuffixByteRequest
 from zarr.storage import ObjectStore as ZarrObjectStore
 
-from trajstore.errors import ObjectStoreError
-from trajstore.extras import needs_extra
+from trajstore.errors import ObjectStoreError, needs_extra
 
 _EMPTY_RANGE = ("Range Not Satisfiable", "Invalid range", "non-partial")
 """Errors of stores for the last bytes of an empty object."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.argument_types import checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, along_token
 from trajstore.store.metadata.object_keys import METADATA_KEY

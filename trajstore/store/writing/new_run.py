@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.arguments import exact, exact_json
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
-from trajstore.exact_values import exact, exact_json
 from trajstore.schema import (
     COORDINATES,
     FORMAT,

@@ -16,9 +16,8 @@ from typing import Any
 import numpy.typing as npt
 import zarr
 
-from trajstore.byte_sizes import parse_bytes
+from trajstore.arguments import exact_json, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exact_values import exact_json
 from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.fingerprint import (

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trajstore.byte_sizes import DEFAULT_MEMORY
+from trajstore.arguments import DEFAULT_MEMORY
 from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within

@@ -19,11 +19,15 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.argument_types import Count, Example, checks_types
-from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
-from trajstore.errors import InvalidArgument, WriterClosed
-from trajstore.exact_values import exact_step
-from trajstore.nearest_name import did_you_mean
+from trajstore.arguments import (
+    DEFAULT_MEMORY,
+    Count,
+    Example,
+    checks_types,
+    exact_step,
+    parse_bytes,
+)
+from trajstore.errors import InvalidArgument, WriterClosed, did_you_mean
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.metadata.metadata_form import Status

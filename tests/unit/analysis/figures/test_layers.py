@@ -13,7 +13,7 @@ from parameter_tables import parameter_table
 from trajstore.analysis.figures import FIGURES
 from trajstore.analysis.registry import answer
 from trajstore.errors import InvalidArgument
-from trajstore.populations.row_vectors import row_vectors
+from trajstore.populations import row_vectors
 
 KINDS = ("attn.weight", "mlp.weight")
 

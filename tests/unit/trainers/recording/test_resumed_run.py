@@ -16,13 +16,7 @@ from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E40
 from list_recorder import TinyModel, batches  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
-from trajstore.errors import (  # noqa: E402
-    InvalidArgument,
-    NothingToResume,
-    RecordingError,
-    RunExists,
-    RunLocked,
-)
+from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked  # noqa: E402
 from trajstore.store.storage.lock import RunLock  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, replay  # noqa: E402
 

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from trajstore.errors import InvalidArgument
-from trajstore.populations.expressions import select_tokens
+from trajstore.populations import select_tokens
 
 TEXTS = ["a", " B", "12", "\x00", " ", "", "éa", "a1", "!"]
 COUNTS = np.array([5, 0, 3, 0, 9, 1, 2, 2, 7])

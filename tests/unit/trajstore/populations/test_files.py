@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.populations.files import populations_from
+from trajstore.populations import populations_from
 
 
 def test_populations_from_files(tmp_path: Path) -> None:

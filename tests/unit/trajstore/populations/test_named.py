@@ -6,7 +6,7 @@ import xarray as xr
 
 from trajstore import analysis
 from trajstore.errors import InvalidArgument
-from trajstore.populations.named import with_populations
+from trajstore.populations import with_populations
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import xarray as xr
 
 from trajstore import analysis
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.populations.row_vectors import row_vectors
+from trajstore.populations import row_vectors
 
 
 def history(*dims: str) -> xr.Dataset:

@@ -7,7 +7,7 @@ from exchange_runs import ALL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
+from trajstore.arguments import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import plan
 

@@ -15,12 +15,7 @@ from damage import put
 from object_stores import copied, web_server
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.errors import (
-    FormatError,
-    InvalidArgument,
-    ObjectStoreError,
-    RunNotFound,
-)
+from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_info import information
 from trajstore.store.writing.annotated_run import annotate_run
