@@ -25,8 +25,14 @@ from trajstore.cli.options import (
     opened,
     runs_and_names,
 )
-from trajstore.cli.progress import AnalysisProgress
-from trajstore.cli.tables import out, print_json, print_notes, print_table, without_tokens
+from trajstore.cli.output import (
+    AnalysisProgress,
+    out,
+    print_json,
+    print_notes,
+    print_table,
+    without_tokens,
+)
 from trajstore.errors import InvalidArgument, did_you_mean
 
 if TYPE_CHECKING:

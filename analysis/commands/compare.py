@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.cli.options import JSON, RUN
-from trajstore.cli.tables import counted, out, print_json, print_table
+from trajstore.cli.output import counted, out, print_json, print_table
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:

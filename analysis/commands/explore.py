@@ -9,8 +9,7 @@ import webbrowser
 import click
 
 from trajstore.cli.options import RUN
-from trajstore.cli.progress import AnalysisProgress
-from trajstore.cli.tables import out
+from trajstore.cli.output import AnalysisProgress, out
 
 
 @click.command()

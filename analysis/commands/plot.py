@@ -28,8 +28,7 @@ from trajstore.cli.options import (
     runs_and_names,
     without_none,
 )
-from trajstore.cli.progress import AnalysisProgress, StepsProgress
-from trajstore.cli.tables import out, print_notes
+from trajstore.cli.output import AnalysisProgress, StepsProgress, out, print_notes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import EVALUATION
 

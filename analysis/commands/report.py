@@ -8,8 +8,7 @@ import click
 
 from trajstore.analysis.commands.step_options import OF_WHOLE_RUN, UNCHANGED, WITHIN
 from trajstore.cli.options import RUNS, SELECT, file_stem, without_none
-from trajstore.cli.progress import AnalysisProgress
-from trajstore.cli.tables import out
+from trajstore.cli.output import AnalysisProgress, out
 
 
 @click.command()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUNS, given_populations
-from trajstore.cli.tables import (
+from trajstore.cli.output import (
     counted,
     out,
     print_json,

@@ -18,7 +18,7 @@ import trajstore
 from trajstore import analysis
 from trajstore.analysis.commands.analyze import print_description
 from trajstore.analysis.results.write_results import describe
-from trajstore.cli.tables import out
+from trajstore.cli.output import out
 
 ROWS, TOKENS, HIDDEN = 21, 12, 8
 

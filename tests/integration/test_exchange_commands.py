@@ -18,7 +18,7 @@ from bits_and_calls import Cli
 from exchange_runs import ALL, assert_same_run, write_run
 from safetensors.numpy import load_file, save_file
 
-from trajstore.cli.progress import BytesProgress
+from trajstore.cli.output import BytesProgress
 
 ROWS, TOKENS = 41, 30
 DEAD = np.arange(0, TOKENS, 3)

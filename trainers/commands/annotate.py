@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.cli.options import RUN
-from trajstore.cli.tables import out
+from trajstore.cli.output import out
 from trajstore.errors import CorpusError, InvalidArgument, needs_extra
 
 if TYPE_CHECKING:

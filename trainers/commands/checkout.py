@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from trajstore.cli.options import RUN
+from trajstore.cli.output import out, print_notes
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import out, print_notes
 from trajstore.errors import needs_extra
 from trajstore.trainers.commands.model_options import TOKENIZER
 

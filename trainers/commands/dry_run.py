@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trajstore.arguments import format_bytes
-from trajstore.cli.tables import out, print_notes, print_table
+from trajstore.cli.output import out, print_notes, print_table
 from trajstore.errors import InvalidArgument
 from trajstore.schema import ENCODINGS, TIERS
 

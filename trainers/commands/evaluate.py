@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.cli.options import RUN, SELECT
-from trajstore.cli.progress import StepsProgress
+from trajstore.cli.output import StepsProgress, out
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import out
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.trainers.commands.model_options import TOKENIZER
 

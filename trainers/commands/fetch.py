@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from trajstore.cli.tables import out
+from trajstore.cli.output import out
 
 
 @click.command()

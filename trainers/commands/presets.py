@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from trajstore.cli.tables import out
+from trajstore.cli.output import out
 from trajstore.trainers.commands.configuration import preset_names
 
 

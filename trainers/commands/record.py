@@ -13,8 +13,8 @@ import click
 
 from trajstore.arguments import format_bytes, format_duration
 from trajstore.cli.options import RUN
+from trajstore.cli.output import err, out
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import err, out
 from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.trainers.commands.configuration import (
     CORPUS,

@@ -9,8 +9,7 @@ from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingCo
 from rich.text import Text
 
 from trajstore.arguments import format_bytes, format_duration
-from trajstore.cli.progress import Bar
-from trajstore.cli.tables import err, in_options
+from trajstore.cli.output import Bar, err, in_options
 
 if TYPE_CHECKING:
     from typing import Any

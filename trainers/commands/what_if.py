@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from trajstore.cli.options import RUN
-from trajstore.cli.progress import StepsProgress
+from trajstore.cli.output import StepsProgress, out, print_notes
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import out, print_notes
 
 
 @click.command("what-if")

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from trajstore.arguments import EXCHANGE_MEMORY, format_bytes
 from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
-from trajstore.cli.progress import BytesProgress
+from trajstore.cli.output import BytesProgress, out, print_json, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class _Commands(click.Group):
         except (TrajstoreError, OSError, MemoryError, KeyboardInterrupt) as error:
             if ctx.params.get("debug"):
                 raise
-            from trajstore.cli.errors import print_error
+            from trajstore.cli.output import print_error
 
             sys.exit(print_error(error))
 

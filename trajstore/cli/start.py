@@ -1,9 +1,32 @@
-"""Entry point of the command. Ctrl-C prints one sentence even during imports."""
+"""Entry point of the command. Ctrl-C prints one sentence even during imports.
+
+Output in encodings that lack characters, such as ASCII: similar signs, or escapes.
+"""
 
 from __future__ import annotations
 
-from trajstore.cli.lacking_characters import replace_lacking_characters
+import codecs
+import sys
+
 from trajstore.cli.stop_signals import stop_at_once
+
+_SIMILAR = dict(zip("×·…–—−▁▂▃▄▅▆▇█", "x*~---_.-=+*##", strict=True))  # each as wide
+
+
+def replace_lacking_characters() -> None:
+    """Let standard output and standard error replace what their encoding lacks."""
+    codecs.register_error("trajstore.similar", _similar)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by who started the process
+            stream.reconfigure(errors="trajstore.similar")  # type: ignore[union-attr]
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    signs = (_SIMILAR.get(sign) or sign.encode("unicode_escape").decode() for sign in lacking)
+    return "".join(signs), error.end
 
 
 def main() -> None:

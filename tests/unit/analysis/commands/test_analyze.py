@@ -18,7 +18,7 @@ from trajstore import analysis, open_run
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.analysis.scan.consecutive_rows import REGIMES
-from trajstore.cli import tables
+from trajstore.cli import output
 from trajstore.cli.main import main
 
 
@@ -67,7 +67,7 @@ def test_info_fits_80_columns_and_cuts_no_name(
 ) -> None:
     names = ["W", "grad", "grad_token_norm", "W_step_norm", "exp_avg_sq"]
     path = recorded_names(tmp_path / "run.zarr", names)
-    monkeypatch.setattr(tables.out, "width", 80)
+    monkeypatch.setattr(output.out, "width", 80)
     lines = call("info", path).stdout.splitlines()
     table = lines[[line.split()[:1] == ["array"] for line in lines].index(True) :]
     for name in (*names, "token_text", "text"):
@@ -90,7 +90,7 @@ def test_texts_of_others_do_no_harm(
 ) -> None:
     hostile = {text: {text: text} for text in (*HOSTILE[:3], "[bold red]x[/bold red]")}
     path = recorded(tmp_path / "\x1b[31m[red]run\u202e.zarr", config=hostile)
-    monkeypatch.setattr(tables.out, "width", width)
+    monkeypatch.setattr(output.out, "width", width)
     for name in ("info", "summary"):
         printed = call(name, path).stdout
         assert not [sign for sign in printed if not sign.isprintable() and sign != "\n"]

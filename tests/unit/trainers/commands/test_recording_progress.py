@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from trajstore.cli import progress as bars
-from trajstore.cli.tables import PlainConsole
+from trajstore.cli import output as bars
+from trajstore.cli.output import PlainConsole
 from trajstore.trainers.commands import recording_progress as progress_module
 from trajstore.trainers.commands.recording_progress import RecordingProgress
 

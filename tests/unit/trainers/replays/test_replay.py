@@ -17,7 +17,7 @@ from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
 from trajstore import RunWriter, open_run  # noqa: E402
-from trajstore.cli.integrity_commands import print_replay  # noqa: E402
+from trajstore.cli.run_commands import print_replay  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.replays.replay_result import Replay  # noqa: E402

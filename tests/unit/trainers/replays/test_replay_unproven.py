@@ -14,7 +14,7 @@ from altered_runs import change_attributes, flip  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 
 from trajstore import export, open_run  # noqa: E402
-from trajstore.cli.integrity_commands import print_replay  # noqa: E402
+from trajstore.cli.run_commands import print_replay  # noqa: E402
 from trajstore.trainers import capture, replay, what_if  # noqa: E402
 from trajstore.trainers.replays.replay_result import CannotReplay  # noqa: E402
 

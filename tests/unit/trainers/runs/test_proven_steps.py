@@ -14,8 +14,8 @@ from altered_runs import rewrite  # noqa: E402
 from small_trainings import small_config  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
-from trajstore.cli.integrity_commands import print_proof  # noqa: E402
 from trajstore.cli.main import main  # noqa: E402
+from trajstore.cli.run_commands import print_proof  # noqa: E402
 from trajstore.errors import InvalidArgument, VariableNotRecorded  # noqa: E402
 from trajstore.trainers import fork, record  # noqa: E402
 from trajstore.trainers.runs.proven_steps import prove  # noqa: E402

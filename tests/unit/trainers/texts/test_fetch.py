@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pooch")
-from trajstore.cli.tables import in_options
+from trajstore.cli.output import in_options
 from trajstore.errors import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
 from trajstore.trainers.texts.fetch import (

@@ -12,8 +12,8 @@ from compact_runs import sample_part
 from growing_runs import begin, extend
 
 from trajstore import RunWriter
-from trajstore.cli.info_command import print_information
 from trajstore.cli.main import main
+from trajstore.cli.run_commands import print_information
 from trajstore.store.reading.run_info import information
 
 

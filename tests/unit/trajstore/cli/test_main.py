@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from trajstore.cli.main import main
-from trajstore.cli.tables import print_json
+from trajstore.cli.output import print_json
 from trajstore.schema import RECORDED, TIERS
 
 ROOT = Path(__file__).parents[4]

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from trajstore.cli.tables import PlainConsole, PlainTable, printable
+from trajstore.cli.output import PlainConsole, PlainTable, printable
 
 HOSTILE = "\x1b[31mred\x1b]0;t [bold]<b>[/bold] :smile: \u202e\ud800\x9b"
 
@@ -37,7 +37,7 @@ def test_a_console_and_its_tables_show_texts_as_they_are(shown: str | Text) -> N
 def test_a_closed_standard_error_does_not_end_the_command() -> None:
     code = """
 import sys
-from trajstore.cli.tables import err, out
+from trajstore.cli.output import err, out
 for number in range(3):
     err.print("x" * 100_000)
 print("still heard by nobody", file=sys.stderr, flush=True)

@@ -1,6 +1,10 @@
 """Output of the commands: tables and JSON on standard output, errors on standard error.
 
 Text from files, such as tokens, is escaped: no escape sequence reaches the terminal.
+
+Progress bars of the commands on standard error.
+
+Errors of commands: one sentence on standard error, and an exit code.
 """
 
 from __future__ import annotations
@@ -9,15 +13,28 @@ import json
 import math
 import os
 import re
+import signal
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Self
 
 import click
 from rich import box
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
+
+from trajstore.cli.stop_signals import StopRequest, working
+from trajstore.errors import InvalidArgument, TrajstoreError, needs_extra
 
 _FIELDS = r"(?:data|model|optimizer|schedule|training|recording)\.\w+"
 _KEYWORDS = "variables|encoding|tokenizer|corpus|source|at|threads|every"
@@ -185,3 +202,145 @@ def counted(number: int, noun: str) -> str:
     ('1 row', '2,000 rows')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class Bar:
+    """A progress bar on a terminal, shown while the ``with`` block runs; elsewhere no output.
+
+    Parameters
+    ----------
+    *columns : ProgressColumn
+    stop : StopRequest, optional
+        If a signal has requested a stop, `show` ends the command.
+    **options
+        Of the bar.
+    """
+
+    def __init__(
+        self, *columns: ProgressColumn, stop: StopRequest | None = None, **options: Any
+    ) -> None:
+        self._stop = stop
+        self._bar = Progress(*columns, console=err, disable=not err.is_terminal, **options)
+        self._task = self._bar.add_task("", total=None, state="")
+
+    def __enter__(self) -> Self:
+        working()
+        if self._stop is not None:
+            self._stop.begin()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """Update the bar to `done` of `total`.
+
+        Raises
+        ------
+        KeyboardInterrupt, SystemExit
+            If a signal has requested a stop.
+        """
+        if self._stop is not None:
+            self._stop.check()
+        self._bar.update(self._task, completed=done, total=total)
+
+
+class BytesProgress(Bar):
+    """Progress in bytes.
+
+    Parameters
+    ----------
+    verb : str
+        Label of the bar.
+    stop : StopRequest, optional
+        As of `Bar`.
+    """
+
+    def __init__(self, verb: str, stop: StopRequest | None = None) -> None:
+        super().__init__(
+            TextColumn(verb),
+            BarColumn(bar_width=30),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            stop=stop,
+            transient=True,
+        )
+
+
+class StepsProgress(Bar):
+    """Progress in rows of a run, or in frames of a film.
+
+    Parameters
+    ----------
+    verb : str
+        Label of the bar.
+    unit : str
+        What it counts.
+    stop : StopRequest, optional
+        As of `Bar`.
+    """
+
+    def __init__(self, verb: str, unit: str = "row", stop: StopRequest | None = None) -> None:
+        super().__init__(
+            TextColumn(f"{verb} {unit} {{task.completed}}/{{task.total}}"),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            stop=stop,
+            transient=True,
+        )
+
+
+class AnalysisProgress(Bar):
+    """Progress of a computation in tasks.
+
+    Parameters
+    ----------
+    address : str, optional
+        Address of a dask scheduler. Default: compute in the threads of this process.
+
+    Raises
+    ------
+    MissingExtra
+        If `address` is given and dask.distributed is not installed.
+    InvalidArgument
+        If no scheduler answers at `address`.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        self._client = _client(address) if address else None
+        super().__init__(
+            TextColumn("{task.completed}/{task.total} tasks"),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+        )
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._client is not None:
+            self._client.close()
+
+
+def _client(address: str) -> Any:
+    with needs_extra("computing on a cluster", "cluster"):
+        from distributed import Client
+    try:
+        return Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"no dask scheduler answers at {address}: {error}") from error
+
+
+def print_error(error: BaseException) -> int:
+    """Print an expected error as one sentence, and return the exit code of the command."""
+    sentence, code = "stopped by Ctrl-C", 128 + signal.SIGINT
+    if isinstance(error, TrajstoreError):
+        sentence, code = in_options(str(error)), error.exit_code
+    elif isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        reason = error.strerror or error
+        sentence, code = f"the operating system reported an error{where}: {reason}", 1
+    elif isinstance(error, MemoryError):
+        sentence, code = f"out of memory: {error}" if str(error) else "out of memory", 1
+    err.print(f"trajstore: {sentence}")
+    return code
