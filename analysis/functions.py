@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trajstore.accessor_registration import register_accessors
 from trajstore.analysis.cloud.alignments import alignment
 from trajstore.analysis.cloud.identical_vectors import clusters
 from trajstore.analysis.cloud.near_cells import adjacency
@@ -52,6 +51,7 @@ from trajstore.analysis.scan.population_statistics import by_population
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import each_run, over_runs
 from trajstore.analysis.several.run_comparison import compare
+from trajstore.codec.block_codec import register_accessors
 from trajstore.populations import with_populations
 
 register_accessors()

@@ -3,7 +3,7 @@
 python benchmarks/codecs.py [--gatsby RUN.zarr]
 python benchmarks/codecs.py --gradients RUN.zarr [--chunk 16 480]
 
-These figures are the reason for the choice in `trajstore.codec.codec_chain`. Wordybird's rows come
+These figures are the reason for the choice in `trajstore.codec.chunk`. Wordybird's rows come
 from `history.py`; Gatsby's come from the given run, or from one that is recorded here. Speeds are
 bytes of the native type per second of processor time, in one thread. `--gradients` compares forms
 of the gradient instead, with rows from the start, the middle and the end of a run.
@@ -21,8 +21,7 @@ from history import MATRICES, wordybird
 from measure import cache, machine, save, table
 
 from trajstore import compiled_loop
-from trajstore.codec.chunk_decoder import Decoder
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.chunk import Chain, Decoder
 from trajstore.codec.delta import fold
 from trajstore.codec.predicted_rows import coefficients_and_differences
 from trajstore.store.reading.array_reader import stored_array

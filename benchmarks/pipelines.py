@@ -28,8 +28,7 @@ from zarr.abc.codec import ArrayBytesCodec
 from zarr.registry import register_codec
 
 from trajstore import RunWriter
-from trajstore.codec.chunk_decoder import Decoder
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.chunk import Chain, Decoder
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.values.native_types import narrow
 

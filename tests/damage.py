@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trajstore import RunWriter
-from trajstore.codec.block_label import digest_of
+from trajstore.codec.block import digest_of
 from trajstore.integrity.metadata_checks import check_metadata
 
 

@@ -9,9 +9,8 @@ import pytest
 from bits_and_calls import random_bits
 
 from trajstore import RunWriter
-from trajstore.codec.block_form import BlockForm
-from trajstore.codec.codec_chain import chain
-from trajstore.codec.shard import encoded_chunks, shard_parts
+from trajstore.codec.block import BlockForm, encoded_chunks, shard_parts
+from trajstore.codec.chunk import chain
 from trajstore.values.native_types import native_type
 
 OWN = "2b" * 16

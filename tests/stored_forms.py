@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trajstore.codec.codec_chain import DIFFERENCES
+from trajstore.codec.chunk import DIFFERENCES
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group
 

@@ -24,8 +24,8 @@ import pytest
 import zarr
 
 from trajstore import RunWriter
-from trajstore.codec.block_label import LABEL, BlockLabel, digest_of
-from trajstore.codec.crc32c_check import checksum
+from trajstore.codec.block import LABEL, BlockLabel, digest_of
+from trajstore.codec.chunk import checksum
 
 ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
 TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}

@@ -15,12 +15,12 @@ figure goes into one of them and into the registry. It has the name of the quant
 'L2 norm of the gradient / nat per unit of W'
 """
 
-from trajstore.accessor_registration import register_accessors
 from trajstore.analysis.figures.figure import Figure, Options
 from trajstore.analysis.figures.film import save_film
 from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
 from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
 from trajstore.analysis.figures.style import STYLES, Look
+from trajstore.codec.block_codec import register_accessors
 
 __all__ = [
     "FIGURES",

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
-from trajstore.codec.codec_chain import Chain
-from trajstore.codec.scratch_memory import scratch
+from trajstore.codec.chunk import Chain
+from trajstore.codec.delta import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import LARGEST, OptimizerRule, Rates

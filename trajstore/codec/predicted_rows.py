@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.delta import scratch
 from trajstore.codec.prediction_loop import ITERATIONS, NEAR, TRIALS
-from trajstore.codec.scratch_memory import scratch
 from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.native_types import NativeType, narrow, widen
 from trajstore.values.rounding import cast, check_subnormals, result_bits

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
+from trajstore.codec.block import ANYWHERE, BlockLabel, LabelError, digest_of
 from trajstore.codec.open_block import OpenBlock
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem

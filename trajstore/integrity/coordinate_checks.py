@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.crc32c_check import is_intact
+from trajstore.codec.chunk import is_intact
 from trajstore.errors import ObjectStoreError
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.block_codec import BLOCK
-from trajstore.codec.block_form import Runs
-from trajstore.codec.block_label import new_identity
 from trajstore.codec.computed_rows import ComputedUnit, unit_of
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.exporting.export_run import write_run

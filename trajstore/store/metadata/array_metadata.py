@@ -26,9 +26,9 @@ import zarr
 from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
+from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.block_codec import BLOCK, BlockCodec
-from trajstore.codec.block_form import BlockForm, Runs
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.chunk import Chain
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, Coordinate, Variable, coordinate, entry_of
 from trajstore.store.metadata.fingerprint import COPY

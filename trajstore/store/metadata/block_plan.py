@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore.arguments import DEFAULT_MEMORY, format_bytes
-from trajstore.codec.block_form import BlockForm, Runs
-from trajstore.codec.codec_chain import Chain, chain, vector_chain
+from trajstore.codec.block import BlockForm, Runs
+from trajstore.codec.chunk import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, VARIABLES, Variable

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
-from trajstore.codec.block_form import Runs
+from trajstore.codec.block import Runs
 from trajstore.errors import FormatError
 from trajstore.schema import ENCODINGS, FORMAT, NUMBERS, OPTIMIZER_STATE
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, NOTES

@@ -19,16 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
-from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm
-from trajstore.codec.block_label import digest_of
-from trajstore.codec.block_object import at_once
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.block import BlockForm, UnitChunks, digest_of, encoded_chunks
+from trajstore.codec.block_codec import BlockCodec, root_metadata
+from trajstore.codec.chunk import Chain
 from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.open_block import OpenBlock, check_not_replaced
-from trajstore.codec.selected_block import root_metadata
+from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced
 from trajstore.codec.selected_parts import Pick, picks
-from trajstore.codec.shard import UnitChunks, encoded_chunks
 from trajstore.errors import FormatError
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.storage.object_file import opened

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trajstore.codec.block_form import Runs
+from trajstore.codec.block import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import STEP, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import (

@@ -17,8 +17,7 @@ import xarray as xr
 import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
-from trajstore.accessor_registration import register_accessors
-from trajstore.codec.block_codec import local_folder
+from trajstore.codec.block_codec import local_folder, register_accessors
 from trajstore.schema import STEP
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.store.reading.open_group import ends, is_run, named_errors, open_group

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from trajstore.codec.block_object import BlockObject, LocalObject
+from trajstore.codec.open_block import BlockObject, LocalObject
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.strict_json import LARGEST_METADATA, metadata_bytes
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.block import Chunk, UnitChunks, encode_chunk, shard_parts
 from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.storage.atomic import WRITES, put_all
 from trajstore.store.storage.lock import RunLock

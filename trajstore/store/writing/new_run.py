@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import exact, exact_json
-from trajstore.codec.block_label import new_identity
+from trajstore.codec.block import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from trajstore.arguments import DEFAULT_MEMORY
-from trajstore.codec.block_form import Runs
+from trajstore.codec.block import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
 from trajstore.store.metadata.object_keys import METADATA_KEY

@@ -10,7 +10,7 @@ import pytest
 numba = pytest.importorskip("numba")
 
 from trajstore.codec import adam_loop  # noqa: E402
-from trajstore.codec.codec_chain import chain  # noqa: E402
+from trajstore.codec.chunk import chain  # noqa: E402
 from trajstore.codec.computed_rows import ComputedUnit  # noqa: E402
 from trajstore.values.native_types import NATIVE_TYPES  # noqa: E402
 from trajstore.values.optimizer_rule import OptimizerRule  # noqa: E402

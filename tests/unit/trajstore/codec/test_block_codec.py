@@ -24,10 +24,9 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.buffer.cpu import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
+from trajstore.codec.block import ANYWHERE, LABEL, BlockForm, BlockLabel
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
-from trajstore.codec.codec_chain import chain
+from trajstore.codec.chunk import chain
 from trajstore.codec.open_block import OpenBlock
 from trajstore.errors import FormatError
 from trajstore.values.native_types import native_type, widen
@@ -259,7 +258,7 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
         read.append(length)
         return real(file, length, offset)
 
-    monkeypatch.setattr("trajstore.codec.block_object.os.pread", pread)
+    monkeypatch.setattr("trajstore.codec.open_block.os.pread", pread)
     tokens = [TOKENS - 1, 0]
     same(array.oindex[9, tokens], values[9, tokens])
     assert read.count(form.tail_length) == 2
@@ -278,7 +277,7 @@ def watched(stored: Stored) -> tuple[zarr.Array, np.ndarray, list[Any]]:
 def test_of_another_store_only_ranges_are_requested(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.codec.block_object._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.open_block._SMALL", 0)
     array, values, asked = watched(stored)
     form = array.metadata.codecs[0].form(array.chunks)
     tokens = [TOKENS - 1, 0, 1]
@@ -295,7 +294,7 @@ def test_of_another_store_only_ranges_are_requested(
     same(array[4:8], values[4:8])
     assert len(asked) == 6  # chunks that lie side by side come together
     asked.clear()
-    monkeypatch.setattr("trajstore.codec.block_object._GAP", 0)
+    monkeypatch.setattr("trajstore.codec.open_block._GAP", 0)
     tokens = [0, array.chunks[1] - 1]  # first and last chunk of an object
     same(array.oindex[1, tokens], values[1, tokens])
     assert len(asked) == 3
@@ -369,7 +368,7 @@ def test_an_object_that_goes_away_while_it_is_read(
     small: Stored, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranges come after its tail; an open file stays."""
-    monkeypatch.setattr("trajstore.codec.block_object._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.open_block._SMALL", 0)
     path, values = small
     array = opened(path, kind)
     real = BlockForm.read_tail

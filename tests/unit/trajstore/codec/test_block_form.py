@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from one_block import FORM, OWN, written
 
-from trajstore.codec.block_form import BlockForm, Tail
-from trajstore.codec.block_label import ANYWHERE, LABEL
+from trajstore.codec.block import ANYWHERE, LABEL, BlockForm, Tail
 from trajstore.values.native_types import native_type
 
 OLD, OTHER = "1a" * 16, "3c" * 16

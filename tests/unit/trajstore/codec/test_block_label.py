@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
-from trajstore.codec.crc32c_check import checksum
+from trajstore.codec.block import ANYWHERE, LABEL, BlockLabel
+from trajstore.codec.chunk import checksum
 
 INDEX = bytes(range(32))
 A_LABEL = BlockLabel(

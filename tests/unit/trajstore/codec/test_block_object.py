@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.codec.block_object import BytesObject, LocalObject, at_once
+from trajstore.codec.open_block import BytesObject, LocalObject, at_once
 
 DATA = bytes(range(200)) * 1000
 

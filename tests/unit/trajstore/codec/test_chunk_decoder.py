@@ -10,9 +10,7 @@ import pytest
 from bits_and_calls import random_bits
 from numcodecs import blosc
 
-from trajstore.codec.chunk_decoder import Decoder
-from trajstore.codec.codec_chain import LENGTH, OWN_FORM, chain
-from trajstore.codec.crc32c_check import checksum
+from trajstore.codec.chunk import LENGTH, OWN_FORM, Decoder, chain, checksum
 from trajstore.values.native_types import native_type
 
 
@@ -63,7 +61,7 @@ def test_only_what_is_needed_is_decompressed(
         decompressed.append(out.nbytes)
         return real(frame, out)
 
-    monkeypatch.setattr("trajstore.codec.chunk_decoder.blosc.decompress", decompress)
+    monkeypatch.setattr("trajstore.codec.chunk.blosc.decompress", decompress)
     for steps, few in ((slice(0, 8), history), (slice(2, 3), True)):
         decompressed.clear()
         window = (steps, slice(700, 703), slice(0, 64))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from trajstore.codec.chunk_decoder import cut_frame
+from trajstore.codec.chunk import cut_frame
 
 HEADER = 16
 

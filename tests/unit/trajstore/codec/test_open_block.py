@@ -14,9 +14,8 @@ import pytest
 from bits_and_calls import random_bits
 from one_block import BITS, FORM, written
 
-from trajstore.codec.block_form import BlockForm
-from trajstore.codec.block_object import BytesObject, at_once
-from trajstore.codec.open_block import OpenBlock
+from trajstore.codec.block import BlockForm
+from trajstore.codec.open_block import BytesObject, OpenBlock, at_once
 from trajstore.codec.selected_parts import picks
 from trajstore.errors import FormatError
 

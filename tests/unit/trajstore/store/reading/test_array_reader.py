@@ -148,7 +148,7 @@ def test_dask_reads_only_what_a_selection_needs(
         return real(path, *arguments)
 
     ds = open_run(small_run[0])
-    monkeypatch.setattr("trajstore.codec.block_object.os.open", spy)
+    monkeypatch.setattr("trajstore.codec.open_block.os.open", spy)
     assert ds.W[:7, 3].values.shape == (7, 6)
     assert sorted(name for name in read if name.startswith("c.")) == ["c.0.0.0", "c.1.0.0"]
 

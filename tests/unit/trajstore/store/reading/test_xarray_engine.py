@@ -11,8 +11,8 @@ import zarr
 from one_block import divided_run
 
 from trajstore import open_run
+from trajstore.codec.block import ANYWHERE
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_label import ANYWHERE
 from trajstore.store.reading.xarray_engine import TrajstoreBackend
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.chunk import Chain
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout, plan
 from trajstore.store.writing.block_writer import BlockWriter
 

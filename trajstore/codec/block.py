@@ -1,8 +1,14 @@
 """The form of the objects that store the blocks of an array: inner chunks, label and index.
 
 An object contains the inner chunks of a block, or of a range of its tokens, without gaps. The label
-(`trajstore.codec.block_label`) follows, then the index, as in Zarr's `sharding_indexed`: offset and
+(`trajstore.codec.block`) follows, then the index, as in Zarr's `sharding_indexed`: offset and
 length of each inner chunk in C order of their grid, and a crc32c.
+
+The label of a stored block: which run, array and rows it belongs to, and a digest of it.
+
+Source: docs/reference/format.md, *Labels*.
+
+Assembly of a shard: encoded inner chunks, label and index.
 """
 
 from __future__ import annotations
@@ -10,20 +16,118 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import struct
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
-from trajstore.codec.chunk_decoder import Decoder
-from trajstore.codec.codec_chain import Chain
-from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
+from trajstore.codec.chunk import CHECKSUM, Chain, Decoder, checksum, is_intact
+from trajstore.codec.computed_rows import ComputedUnit, unit_of
 from trajstore.codec.selected_parts import Pick
 from trajstore.strict_json import canonical
+
+_MAGIC = b"trajblk2"
+_FIELDS = struct.Struct("<8s16s32sQII32s32s")
+
+LABEL = _FIELDS.size + 4
+"""Bytes of a label, with its checksum."""
+
+ANYWHERE = (1 << 64) - 1
+"""Block number in the label of a copy that another program made: the block is unknown."""
+
+
+class LabelError(ValueError):
+    """A label cannot be read. The block may be intact, if another program wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLabel:
+    """Identity, place and digest of a block.
+
+    Attributes
+    ----------
+    run : str
+        Identity of the run: 32 hexadecimal digits.
+    array : str
+    block, part : int
+        Number of the block along ``step``, and of the object along ``token``.
+    rows : int
+        Number of valid rows of the block; the others are padding.
+    settings : bytes
+        SHA-256 of the block's encoding (`trajstore.codec.block.BlockForm.settings`).
+    digest : bytes
+        SHA-256 of the stored chunks (`digest_of`).
+    """
+
+    run: str
+    array: str
+    block: int
+    part: int
+    rows: int
+    settings: bytes
+    digest: bytes
+
+    def pack(self, index: bytes) -> bytes:
+        """Bytes of the label. Its checksum covers the index after it, too."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            bytes.fromhex(self.run),
+            self.array.encode(),
+            self.block,
+            self.part,
+            self.rows,
+            self.settings,
+            self.digest,
+        )
+        return fields + checksum(fields + index)
+
+    @classmethod
+    def unpack(cls, data: bytes, index: bytes) -> BlockLabel:
+        """Label, from its bytes and those of the index after it.
+
+        Raises
+        ------
+        LabelError
+            If the checksum does not match, or the bytes are no label.
+        """
+        fields = data[:-4]
+        if not is_intact(fields + index + data[-4:]):
+            known = "the checksum of its label does not match"
+            raise LabelError(known if data.startswith(_MAGIC) else "it has no label")
+        magic, run, array, block, part, rows, settings, digest = _FIELDS.unpack(fields)
+        if magic != _MAGIC:
+            raise LabelError("it has no label")
+        return cls(
+            run=run.hex(),
+            array=array.rstrip(b"\0").decode(),
+            block=block,
+            part=part,
+            rows=rows,
+            settings=settings,
+            digest=digest,
+        )
+
+    def place(self) -> str:
+        """Run, array, block and part, for a message."""
+        number = "some block" if self.block == ANYWHERE else f"block {self.block}"
+        return f"{self.array}, {number}, part {self.part} of run {self.run[:8]}"
+
+
+def new_identity() -> str:
+    """Identity of a new run: 128 random bits, in hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def digest_of(pieces: Iterable[bytes]) -> bytes:
+    """Digest of a block, from the SHA-256 of each inner chunk, in order."""
+    return hashlib.sha256(b"".join(pieces)).digest()
+
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
 
@@ -213,3 +317,111 @@ class BlockForm:
             for at, count in zip(position, self.grid, strict=True):
                 entry = entry * count + at
             yield [axis[at] for axis, at in zip(axes, position, strict=True)], entry
+
+
+Chunk = tuple[bytes, bytes]
+"""An encoded inner chunk, and its SHA-256."""
+
+
+def encode_chunk(chain: Chain, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> Chunk:
+    """Encode one inner chunk with `Chain.encode`, and compute its SHA-256."""
+    data = chain.encode(bits, shape)
+    return data, hashlib.sha256(data).digest()
+
+
+class UnitChunks:
+    """Inner chunks of the arrays that are computed together, encoded when the first is taken.
+
+    Parameters
+    ----------
+    unit : ComputedUnit
+    bits : mapping of str to ndarray, (row, token, hidden) or (row, element)
+        Native bits of each of ``unit.matrices``, in the whole shard.
+    rates : mapping of str to ndarray, (row, …)
+        Values of each of ``unit.rates``.
+    skips : int
+        Number of skipped steps before the block.
+    window : tuple of slice
+        Window of the chunk in the shard.
+    first : int
+        Position of the shard along the second dimension.
+    """
+
+    def __init__(
+        self,
+        unit: ComputedUnit,
+        bits: Mapping[str, npt.NDArray[Any]],
+        rates: Mapping[str, npt.NDArray[Any]],
+        skips: int,
+        window: tuple[slice, ...],
+        first: int,
+    ) -> None:
+        self._unit = unit
+        self._first = first + window[1].start
+        self._bits = {name: each[window] for name, each in bits.items()}
+        self._rates = rates
+        self._skips = skips
+        self._shape = tuple(part.stop - part.start for part in window)
+        self._made: dict[str, bytes] | None = None
+        self._lock = Lock()
+
+    def take(self, name: str) -> Chunk:
+        """Return the chunk of an array. Each is returned once."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._unit.encode(
+                    self._bits, self._rates, self._skips, self._shape, self._first
+                )
+            data = self._made.pop(name)
+        return data, hashlib.sha256(data).digest()
+
+
+def shard_parts(
+    form: BlockForm,
+    chunks: Iterable[Chunk],
+    *,
+    block: int,
+    part: int,
+    rows: int,
+    on_digest: Callable[[bytes], None] | None = None,
+) -> Iterator[bytes]:
+    """Yield the parts of one shard: inner chunks as they become available, then label and index.
+
+    Every chunk is stored, even if it equals the fill value, so that NaN keep their payloads.
+
+    Parameters
+    ----------
+    form : BlockForm
+    chunks : iterable of Chunk
+        Chunks in C order of the chunk grid.
+    block, part : int
+        Number of the block, and of the shard in it.
+    rows : int
+        Number of valid rows of the block.
+    on_digest : callable, optional
+        Called with the digest of the chunks before the last part.
+    """
+    entries: list[tuple[int, int]] = []
+    digests: list[bytes] = []
+    offset = 0
+    for data, digest in chunks:
+        entries.append((offset, len(data)))
+        digests.append(digest)
+        offset += len(data)
+        yield data
+    label = form.label(block=block, part=part, rows=rows, digest=digest_of(digests))
+    if on_digest is not None:
+        on_digest(label.digest)
+    yield form.tail(entries, label)
+
+
+def encoded_chunks(form: BlockForm, bits: npt.NDArray[Any]) -> Iterator[Chunk]:
+    """Encode the inner chunks of a shard.
+
+    Parameters
+    ----------
+    form : BlockForm
+    bits : ndarray of ``native.bits``, (row, …)
+        Part of each row in the shard.
+    """
+    return (encode_chunk(form.chain, bits[window], form.chunk) for window in form.windows())
