@@ -104,9 +104,8 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
 
     The change that Adam makes of two moments is the package's own, which has tests against torch.
     """
+    from trajstore.values.native_types import cast, spacing
     from trajstore.values.optimizer_rule import OptimizerRule
-    from trajstore.values.rounding import cast
-    from trajstore.values.ulp_lattice import spacing
 
     rule = OptimizerRule.of(ds.attrs["optimizer"])
     native, W = ds.W.attrs["native_dtype"], ds.W.values

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from trajstore import RunWriter
+from trajstore.values.native_types import cast
 from trajstore.values.optimizer_rule import OptimizerRule
-from trajstore.values.rounding import cast
 
 TEXT = "the cat sat on the mat"
 TOKENS, HIDDEN, STEPS = 128, 4, 20

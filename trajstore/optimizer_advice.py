@@ -1,6 +1,6 @@
 """Advice before a training run: updates that the number types of an optimizer prevent.
 
-`trajstore.values.moving_average` tries every value of the type. The attributes of a run, or the
+`trajstore.values.norms` tries every value of the type. The attributes of a run, or the
 configuration of a planned run, are therefore enough; no training is needed.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import ConfigError
-from trajstore.values.hyperparameters import with_numbers
-from trajstore.values.moving_average import MovingAverage, share_left
-from trajstore.values.rounding import cast
+from trajstore.values.native_types import cast
+from trajstore.values.norms import MovingAverage, share_left
+from trajstore.values.optimizer_rule import with_numbers
 
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from trajstore.errors import RunExists
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.writer import RunWriter
+from trajstore.values.native_types import cast
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
-from trajstore.values.rounding import cast
 
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import chosen_populations
-from trajstore.values.token_norms import hidden_sum, vector_norm
+from trajstore.values.norms import hidden_sum, vector_norm
 
 VECTORS = ("W", "delta", "grad")
 PARTNERS = ("hidden_mean", "centroid", "bulk", "grad", "delta", "previous")

@@ -23,7 +23,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 from trajstore.populations import chosen_populations
-from trajstore.values.ulp_lattice import unsigned_view
+from trajstore.values.native_types import unsigned_view
 
 EVENTS = ("birth", "merge", "fission", "death")
 """Changes of a group from one row to the next."""

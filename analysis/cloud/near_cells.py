@@ -23,7 +23,7 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.populations import chosen_populations
-from trajstore.values.ulp_lattice import ordinal
+from trajstore.values.native_types import ordinal
 
 _ALL_CELLS = 1 << 32
 """Upper limit of the distance between two 32-bit values, in values."""

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
-from trajstore.values.token_norms import hidden_sum, vector_norm
+from trajstore.values.norms import hidden_sum, vector_norm
 
 
 def _orthonormal(axes: Wide) -> Wide:

@@ -19,7 +19,7 @@ from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import one_population
-from trajstore.values.token_norms import hidden_sum, result_dtype
+from trajstore.values.norms import hidden_sum, result_dtype
 
 # Maximum bytes of scatter matrices per task.
 _SCATTER_BYTES = 8 << 20

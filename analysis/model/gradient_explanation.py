@@ -24,7 +24,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Positive
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
-from trajstore.values.rounding import cast
+from trajstore.values.native_types import cast
 
 _DIMS = ("step", "token", "example", "position", "hidden")
 _PER_GRADIENT = {

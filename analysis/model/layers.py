@@ -26,7 +26,7 @@ from trajstore.analysis.scan.quantity import registered, takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
-from trajstore.values.vector_rule import VECTORS
+from trajstore.values.optimizer_rule import VECTORS
 
 _SUBJECTS = {
     "params": "parameter",

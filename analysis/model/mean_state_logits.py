@@ -15,7 +15,7 @@ from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
-from trajstore.values.token_norms import hidden_sum
+from trajstore.values.norms import hidden_sum
 
 
 def _logits(now: Array, before: Array, state: Wide) -> Wide:

@@ -20,7 +20,7 @@ from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import populations
-from trajstore.values.token_norms import hidden_sum
+from trajstore.values.norms import hidden_sum
 
 LAGS = (1, 2, 5, 10, 20)
 

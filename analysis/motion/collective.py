@@ -30,8 +30,8 @@ from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import chosen_populations
-from trajstore.values.token_norms import vector_norm
-from trajstore.values.ulp_lattice import unsigned_view
+from trajstore.values.native_types import unsigned_view
+from trajstore.values.norms import vector_norm
 
 Kernel = Callable[..., dict[str, Any]]
 """Function of a row of one population that returns named numbers. For motion, it is a function of

@@ -16,7 +16,7 @@ from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
-from trajstore.values.token_norms import result_dtype
+from trajstore.values.norms import result_dtype
 
 
 def check_order(order: float) -> float:

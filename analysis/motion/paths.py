@@ -19,7 +19,7 @@ from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import chosen_populations
-from trajstore.values.token_norms import hidden_sum, result_dtype, vector_norm
+from trajstore.values.norms import hidden_sum, result_dtype, vector_norm
 
 
 @dataclass(frozen=True)

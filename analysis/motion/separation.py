@@ -13,7 +13,7 @@ from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.values.token_norms import vector_norm
+from trajstore.values.norms import vector_norm
 
 
 def _directions(vectors: Wide) -> Wide:

@@ -26,9 +26,8 @@ from trajstore.analysis.scan.quantity import quantity, registered
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.token_norms import ulp_hops
-from trajstore.values.ulp_lattice import binade, ordinal, ordinal_dtype, spacing
+from trajstore.values.native_types import NATIVE_TYPES, binade, ordinal, ordinal_dtype, spacing
+from trajstore.values.norms import ulp_hops
 
 _CROSSINGS = {
     f"exponent_{way}": Fact("i8", f"elements whose exponent went {way}") for way in ("up", "down")

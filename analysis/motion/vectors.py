@@ -17,7 +17,7 @@ from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.populations import chosen_populations, populations, row_vectors
 from trajstore.schema import variable
-from trajstore.values.ulp_lattice import unsigned_view
+from trajstore.values.native_types import unsigned_view
 
 OF_TOKENS = ("grad", "exp_avg", "exp_avg_sq", "delta")
 OF_POPULATIONS = ("centroid", "largest_cluster")

@@ -10,7 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.values.token_norms import result_dtype
+from trajstore.values.norms import result_dtype
 
 
 def displacements(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -22,10 +22,9 @@ from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
+from trajstore.values.native_types import cast, spacing, unsigned_view
+from trajstore.values.norms import result_dtype
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
-from trajstore.values.rounding import cast
-from trajstore.values.token_norms import result_dtype
-from trajstore.values.ulp_lattice import spacing, unsigned_view
 
 CAUSES = (
     "moved",

@@ -23,9 +23,9 @@ from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.arguments import Count
 from trajstore.errors import InvalidArgument
 from trajstore.populations import POPULATIONS, members
+from trajstore.values.native_types import spacing
+from trajstore.values.norms import result_dtype, token_norm
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
-from trajstore.values.token_norms import result_dtype, token_norm
-from trajstore.values.ulp_lattice import spacing
 
 COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
 """Changes of the optimizer. The first is no change, for comparison."""

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
 from trajstore.populations import populations
-from trajstore.values.ulp_lattice import spacing
+from trajstore.values.native_types import spacing
 
 _EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
 _LEVELS = (0.05, 0.5, 0.95)

@@ -24,8 +24,8 @@ from trajstore.analysis.scan.facts import Fact, Facts
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import populations
+from trajstore.values.native_types import unsigned_view
 from trajstore.values.optimizer_rule import MOMENTS
-from trajstore.values.ulp_lattice import unsigned_view
 
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
 

@@ -16,8 +16,8 @@ from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
+from trajstore.values.norms import hidden_sum
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
-from trajstore.values.token_norms import hidden_sum
 
 _FACTS = {
     "first_moment_size": Fact("f8", "mean of |m̂| over hidden", "nat"),

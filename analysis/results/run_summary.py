@@ -18,7 +18,7 @@ from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations import populations, row_vectors
 from trajstore.store.reading.recorded_parameters import holds_all_parameters
-from trajstore.values.token_norms import vector_norm
+from trajstore.values.norms import vector_norm
 
 _FACTS = {"centroid_norm": Fact("f8", "norm of the centroid")}
 _STATISTICS = ("mean", "min", "max", "median")

@@ -14,8 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.analysis.scan.array_types import Array
-from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.token_norms import (
+from trajstore.values.native_types import (
+    NATIVE_TYPES,
+    binade,
+    lattice_type,
+    ordinal,
+    ordinal_dtype,
+    unsigned_view,
+)
+from trajstore.values.norms import (
     result_dtype,
     step_norm,
     token_norm,
@@ -23,7 +30,6 @@ from trajstore.values.token_norms import (
     vector_norm,
     vector_norms,
 )
-from trajstore.values.ulp_lattice import binade, lattice_type, ordinal, ordinal_dtype, unsigned_view
 
 MEASURES = (
     "moved",

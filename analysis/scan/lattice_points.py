@@ -14,9 +14,7 @@ from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import LATTICES
-from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.rounding import cast, is_of_type, is_within
-from trajstore.values.ulp_lattice import lattice_type
+from trajstore.values.native_types import NATIVE_TYPES, cast, is_of_type, is_within, lattice_type
 
 
 def chosen_type(lattice: str, native: str) -> str:

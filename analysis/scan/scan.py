@@ -31,7 +31,7 @@ from trajstore.analysis.scan.lattice_points import chosen_type, place_on_lattice
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations import check_dataset, row_vectors
-from trajstore.values.token_norms import result_dtype
+from trajstore.values.norms import result_dtype
 
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 

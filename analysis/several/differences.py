@@ -12,7 +12,7 @@ from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import comparable_settings
-from trajstore.values.ulp_lattice import unsigned_view
+from trajstore.values.native_types import unsigned_view
 
 DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])
 """Number of elements that differ in any bit, and the squared distance."""

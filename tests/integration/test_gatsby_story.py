@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 from bits_and_calls import Cli
 
-from trajstore.values.rounding import cast
+from trajstore.values.native_types import cast
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -15,9 +15,8 @@ from still_timer import commit_now
 from stored_forms import stored_forms
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.values.native_types import NATIVE_TYPES, narrow, widen
+from trajstore.values.native_types import NATIVE_TYPES, cast, narrow, widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
-from trajstore.values.rounding import cast
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}

@@ -15,7 +15,7 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, field_name
 from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
-from trajstore.values.hyperparameters import numbers_of
+from trajstore.values.optimizer_rule import numbers_of
 
 CHANGEABLE = (
     "optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.momentum",

@@ -1,6 +1,6 @@
 """Summaries per token, computed while recording, so that common questions need no large array.
 
-`trajstore.values.token_norms` defines them. This second implementation in torch is for weights on
+`trajstore.values.norms` defines them. This second implementation in torch is for weights on
 an accelerator. IEEE 754 defines the rounding of each of its operations, and the sums have the same
 order. So both agree to the last bit on any device. All are computed in float64 on the device of the
 weights (on the CPU for MPS, which has no float64) and stored as float32.
@@ -14,7 +14,7 @@ import torch
 
 from trajstore.trainers.recording.parameters import as_float64
 from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.token_norms import hidden_sum
+from trajstore.values.norms import hidden_sum
 
 _NATIVE = {getattr(torch, name): native for name, native in NATIVE_TYPES.items()}
 
@@ -97,7 +97,7 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     tensor of float64, same shape
-            As in `trajstore.values.ulp_lattice.spacing`: subnormals and zero have the smallest one;
+            As in `trajstore.values.native_types.spacing`: subnormals and zero have the smallest one;
             NaN for infinite values and NaN.
     """
     native, exponent = _NATIVE[tensor.dtype], NATIVE_TYPES["float64"].infinity_bits

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trajstore.schema import STEP
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.values.native_types import widen
-from trajstore.values.token_norms import vector_norm
+from trajstore.values.norms import vector_norm
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from trajstore.trainers.recording.torch_internals import (
     own_parameter,
     uncompiled,
 )
-from trajstore.values.hyperparameters import numbers_of
+from trajstore.values.optimizer_rule import numbers_of
 
 Settings = dict[str, float]
 """Numbers and flags of a parameter group, by their names in a run."""

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.trainers.replays.replay_result import CannotReplay, Finding, Kind, Unreplayed
-from trajstore.values.native_types import NativeType, widen
-from trajstore.values.ulp_lattice import ordinal
+from trajstore.values.native_types import NativeType, ordinal, widen
 
 Array = npt.NDArray[Any]
 

@@ -18,7 +18,7 @@ from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
-from trajstore.values.hyperparameters import numbers_of, with_numbers
+from trajstore.values.optimizer_rule import numbers_of, with_numbers
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""

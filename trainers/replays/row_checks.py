@@ -22,8 +22,7 @@ from trajstore.trainers.replays.findings import finding_at, ulp_distance
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows
 from trajstore.trainers.replays.replay_result import Compared, Finding
-from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
-from trajstore.values.rounding import convert
+from trajstore.values.native_types import NATIVE_TYPES, as_bits, convert, is_nan, widen
 
 Array = npt.NDArray[Any]
 

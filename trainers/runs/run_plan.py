@@ -41,9 +41,7 @@ from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
-from trajstore.values.hyperparameters import numbers_of
-from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, OptimizerRule
-from trajstore.values.vector_rule import VECTORS
+from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, VECTORS, OptimizerRule, numbers_of
 
 _MOMENTS_OF_ALL = tuple(f"params_{name}" for name in MOMENTS)
 _GROUPS = 2  # of the optimizer: with and without weight decay

@@ -18,8 +18,7 @@ from trajstore.trainers.step_models.recorded_parameters import (
     StoredParameter,
     variable_of,
 )
-from trajstore.values.hyperparameters import with_numbers
-from trajstore.values.optimizer_rule import ADAM
+from trajstore.values.optimizer_rule import ADAM, with_numbers
 
 
 @checks_types

@@ -20,7 +20,7 @@ from trajstore.store.reading.recorded_parameters import own_type
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
 from trajstore.values.native_types import NativeType, as_bits, narrow, native_type
-from trajstore.values.vector_rule import VECTORS
+from trajstore.values.optimizer_rule import VECTORS
 
 Array = npt.NDArray[Any]
 
@@ -230,7 +230,7 @@ class RunParameters:
         """Return the known numbers that the step used, for each parameter group.
 
         That is the rate ``lr``, and the hyperparameters of the group of W, by their names in
-        `trajstore.values.hyperparameters`.
+        `trajstore.values.optimizer_rule`.
         """
         rates = self.value("params_lr", step).tolist()
         found = [{} if math.isnan(rate) else {"lr": rate} for rate in rates]

@@ -22,7 +22,7 @@ from trajstore.trainers.recording.random_states import set_random_state
 from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
-from trajstore.values.hyperparameters import with_numbers
+from trajstore.values.optimizer_rule import with_numbers
 
 
 @checks_types

@@ -170,7 +170,7 @@ def _print_forms(facts: dict[str, Any]) -> None:
     computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
     out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
     from trajstore.store.writing.compact_encoding import compact_rule, vector_rule
-    from trajstore.values.vector_rule import VECTORS
+    from trajstore.values.optimizer_rule import VECTORS
 
     types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
     for name, rule in (("W", compact_rule), (VECTORS["W"], vector_rule)):

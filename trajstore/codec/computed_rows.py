@@ -26,10 +26,8 @@ from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.chunk import Chain
 from trajstore.codec.delta import scratch
 from trajstore.strict_json import canonical
-from trajstore.values.native_types import widen
-from trajstore.values.optimizer_rule import LARGEST, OptimizerRule, Rates
-from trajstore.values.rounding import check_subnormals, result_bits
-from trajstore.values.vector_rule import VECTORS, VectorRule
+from trajstore.values.native_types import check_subnormals, result_bits, widen
+from trajstore.values.optimizer_rule import LARGEST, VECTORS, OptimizerRule, Rates, VectorRule
 
 Array = npt.NDArray[Any]
 

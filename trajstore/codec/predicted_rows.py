@@ -19,8 +19,14 @@ import numpy.typing as npt
 from trajstore.codec.delta import scratch
 from trajstore.codec.prediction_loop import ITERATIONS, NEAR, TRIALS
 from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
-from trajstore.values.native_types import NativeType, narrow, widen
-from trajstore.values.rounding import cast, check_subnormals, result_bits
+from trajstore.values.native_types import (
+    NativeType,
+    cast,
+    check_subnormals,
+    narrow,
+    result_bits,
+    widen,
+)
 
 Array = npt.NDArray[Any]
 

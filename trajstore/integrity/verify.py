@@ -30,8 +30,7 @@ from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.reading.unzipped_run import unzipped
 from trajstore.store.storage.remote_path import Location, RunPath, key_within, location
 from trajstore.threads import Progress
-from trajstore.values.native_types import NATIVE_TYPES, is_nan
-from trajstore.values.rounding import convert
+from trajstore.values.native_types import NATIVE_TYPES, convert, is_nan
 
 _ATTEMPTS = 4
 

@@ -4,6 +4,14 @@ A run keeps every bit of the trainer's values. In memory a value is the *bits* o
 (uint16 for bfloat16 and float16). In the store it is the float32 that holds the value exactly,
 including NaN payloads. Nothing in this module rounds. `NativeType` defines the bit layout of each
 type.
+
+Rounding to a native type, as bits or in the stored form.
+
+The lattice of values of a native type: its spacing, and the order of its points.
+
+The functions take the *stored* form (float32 for 16-bit types) and return results for the native
+type. Between 1 and the next bfloat16 there are 65,536 float32 values, so the spacing of float32
+would be too small by this factor.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import FlushedSubnormals, InvalidArgument
 
 Array = npt.NDArray[Any]
 
@@ -319,3 +327,257 @@ def as_bits(value: Any, native: NativeType, variable: str) -> Array:
         f"{variable}: got {name} of shape {array.shape}, expected {expected}; cast the "
         "values, or declare the variable with another type"
     )
+
+
+def lattice_type(native: str) -> NativeType:
+    """Native type with the given name.
+
+    Raises
+    ------
+    InvalidArgument
+        If the type is not supported.
+    """
+    try:
+        return NATIVE_TYPES[native]
+    except KeyError:
+        raise InvalidArgument(
+            f"got type {native!r}, expected one of {', '.join(NATIVE_TYPES)} in the attribute "
+            "native_dtype"
+        ) from None
+
+
+def unsigned_view(stored: Array) -> Array:
+    """Bits of float32 or float64 values, of any memory layout, as unsigned integers."""
+    return stored.view(f"u{stored.dtype.itemsize}")
+
+
+def binade(stored: Array, native: str) -> Array:
+    """Largest power of two ≤ each magnitude, at least the smallest normal; inf for inf and NaN.
+
+    Parameters
+    ----------
+    stored : ndarray of float32 or float64
+    native : str
+
+    Returns
+    -------
+    ndarray, same type and shape
+        2^(max(E, 1) − bias), E the biased exponent.
+    """
+    exponent = NATIVE_TYPES[stored.dtype.name].infinity_bits
+    power: Array = (unsigned_view(stored) & exponent).view(stored.dtype)
+    least = stored.dtype.type(lattice_type(native).least_normal)
+    if power.min(initial=least) < least:  # rare; the check is faster than np.maximum
+        np.maximum(power, least, out=power)
+    return power
+
+
+def spacing(stored: Array, native: str) -> Array:
+    """Distance from each magnitude to the next larger value of the native type.
+
+    For bfloat16 that is 2^(max(E, 1) − 134), E the biased exponent: 2^−133 at zero and for
+    subnormals.
+
+    Parameters
+    ----------
+    stored : ndarray of float32 or float64
+    native : str
+
+    Returns
+    -------
+    ndarray, same type and shape
+        NaN if the value is infinite or NaN.
+    """
+    power = binade(stored, native)
+    power *= stored.dtype.type(lattice_type(native).epsilon)
+    power[np.isinf(power)] = np.nan
+    return power
+
+
+def ordinal_dtype(native: str) -> np.dtype[Any]:
+    """Signed integer type that holds every difference of two ordinals.
+
+    Raises
+    ------
+    InvalidArgument
+        For float64, whose differences need 65 bits.
+    """
+    lattice_type(native)
+    if native == "float64":
+        raise InvalidArgument(
+            "the number of float64 values between two values does not fit into 64-bit integers; "
+            "use metric='ulp' for this run"
+        )
+    return np.dtype("int64" if native == "float32" else "int32")
+
+
+def ordinal(stored: Array, native: str) -> Array:
+    """Signed index of each value among all values of the native type, in order.
+
+    −0.0 and +0.0 have index 0. Neighboring values have consecutive indices. Infinities follow the
+    largest finite values, and NaN follows infinities.
+
+    Parameters
+    ----------
+    stored : ndarray of float32
+    native : {'bfloat16', 'float16', 'float32'}
+
+    Returns
+    -------
+    ndarray of int32 (16-bit types) or int64, same shape
+    """
+    dtype, points = ordinal_dtype(native), lattice_type(native)
+    if native == "float16":
+        with np.errstate(invalid="ignore", over="ignore"):
+            bits = stored.astype(np.float16).view(np.uint16).astype(dtype)
+    else:
+        bits = (unsigned_view(stored) >> np.uint32(points.spare_bits)).astype(dtype)
+    magnitude: Array = bits & (points.sign_mask - 1)
+    np.negative(magnitude, out=magnitude, where=(bits & points.sign_mask) != 0)
+    return magnitude
+
+
+_BFLOAT16 = NATIVE_TYPES["bfloat16"]
+_SPARE = np.uint32(_BFLOAT16.spare_bits)
+_SPARE_MASK = (1 << _BFLOAT16.spare_bits) - 1
+
+_LEAST_NORMAL, _HALF = np.uint32(1 << 23).view(np.float32), np.float32(0.5)
+_HALF_OF_LEAST = 1 << 22  # the bits of a subnormal number
+
+
+def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array, int]:
+    """Bits of `wanted` for stored values of `held`.
+
+    Exact if `wanted` holds the values, otherwise rounded to nearest, ties to even, like a torch
+    cast.
+
+    Parameters
+    ----------
+    stored : ndarray of ``held.stored``
+    held, wanted : NativeType
+
+    Returns
+    -------
+    bits : ndarray of ``wanted.bits``, same shape
+    changed : int
+        Number of values that were rounded.
+    """
+    if wanted.name == held.name:
+        return narrow(stored, held), 0
+    if wanted.itemsize == wanted.stored.itemsize >= held.stored.itemsize:
+        return np.asarray(stored, wanted.stored, order="C").view(wanted.bits), 0
+    if wanted.name == "float16":  # the cast itself gives the bits
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            bits = stored.astype(np.float32, copy=False).astype(np.float16).view(np.uint16)
+        values = widen(bits, wanted)
+    else:
+        values = cast(stored, wanted.name)
+        bits = narrow(values, wanted)
+    changed = (values != stored) & ~np.isnan(stored)
+    return bits, int(np.count_nonzero(changed))
+
+
+def cast(stored: Array, native: str) -> Array:
+    """Values cast to a native type, in the stored form of that type.
+
+    Parameters
+    ----------
+    stored : ndarray of float32 or float64
+    native : str
+
+    Returns
+    -------
+    ndarray, same shape
+        Nearest values, ties to even. Values beyond the largest become infinity; values below the
+        smallest become 0 with their sign. NaN keeps the part of its payload that the type holds.
+        A float64 is rounded to float32 first, as in torch.
+    """
+    wanted = NATIVE_TYPES[native]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values: Array = np.ascontiguousarray(stored).astype(wanted.stored, copy=False)
+        values = values.reshape(np.shape(stored))
+        if native == "float16":
+            return values.astype(np.float16).astype(wanted.stored)
+    if native != "bfloat16":
+        return values
+    wide = unsigned_view(values)
+    rounded = _to_even(wide)
+    nan = is_nan(wide, NATIVE_TYPES["float32"])
+    if nan.any():
+        rounded = np.where(nan, wide | np.uint32(_BFLOAT16.nan_bits << int(_SPARE)), rounded)
+    rounded &= ~np.uint32(_SPARE_MASK)
+    return rounded.view(np.float32)
+
+
+def result_bits(values: Array, native: NativeType) -> Array:
+    """Bits of computed values in a native type, the same on every machine.
+
+    Parameters
+    ----------
+    values : ndarray of ``native.stored``
+        Rounded as by `cast`. A NaN becomes the quiet NaN without sign and payload, which otherwise
+        depend on the processor.
+    native : NativeType
+    """
+    bits = narrow(cast(values, native.name), native)
+    nan = is_nan(bits, native)
+    return np.where(nan, bits.dtype.type(native.nan_bits), bits) if nan.any() else bits
+
+
+def check_subnormals() -> None:
+    """Refuse to compute bits in a thread that replaces subnormal numbers by 0.
+
+    Threads inherit that from the thread that starts them.
+
+    Raises
+    ------
+    FlushedSubnormals
+        If so.
+    """
+    with np.errstate(under="ignore"):
+        kept = _LEAST_NORMAL * _HALF
+    if kept.view(np.uint32) != _HALF_OF_LEAST:
+        raise FlushedSubnormals(
+            "rows of the encoding `compact` need exact arithmetic, but this thread replaces "
+            "subnormal numbers by 0; call torch.set_flush_denormal(False) before"
+        )
+
+
+def is_of_type(stored: Array, native: str) -> bool:
+    """True if every value is exactly representable in a native type. Any NaN counts as such.
+
+    Parameters
+    ----------
+    stored : ndarray of floating-point numbers
+    native : str
+    """
+    if is_within(stored.dtype, native):
+        return True
+    # Fast path: one pass over the bits accepts bfloat16 values without NaN.
+    if native == "bfloat16" and stored.dtype == np.float32 and is_bfloat16(unsigned_view(stored)):
+        return True
+    with np.errstate(invalid="ignore"):
+        return bool(((cast(stored, native) == stored) | np.isnan(stored)).all())
+
+
+def is_within(stored: npt.DTypeLike, native: str) -> bool:
+    """True if a native type holds every value of a type, so that no check is needed.
+
+    Examples
+    --------
+    >>> is_within("float16", "float32"), is_within("float16", "bfloat16")
+    (True, False)
+    """
+    dtype = np.dtype(stored)
+    return dtype.name == native or dtype.itemsize < NATIVE_TYPES[native].itemsize
+
+
+def _to_even(wide: Array) -> Array:
+    """Bits of float32 with the nearest bfloat16 in their upper half; invalid for NaN."""
+    # Add half of the last kept bit, minus one if that bit is even.
+    rounded: Array = wide >> _SPARE
+    # In place: allocating a large temporary array costs more than the computation.
+    rounded &= np.uint32(1)
+    rounded += np.uint32(_SPARE_MASK >> 1)
+    rounded += wide
+    return rounded

@@ -19,10 +19,8 @@ from trajstore.formats.streamed_tensor import Tensor, Where
 from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions
-from trajstore.values.native_types import is_nan, native_type
+from trajstore.values.native_types import convert, is_nan, native_type, spacing
 from trajstore.values.optimizer_rule import MOMENTS
-from trajstore.values.rounding import convert
-from trajstore.values.ulp_lattice import spacing
 
 Array = npt.NDArray[Any]
 

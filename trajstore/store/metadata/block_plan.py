@@ -24,8 +24,7 @@ from trajstore.schema import STEP, VARIABLES, Variable
 from trajstore.store.metadata.array_metadata import MOST_CHUNKS
 from trajstore.threads import encoding_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
-from trajstore.values.optimizer_rule import OptimizerRule
-from trajstore.values.vector_rule import VECTORS, VectorRule
+from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
 
 BLOCKS = 2
 """Block buffers of a writer with background threads: one is filled, the other encoded."""

@@ -19,7 +19,7 @@ from trajstore.schema import ENCODINGS, FORMAT, NUMBERS, OPTIMIZER_STATE
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, NOTES
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
 from trajstore.strict_json import MISSING, JsonObject, changes, fits
-from trajstore.values.vector_rule import VECTORS
+from trajstore.values.optimizer_rule import VECTORS
 from trajstore.version import __version__
 
 Status = Literal["recording", "complete", "interrupted"]

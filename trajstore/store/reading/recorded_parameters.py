@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import KEPT, OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
-from trajstore.values.vector_rule import VECTORS
+from trajstore.values.optimizer_rule import VECTORS
 
 
 def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:

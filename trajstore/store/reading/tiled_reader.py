@@ -31,8 +31,7 @@ from trajstore.store.reading.array_reader import stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import in_parallel
-from trajstore.values.native_types import NativeType, native_type
-from trajstore.values.rounding import convert
+from trajstore.values.native_types import NativeType, convert, native_type
 
 Array = npt.NDArray[Any]
 Where = tuple[slice, ...]

@@ -10,8 +10,7 @@ from typing import Any
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import native_type
-from trajstore.values.optimizer_rule import OptimizerRule
-from trajstore.values.vector_rule import VECTORS, VectorRule
+from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from trajstore import analysis
 from trajstore.analysis.cloud import near_cells
 from trajstore.analysis.registry import answer
 from trajstore.errors import InvalidArgument, StepNotFound
-from trajstore.values.ulp_lattice import ordinal
+from trajstore.values.native_types import ordinal
 
 pytest.importorskip("scipy")
 

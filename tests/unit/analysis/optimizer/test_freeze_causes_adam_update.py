@@ -10,8 +10,8 @@ from adam_runs import trained
 
 from trajstore import analysis, open_run
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.values.native_types import spacing
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
-from trajstore.values.ulp_lattice import spacing
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -27,7 +27,7 @@ from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotF
 from trajstore.store.writing import block_writer  # noqa: E402
 from trajstore.trainers import attach, capture  # noqa: E402
 from trajstore.trainers.recording import device_to_host, first_rows, parameter_rows  # noqa: E402
-from trajstore.values import token_norms  # noqa: E402
+from trajstore.values import norms  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -332,9 +332,9 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path:
     ds = xr.open_zarr(path)
     before, now = ds.W.values[:-1], ds.W.values[1:]
     expected = {
-        "grad_token_norm": token_norms.token_norm(ds.grad.values[1:]),
-        "W_step_norm": token_norms.step_norm(before, now),
-        "W_ulp_l1": token_norms.ulp_l1(before, now, str(dtype).removeprefix("torch.")),
+        "grad_token_norm": norms.token_norm(ds.grad.values[1:]),
+        "W_step_norm": norms.step_norm(before, now),
+        "W_ulp_l1": norms.ulp_l1(before, now, str(dtype).removeprefix("torch.")),
     }
     for name, values in expected.items():
         assert np.isnan(ds[name].values[0]).all()

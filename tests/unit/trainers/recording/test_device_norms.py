@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from trajstore.trainers.recording import device_norms  # noqa: E402
 from trajstore.trainers.recording.device_norms import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
-from trajstore.values import token_norms, ulp_lattice  # noqa: E402
+from trajstore.values import native_types, norms  # noqa: E402
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -59,9 +59,9 @@ def assert_summaries_agree(
     x, y = widen(before, native), widen(now, native)
     old, new = place(tensor_of(before, native)), place(tensor_of(now, native))
     for got, expected in (
-        (token_norm(new), token_norms.token_norm(y)),
-        (token_norm(new, old), token_norms.step_norm(x, y)),
-        (ulp_l1(new, old), token_norms.ulp_l1(x, y, native.name)),
+        (token_norm(new), norms.token_norm(y)),
+        (token_norm(new, old), norms.step_norm(x, y)),
+        (ulp_l1(new, old), norms.ulp_l1(x, y, native.name)),
     ):
         with np.errstate(over="ignore"):
             kept = expected.astype(np.float32)
@@ -102,9 +102,7 @@ def test_devices_add_up_in_the_order_of_the_definition() -> None:
     for length in [*range(1, 300), *LENGTHS, 50_257]:
         values = rng.normal(size=(3, length)) * 2.0 ** rng.integers(-40, 40, (3, length))
         got = pairwise_sum(torch.from_numpy(values).movedim(-1, 0))
-        np.testing.assert_array_equal(
-            got.numpy(), token_norms.hidden_sum(values), f"hidden {length}"
-        )
+        np.testing.assert_array_equal(got.numpy(), norms.hidden_sum(values), f"hidden {length}")
 
 
 @pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
@@ -115,5 +113,5 @@ def test_ulp_is_the_spacing_of_the_lattice(native: NativeType) -> None:
         rng = np.random.default_rng(0)
         bits = rng.integers(0, 2 * native.sign_mask, 100_000, native.bits, endpoint=False)
         bits = np.append(bits, np.array(special_bits(native), native.bits))
-    expected = ulp_lattice.spacing(widen(bits, native), native.name)
+    expected = native_types.spacing(widen(bits, native), native.name)
     np.testing.assert_array_equal(ulp(tensor_of(bits, native)).numpy(), expected)

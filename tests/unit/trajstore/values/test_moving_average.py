@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import InvalidArgument
-from trajstore.values.moving_average import MovingAverage, every_normal_value, share_left
+from trajstore.values.norms import MovingAverage, every_normal_value, share_left
 
 
 @pytest.mark.parametrize(

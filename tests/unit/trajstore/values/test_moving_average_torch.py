@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trajstore.values.moving_average import MovingAverage, every_normal_value, share_left
+from trajstore.values.norms import MovingAverage, every_normal_value, share_left
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -8,11 +8,13 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import (
     NATIVE_TYPES,
     as_bfloat16,
+    cast,
+    convert,
     is_bfloat16,
+    is_of_type,
     narrow,
     widen,
 )
-from trajstore.values.rounding import cast, convert, is_of_type
 
 EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
 

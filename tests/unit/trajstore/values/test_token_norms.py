@@ -6,14 +6,7 @@ from operator import add
 import numpy as np
 import pytest
 
-from trajstore.values.token_norms import (
-    hidden_sum,
-    step_norm,
-    token_norm,
-    ulp_hops,
-    ulp_l1,
-    vector_norm,
-)
+from trajstore.values.norms import hidden_sum, step_norm, token_norm, ulp_hops, ulp_l1, vector_norm
 
 ORDERS = [1, 2, np.inf]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import InvalidArgument
-from trajstore.values.ulp_lattice import ordinal, ordinal_dtype, spacing
+from trajstore.values.native_types import ordinal, ordinal_dtype, spacing
 
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 BFLOAT16 = (PATTERNS.astype(np.uint32) << 16).view(np.float32)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import InvalidArgument
-from trajstore.values.optimizer_rule import Rates
-from trajstore.values.vector_rule import VectorRule
+from trajstore.values.optimizer_rule import Rates, VectorRule
 
 GROUP = {
     "class": "torch.optim.adamw.AdamW",
