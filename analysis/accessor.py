@@ -18,7 +18,7 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.several.many_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION
-from trajstore.store.reading.recorded_parameters import parameter_dataset
+from trajstore.store.reading.run_info import parameter_dataset
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation

@@ -28,7 +28,7 @@ from metadata_damage import damage_metadata
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.cli.main import main as command
 from trajstore.errors import TrajstoreError
-from trajstore.store.writing.annotated_run import annotate_run
+from trajstore.store.writing.create import annotate_run
 
 MOST_SECONDS = 10
 MOST_SPACE = 3 << 30

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.writing.resumed_run import TokenShare
 
 Result = TypeVar("Result")
 

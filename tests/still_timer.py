@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trajstore import RunWriter
-from trajstore.store.writing.commit_timer import CommitTimer
+from trajstore.store.writing.commit import CommitTimer
 
 
 class StillTimer(CommitTimer):
@@ -30,7 +30,7 @@ class StillTimer(CommitTimer):
     @classmethod
     def install(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have every writer that is made from now on take it."""
-        monkeypatch.setattr("trajstore.store.writing.block_commits.CommitTimer", cls)
+        monkeypatch.setattr("trajstore.store.writing.blocks.CommitTimer", cls)
 
     @classmethod
     def of(cls, writer: RunWriter) -> StillTimer:

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from trajstore.arguments import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument, did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
-from trajstore.store.writing.commit_timer import COMMIT_EVERY
+from trajstore.store.writing.commit import COMMIT_EVERY
 
 MAY_CHANGE = frozenset(
     {

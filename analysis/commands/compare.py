@@ -58,9 +58,9 @@ def compare(run: str, other: str | None, over: float | None, as_json: bool) -> N
     import xarray as xr
 
     from trajstore import analysis
-    from trajstore.store.metadata.fingerprint import CONTENT
+    from trajstore.store.metadata.metadata_form import CONTENT
     from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.run_paths import run_paths
+    from trajstore.store.reading.open_runs import run_paths
 
     paths = run_paths([run]) if other is None else [run, other]
     if len(paths) != 2:

@@ -41,7 +41,7 @@ def report(
       trajstore report runs/
     """
     from trajstore.analysis.report import write_report, write_runs_report
-    from trajstore.store.reading.run_paths import run_paths
+    from trajstore.store.reading.open_runs import run_paths
 
     paths = run_paths(runs)
     target = output or f"{file_stem(runs, paths)}.html"

@@ -41,6 +41,6 @@ PARAMETER = click.option(
 
 def of_parameter(ds: xr.Dataset, name: str | None) -> xr.Dataset:
     """The history of a parameter; without a name, the run itself."""
-    from trajstore.store.reading.recorded_parameters import parameter_dataset
+    from trajstore.store.reading.run_info import parameter_dataset
 
     return ds if name is None else parameter_dataset(ds, name)

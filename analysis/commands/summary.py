@@ -46,8 +46,8 @@ def summary(
     from trajstore.analysis.results.summary_table import summary_table
     from trajstore.store.metadata.zarr_json import notes_of
     from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.run_paths import run_paths
-    from trajstore.store.reading.run_settings import run_labels
+    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.run_info import run_labels
 
     given = given_populations(populations)
     paths = run_paths(runs)

@@ -9,7 +9,7 @@ import xarray as xr
 
 from trajstore.analysis.figures.titles import run_name
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.run_settings import SEED, differing_settings, run_labels
+from trajstore.store.reading.run_info import SEED, differing_settings, run_labels
 
 MOST_CURVES = 8
 """Most curves in one axes. With more runs, those that differ only in their seeds share a curve."""

@@ -26,7 +26,7 @@ from trajstore.analysis.figures.figure import (
 from trajstore.analysis.figures.titles import run_name, titled_runs
 from trajstore.analysis.scan.task_progress import return_memory
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.store.reading.run_settings import run_labels
+from trajstore.store.reading.run_info import run_labels
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_file_target, staged_file
 

@@ -12,7 +12,7 @@ import numpy as np
 from trajstore.analysis.scan.array_types import Array
 from trajstore.arguments import Count, check_fields
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.recorded_parameters import parameter_entry, parameter_table
+from trajstore.store.reading.run_info import parameter_entry, parameter_table
 
 CIRCUITS = {"ov": ("value", "output"), "qk": ("query", "key")}
 """Roles of the two weights of each circuit."""

@@ -25,7 +25,7 @@ from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import registered, takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, did_you_mean
-from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
+from trajstore.store.reading.run_info import parameter_dataset, parameter_table
 from trajstore.values.optimizer_rule import VECTORS
 
 _SUBJECTS = {

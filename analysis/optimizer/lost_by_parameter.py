@@ -10,7 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.store.reading.recorded_parameters import parameter_dataset
+from trajstore.store.reading.run_info import parameter_dataset
 
 
 def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:

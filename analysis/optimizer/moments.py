@@ -269,8 +269,8 @@ def _require_known_factors(
     scan: Scan, clip: Array, taken: npt.NDArray[np.bool_], quantity: str
 ) -> None:
     from trajstore.store.metadata.zarr_json import (
-        unproven_rows,
-    )  # it imports zarr, which takes long
+        unproven_rows,  # it imports zarr, which takes long
+    )
 
     # Without a factor, the gradient is the one that the optimizer got, unless a note says more.
     steps, unproven = scan.steps, unproven_rows(scan.ds.attrs, scan.steps)

@@ -27,8 +27,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded, needs_extra
 from trajstore.integrity.verify import verify
 from trajstore.populations import populations
 from trajstore.store.reading.open_run import open_run
-from trajstore.store.reading.run_info import information
-from trajstore.store.reading.run_settings import settings
+from trajstore.store.reading.run_info import information, settings
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
 from trajstore.store.writing.create import check_file_target, staged_file
 from trajstore.version import __version__

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from trajstore.store.metadata.segments import Segment, trained_segments
+from trajstore.store.metadata.metadata_form import Segment, trained_segments
 
 Config = Mapping[str, Mapping[str, Any]]
 

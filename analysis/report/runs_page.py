@@ -21,9 +21,14 @@ from trajstore.analysis.scan.window import rows_of_window
 from trajstore.analysis.several.divergence import divergence
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.store.reading.open_run import open_run
-from trajstore.store.reading.run_info import information, run_status
-from trajstore.store.reading.run_settings import differing_settings, run_labels, short_names
-from trajstore.store.reading.run_table import final_loss, run_table
+from trajstore.store.reading.open_runs import final_loss, run_table
+from trajstore.store.reading.run_info import (
+    differing_settings,
+    information,
+    run_labels,
+    run_status,
+    short_names,
+)
 from trajstore.store.storage.remote_path import location
 from trajstore.version import __version__
 

@@ -11,7 +11,7 @@ import xarray as xr
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.run_settings import comparable_settings
+from trajstore.store.reading.run_info import comparable_settings
 from trajstore.values.native_types import unsigned_view
 
 DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])

@@ -45,8 +45,8 @@ def annotate(
     import numpy as np
 
     from trajstore.exchange.importing.token_masks import annotations_of
-    from trajstore.store.reading.open_group import open_group
-    from trajstore.store.writing.annotated_run import annotate_run, check_unlabeled
+    from trajstore.store.reading.open_run import open_group
+    from trajstore.store.writing.create import annotate_run, check_unlabeled
 
     if corpus is not None and tokenizer is None:
         raise InvalidArgument(

@@ -200,7 +200,7 @@ def _report_early_stop(path: Location) -> Iterator[None]:
 
 
 def _is_there(path: Location) -> bool:
-    from trajstore.store.reading.run_paths import matrix_runs
+    from trajstore.store.reading.open_runs import matrix_runs
 
     return path.exists() or (isinstance(path, Path) and bool(matrix_runs(path)))
 
@@ -208,7 +208,7 @@ def _is_there(path: Location) -> bool:
 def _forked(source: str, at: int, changes: list[str]) -> RunConfig:
     """Return the configuration of a fork, before its settings are checked."""
     from trajstore import trainers
-    from trajstore.store.reading.open_group import open_group
+    from trajstore.store.reading.open_run import open_group
 
     if "://" not in source:
         open_group(source)

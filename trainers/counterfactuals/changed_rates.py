@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import ConfigError
-from trajstore.store.metadata.segments import SEGMENTS, listed_segments
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.metadata.metadata_form import SEGMENTS, listed_segments
+from trajstore.store.reading.run_info import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
 from trajstore.trainers.recording.step_gradients import clip_coefficient

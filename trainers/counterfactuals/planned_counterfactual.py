@@ -13,8 +13,7 @@ import torch
 from trajstore.arguments import ANY, exact
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
-from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.metadata.zarr_json import unproven_rows
+from trajstore.store.metadata.zarr_json import steps_of_another_optimizer, unproven_rows
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.counterfactuals.changed_rates import (
     changed_clip_coefs,

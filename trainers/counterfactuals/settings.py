@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import ConfigError
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.trainers.config import RunConfig, field_name
 from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS

@@ -10,8 +10,8 @@ from typing import Any
 
 from trajstore.arguments import EXCHANGE_MEMORY, checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.store.metadata.fingerprint import FINGERPRINT
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.metadata.metadata_form import FINGERPRINT
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter

@@ -13,7 +13,7 @@ from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import EVERYTHING, MODEL
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.store.writing.token_share import in_all_processes
+from trajstore.store.writing.resumed_run import in_all_processes
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.model_parameters import ModelParameters

@@ -19,10 +19,10 @@ import torch
 from trajstore.arguments import DEFAULT_MEMORY, Bound, Count, check_fields, exact_json, parse_bytes
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import STEP, TIERS, VARIABLES, Encoding, resolve_variables
-from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.metadata.metadata_form import METADATA_KEY
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.remote_path import RunPath, location
-from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
+from trajstore.store.writing.commit import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_folder, check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens

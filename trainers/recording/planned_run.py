@@ -20,8 +20,8 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations import with_populations
 from trajstore.schema import COORDINATES, POPULATION
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.store.writing.compact_encoding import check_encoding
-from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.writing.new_run import check_encoding
+from trajstore.store.writing.resumed_run import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.kept_state import Entry, state_attribute

@@ -2,7 +2,7 @@
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) and tensor parallelism hold a parameter as a `DTensor`
 with ``Shard(0)``: each process has consecutive tokens. Each process records its tokens into one run
-(`trajstore.store.writing.token_share`). No process gathers the matrix.
+(`trajstore.store.writing.resumed_run`). No process gathers the matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from trajstore.errors import RecordingError
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
-from trajstore.store.writing.token_share import ALONE, TokenShare
+from trajstore.store.writing.resumed_run import ALONE, TokenShare
 from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.values.native_types import NativeType, as_bits
 

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.metadata.zarr_json import steps_of_another_optimizer, unproven_rows
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.torch_threads import torch_threads

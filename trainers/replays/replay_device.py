@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.metadata.segments import recorded_facts, resumed_after
+from trajstore.store.metadata.metadata_form import recorded_facts, resumed_after
 from trajstore.trainers.recording.provenance import processor_name
 
 _CAPABILITY = "cpu_capability"

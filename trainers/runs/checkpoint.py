@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trajstore.errors import FormatError, RunExists
-from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
+from trajstore.store.metadata.metadata_form import CHECKPOINT, checkpoint_folder
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, sweep
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.runs.run_state import RunState, stored_name

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from trajstore.errors import RunLocked
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.threads import submit

@@ -25,10 +25,9 @@ from trajstore.errors import (
 )
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES, variables_of
-from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.store.reading.open_group import open_group
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.metadata.zarr_json import steps_of_another_optimizer, unproven_rows
+from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.compared_run import RowDifference
 from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFound
-from trajstore.store.metadata.object_keys import checkpoint_folder
-from trajstore.store.metadata.segments import listed_segments
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.metadata.metadata_form import checkpoint_folder, listed_segments
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig

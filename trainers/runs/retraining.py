@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import NothingToResume
-from trajstore.store.metadata.segments import Segment, trained_segments
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.metadata.metadata_form import Segment, trained_segments
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter

@@ -30,7 +30,7 @@ from trajstore.schema import (
 )
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
-from trajstore.store.writing.compact_encoding import compact_rule
+from trajstore.store.writing.new_run import compact_rule
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.token_selection import (
     check_all_tokens,

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from trajstore.errors import FormatError
 from trajstore.schema import KEPT, kept_as
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig

@@ -12,7 +12,7 @@ import torch
 
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, RunExists
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
 from trajstore.store.writing.create import staged_run
 from trajstore.trainers.step_models.optimizer_state import optimizer_state_at

@@ -9,7 +9,7 @@ import torch
 from trajstore.arguments import checks_types
 from trajstore.errors import VariableNotRecorded
 from trajstore.schema import KEPT, OPTIMIZER_STATE, kept_as
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.kept_state import ADAM_STATE
 from trajstore.trainers.replays.parameter_placement import tensor_of

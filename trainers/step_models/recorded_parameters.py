@@ -15,8 +15,8 @@ from trajstore.arguments import ANY, exact_step
 from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
 from trajstore.schema import OPTIMIZER_STATE, STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import open_group, whole
-from trajstore.store.reading.recorded_parameters import own_type
+from trajstore.store.reading.open_run import open_group, whole
+from trajstore.store.reading.run_info import own_type
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
 from trajstore.values.native_types import NativeType, as_bits, narrow, native_type

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer

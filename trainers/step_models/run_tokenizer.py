@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.trainers.texts.fetch import cached
 from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
 from trajstore.store.storage.atomic import make_folder, put
-from trajstore.store.storage.hub_address import hub_endpoint
+from trajstore.store.storage.remote_path import hub_endpoint
 from trajstore.store.writing.create import move_into_place
 
 CACHE_VARIABLE = "TRAJSTORE_CACHE"

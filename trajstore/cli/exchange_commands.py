@@ -82,7 +82,7 @@ def export(
       trajstore export damaged.zarr --format run --fill-damaged -o filled.zarr
     """
     from trajstore.exchange.exporting.export import export as write
-    from trajstore.store.reading.run_paths import run_paths
+    from trajstore.store.reading.open_runs import run_paths
 
     if options["layout"] == "native" and options["encoding"] is None:
         format_name = format_name or _format_of(output)

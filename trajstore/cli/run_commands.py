@@ -30,8 +30,8 @@ from trajstore.cli.output import (
 )
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.schema import STEP
-from trajstore.store.metadata.segments import listed_segments
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.metadata.metadata_form import listed_segments
+from trajstore.store.reading.run_info import attribute
 
 if TYPE_CHECKING:
     from trajstore.integrity.repair_plan import Repair
@@ -56,8 +56,8 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
       trajstore info gatsby.zarr
       trajstore info runs/
     """
+    from trajstore.store.reading.open_runs import run_paths
     from trajstore.store.reading.run_info import information
-    from trajstore.store.reading.run_paths import run_paths
 
     paths = run_paths(runs)
     if len(paths) == 1:
@@ -67,8 +67,8 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
         else:
             print_information(paths[0], facts)
         return
-    from trajstore.store.reading.run_settings import differing_settings
-    from trajstore.store.reading.run_table import final_loss, run_table  # imports xarray
+    from trajstore.store.reading.open_runs import final_loss, run_table  # imports xarray
+    from trajstore.store.reading.run_info import differing_settings
 
     found = {}
     for run in paths:
@@ -169,7 +169,7 @@ def _print_forms(facts: dict[str, Any]) -> None:
     """Print which arrays are computed, and how their chunks are stored if that was counted."""
     computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
     out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
-    from trajstore.store.writing.compact_encoding import compact_rule, vector_rule
+    from trajstore.store.writing.new_run import compact_rule, vector_rule
     from trajstore.values.optimizer_rule import VECTORS
 
     types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
@@ -262,7 +262,7 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
             raise InvalidArgument(f"--{option} needs --gradients; leave it out or give both")
     chosen = options.pop("selected") | options
     from trajstore.integrity.verify import verify as check
-    from trajstore.store.reading.run_paths import all_matrix_runs
+    from trajstore.store.reading.open_runs import all_matrix_runs
 
     reports: dict[str, dict[str, Any]] = {}
     clean = True
@@ -296,7 +296,7 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
 
 def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
     """Result of an installed replay, with ``clean`` and ``facts()``."""
-    from trajstore.store.reading.unzipped_run import unzipped
+    from trajstore.store.reading.open_run import unzipped
 
     (installed,) = entry_points(group="trajstore.replays", name=name)
     replay = installed.load()

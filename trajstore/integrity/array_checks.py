@@ -16,8 +16,8 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks, check_shard
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP
-from trajstore.store.metadata.array_metadata import is_series
-from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.metadata.metadata_form import chunk_key
+from trajstore.store.metadata.zarr_json import is_series
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, RemotePath
 from trajstore.threads import Progress, in_parallel

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, belongs, variables_of
-from trajstore.store.metadata.array_metadata import ArrayFacts, facts_of, is_series
-from trajstore.store.metadata.object_keys import METADATA_KEY
+from trajstore.store.metadata.metadata_form import METADATA_KEY
+from trajstore.store.metadata.zarr_json import ArrayFacts, facts_of, is_series
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import JsonObject

@@ -16,7 +16,7 @@ import google_crc32c
 from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.formats.safetensors import Entry, SafetensorsFile
 from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
+from trajstore.store.metadata.metadata_form import CHECKPOINT, checkpoint_folder
 from trajstore.store.storage.remote_path import Location, RemotePath, local_file
 
 

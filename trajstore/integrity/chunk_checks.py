@@ -21,7 +21,7 @@ from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.reading.array_reader import StoredArray
-from trajstore.store.storage.object_file import OpenObject, opened
+from trajstore.store.storage.atomic import OpenObject, opened
 from trajstore.store.storage.remote_path import ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 

@@ -16,9 +16,9 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.problem import Problem
 from trajstore.schema import NAMES, along_token
-from trajstore.store.metadata.array_metadata import open_metadata
-from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.storage.object_file import size_of
+from trajstore.store.metadata.metadata_form import chunk_key
+from trajstore.store.metadata.zarr_json import open_metadata
+from trajstore.store.storage.atomic import size_of
 
 Array = npt.NDArray[Any]
 

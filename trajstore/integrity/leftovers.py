@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trajstore.arguments import format_bytes
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.store.metadata.array_metadata import is_series
-from trajstore.store.metadata.object_keys import METADATA_KEY, block_of
+from trajstore.store.metadata.metadata_form import METADATA_KEY, block_of
+from trajstore.store.metadata.zarr_json import is_series
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath

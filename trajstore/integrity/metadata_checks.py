@@ -27,26 +27,23 @@ from trajstore.integrity.metadata_faults import (
 )
 from trajstore.integrity.problem import Problem
 from trajstore.schema import EXPORTED, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
-from trajstore.store.metadata.array_metadata import is_series, with_rows
-from trajstore.store.metadata.fingerprint import (
+from trajstore.store.metadata.metadata_form import (
     CHANGING,
     CONTENT,
     COPY,
     FINGERPRINT,
-    fingerprint_of,
-)
-from trajstore.store.metadata.metadata_form import (
+    METADATA_KEY,
     REQUIRED,
+    fingerprint_of,
     is_length,
     is_possible,
     other_format,
     root_of,
 )
-from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.store.metadata.zarr_json import fixed_attributes
-from trajstore.store.reading.open_group import similar_runs
+from trajstore.store.metadata.zarr_json import fixed_attributes, is_series, with_rows
+from trajstore.store.reading.open_run import similar_runs
 from trajstore.store.reading.run_info import object_sizes
-from trajstore.store.storage.object_file import metadata_in
+from trajstore.store.storage.atomic import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.strict_json import MISSING, JsonObject, changes, parse, utc_now
 

@@ -7,20 +7,21 @@ from typing import Any
 
 from trajstore.integrity.checked_metadata import attributes_of, listed_arrays, series_in
 from trajstore.schema import STEP, TRAJECTORIES, belongs, variables_of
-from trajstore.store.metadata.array_metadata import (
-    ArrayFacts,
-    array_faults,
-    contradicting_lengths,
-    facts_of,
-)
-from trajstore.store.metadata.fingerprint import COPY
 from trajstore.store.metadata.metadata_form import (
+    COPY,
     REQUIRED,
     attribute_faults,
     root_faults,
     run_identity,
 )
-from trajstore.store.metadata.zarr_json import RunMetadata, fixed_attributes
+from trajstore.store.metadata.zarr_json import (
+    ArrayFacts,
+    RunMetadata,
+    array_faults,
+    contradicting_lengths,
+    facts_of,
+    fixed_attributes,
+)
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.resumed_run import fingerprint_at
 from trajstore.strict_json import MISSING, JsonObject, changes, parse

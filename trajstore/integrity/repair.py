@@ -25,8 +25,7 @@ from trajstore.store.storage.atomic import (
     refuse_links,
     sweep,
 )
-from trajstore.store.storage.lock import RunLock, is_written_to
-from trajstore.store.storage.remote_lock import RemoteLock, taken_over
+from trajstore.store.storage.lock import RemoteLock, RunLock, is_written_to, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.threads import Progress
 

@@ -20,13 +20,17 @@ from trajstore.integrity.metadata_faults import digests_of, parsed_copy
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import NAMES, STEP, TRAJECTORIES, belongs, coordinate, variables_of
-from trajstore.store.metadata.array_metadata import is_series
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.metadata_form import Status, is_moment
-from trajstore.store.metadata.object_keys import METADATA_KEY
+from trajstore.store.metadata.metadata_form import (
+    CONTENT,
+    FINGERPRINT,
+    METADATA_KEY,
+    Status,
+    is_moment,
+)
 from trajstore.store.metadata.zarr_json import (
     RunMetadata,
     fixed_attributes,
+    is_series,
     notes_of,
     notes_until,
 )

@@ -24,10 +24,9 @@ from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.metadata_faults import digests_of
 from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.object_keys import METADATA_KEY
+from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT, METADATA_KEY
+from trajstore.store.reading.open_run import unzipped
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.reading.unzipped_run import unzipped
 from trajstore.store.storage.remote_path import Location, RunPath, key_within, location
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, convert, is_nan

@@ -11,7 +11,7 @@ from trajstore import RunWriter, export, import_file, open_run
 from trajstore.analysis import with_populations
 from trajstore.arguments import exact, exact_json, exact_step
 from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
-from trajstore.store.writing.annotated_run import annotate_run
+from trajstore.store.writing.create import annotate_run
 
 NAN = float("nan")
 W = np.ones((2, 3), "float32")

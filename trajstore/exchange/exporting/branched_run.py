@@ -24,12 +24,11 @@ from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, coordinate
 from trajstore.store.metadata.zarr_json import RunMetadata, notes_until
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.atomic import refuse_links
-from trajstore.store.writing.compact_encoding import compact_rule, vector_rule
-from trajstore.store.writing.linked_run import link_run
-from trajstore.store.writing.new_run import check_variables
+from trajstore.store.writing.create import link_run
+from trajstore.store.writing.new_run import check_variables, compact_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.strict_json import utc_now
 from trajstore.values.native_types import native_type, widen

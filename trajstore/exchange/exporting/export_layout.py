@@ -31,7 +31,7 @@ from trajstore.exchange.selection import Selection
 from trajstore.exchange.usual_names import named
 from trajstore.formats.streamed_tensor import Tensor, constant
 from trajstore.schema import NAMES
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.version import __version__
 
 Array = npt.NDArray[Any]

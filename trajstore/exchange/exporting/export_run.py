@@ -14,7 +14,7 @@ from trajstore.arguments import parse_bytes
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
-from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE, notes_of, notes_until
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel

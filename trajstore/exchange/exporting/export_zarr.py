@@ -21,7 +21,7 @@ from trajstore.arguments import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
-from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
 from trajstore.store.reading.tiled_reader import TiledVariable
 from trajstore.store.storage.remote_path import local_path

@@ -17,7 +17,7 @@ from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, Where
 from trajstore.schema import TRAJECTORIES, VARIABLES
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions
 from trajstore.values.native_types import convert, is_nan, native_type, spacing
 from trajstore.values.optimizer_rule import MOMENTS

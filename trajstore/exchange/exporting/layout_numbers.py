@@ -12,7 +12,7 @@ from trajstore.exchange.layouts import COUNTS, RECORDED, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.exchange.usual_names import Scalar, scalar_of
 from trajstore.schema import VARIABLES
-from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.run_info import attribute
 
 
 def file_numbers(

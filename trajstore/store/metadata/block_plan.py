@@ -21,7 +21,7 @@ from trajstore.codec.chunk import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, VARIABLES, Variable
-from trajstore.store.metadata.array_metadata import MOST_CHUNKS
+from trajstore.store.metadata.zarr_json import MOST_CHUNKS
 from trajstore.threads import encoding_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule

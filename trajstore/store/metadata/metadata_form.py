@@ -1,26 +1,423 @@
 """The form of the root's metadata: its members, their types and possible values.
 
 Every function that opens a run checks the root here, before zarr reads it. For the metadata
-of the arrays see `trajstore.store.metadata.array_metadata`.
+of the arrays see `trajstore.store.metadata.zarr_json`.
+
+Segments of a run: the steps trained with one configuration.
+
+An extended or forked run was trained with one configuration first and with another later. The root
+attribute ``segments`` lists them. A run without it has one segment, with its ``config``.
+``provenance.resumed`` records the number of threads of each resumed part.
+
+Digests of the stored content of a run, updated with each block.
+
+The *content digest* is a chain over the blocks. It starts from the arrays' metadata and the
+coordinates, and each block is added to it. Runs with the same content digest hold the same rows.
+The *fingerprint* also covers all attributes of the root that no commit changes, including the
+identity of the run. Both cover the committed rows. After a run is cut, they are the digests it had
+at that number of rows.
+
+Source: docs/reference/format.md, *Fingerprint*.
+
+Names of the objects of a run, and of the files next to it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Mapping
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, cast, get_args
 
 from trajstore.codec.block import Runs
 from trajstore.errors import FormatError
-from trajstore.schema import ENCODINGS, FORMAT, NUMBERS, OPTIMIZER_STATE
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, NOTES
-from trajstore.store.metadata.segments import SEGMENTS, are_segments
-from trajstore.strict_json import MISSING, JsonObject, changes, fits
+from trajstore.schema import (
+    ENCODINGS,
+    FORMAT,
+    NUMBERS,
+    OPTIMIZER_STATE,
+    belongs,
+    coordinate,
+    variables_of,
+)
+from trajstore.store.storage.remote_path import Location
+from trajstore.strict_json import MISSING, JsonObject, canonical, changes, fits
 from trajstore.values.optimizer_rule import VECTORS
 from trajstore.version import __version__
+
+SEGMENTS = "segments"
+"""Name of the attribute."""
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Steps that were trained with one configuration and number of threads.
+
+    Attributes
+    ----------
+    first, last : int
+        The step before the first of them, and the last of them.
+    config : dict
+        JSON values.
+    threads : int or None
+        Threads of torch on the CPU; None if the run does not record them.
+    """
+
+    first: int
+    last: int
+    config: dict[str, Any]
+    threads: int | None
+
+
+def listed_segments(attributes: Mapping[str, Any]) -> list[Entry]:
+    """Segments of a run, in order.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root.
+
+    Returns
+    -------
+    list of dict
+        Each with ``step``, the last step before the segment, and its ``config``.
+
+    Examples
+    --------
+    >>> listed_segments({"config": {"training": {"steps": 100}}})
+    [{'step': 0, 'config': {'training': {'steps': 100}}}]
+    """
+    listed = attributes.get(SEGMENTS)
+    return list(listed) if listed else [{"step": 0, "config": attributes.get("config") or {}}]
+
+
+def segments_attribute(
+    attributes: Mapping[str, Any], config: Mapping[str, Any], step: int
+) -> dict[str, list[Entry]]:
+    """The attribute ``segments`` of a run that is trained after `step` with `config`.
+
+    A segment begins where a setting changes that the training depends on. The recorded variables,
+    the commit interval and the name of the device are not such settings.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Present attributes of the root.
+    config : mapping
+        JSON values.
+    step : int
+        Last step before the new segment.
+
+    Returns
+    -------
+    dict
+        The attribute by its name; empty if the run never had a second segment.
+
+    Examples
+    --------
+    >>> run = {"config": {"training": {"steps": 100}}}
+    >>> segments_attribute(run, {"training": {"steps": 140}}, 100)["segments"][1]
+    {'step': 100, 'config': {'training': {'steps': 140}}}
+    """
+    kept = [entry for entry in listed_segments(attributes) if entry["step"] < step]
+    if kept and _training_settings(kept[-1]["config"]) == _training_settings(config):
+        segments = [*kept[:-1], {**kept[-1], "config": dict(config)}]
+    else:
+        segments = [*kept, {"step": step if kept else 0, "config": dict(config)}]
+    return {SEGMENTS: segments} if len(segments) > 1 or SEGMENTS in attributes else {}
+
+
+def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> list[Segment]:
+    """Segments that cover a range of steps.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    first, last : int
+        The step before the range, and its last step.
+
+    Raises
+    ------
+    FormatError
+        If ``provenance.resumed`` is not a list of objects with a step.
+    """
+    listed = listed_segments(attributes)
+    begins = {entry["step"] for entry in (*listed, *_resumed(attributes))}
+    bounds = sorted({first, last, *(step for step in begins if first < step < last)})
+    found: list[Segment] = []
+    for begin, end in itertools.pairwise(bounds):
+        segment = Segment(
+            first=begin,
+            last=end,
+            config=[entry["config"] for entry in listed if entry["step"] <= begin][-1],
+            threads=recorded_threads(attributes, begin),
+        )
+        if found and replace(found[-1], first=begin, last=end) == segment:
+            found[-1] = replace(found[-1], last=end)
+        else:
+            found.append(segment)
+    return found
+
+
+def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
+    """Number of torch threads with which a run was trained after a step; None if unknown.
+
+    Raises
+    ------
+    FormatError
+        See `trained_segments`.
+    """
+    threads = recorded_facts(attributes, step).get("threads")
+    return threads if isinstance(threads, int) else None
+
+
+def recorded_facts(attributes: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Provenance of the training after a step: versions, machine and number of threads.
+
+    Raises
+    ------
+    FormatError
+        See `trained_segments`.
+    """
+    provenance = _provenance(attributes)
+    changed = [entry for entry in _resumed(attributes) if entry["step"] <= step]
+    return {**provenance, **(changed[-1] if changed else {})}
+
+
+def resumed_after(attributes: Mapping[str, Any]) -> list[int]:
+    """Steps after which a run was resumed, in order.
+
+    Raises
+    ------
+    FormatError
+        See `trained_segments`.
+    """
+    return [entry["step"] for entry in _resumed(attributes)]
+
+
+def are_segments(value: Any) -> bool:
+    """True if the attribute can have this value: from step 0, in increasing order."""
+    if not value or not fits(value, [{"step": int, "config": dict}]):
+        return False
+    steps = [entry["step"] for entry in value if len(entry) == 2]
+    rising = all(a < b for a, b in itertools.pairwise(steps))
+    return len(steps) == len(value) and steps[0] == 0 and rising
+
+
+def _training_settings(config: Mapping[str, Any]) -> Entry:
+    """Settings that the training depends on."""
+    found = {name: fields for name, fields in config.items() if name != "recording"}
+    training = found.get("training")
+    if isinstance(training, Mapping):
+        found["training"] = {name: value for name, value in training.items() if name != "device"}
+    return found
+
+
+def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
+    """Entries of ``provenance.resumed``, without those of steps that were recorded again."""
+    kept: list[Entry] = []
+    listed = _provenance(attributes).get("resumed", [])
+    if not fits(listed, [{"step": int}]):
+        raise FormatError(
+            f"zarr.json: attributes.provenance.resumed is {listed!r}, expected a list of objects, "
+            "each with a step"
+        )
+    for entry in listed:
+        kept = [one for one in kept if one["step"] < entry["step"]] + [entry]
+    return kept
+
+
+def _provenance(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = attributes.get("provenance")
+    return found if isinstance(found, Mapping) else {}
+
+
+Place = TypeVar("Place", bound=Location)
+
+METADATA_KEY = "zarr.json"
+"""Key of the metadata of a group or an array."""
+
+CHECKPOINT = re.compile(r"step-(\d{8,})\.safetensors")
+"""File name of a checkpoint; the group is its step."""
+
+
+def chunk_key(name: str, block: int, ndim: int, part: int = 0) -> str:
+    """Key of the shard of a block, or of one part of its tokens: ``W/c.3.0.0``."""
+    return f"{name}/" + ".".join(["c", str(block), str(part), *["0"] * (ndim - 2)][: ndim + 1])
+
+
+def block_of(leaf: str, ndim: int) -> tuple[int, int] | None:
+    """Block and part of a shard, from its file name; None if it is not the name of a shard."""
+    numbers = leaf.split(".")[1:3] if leaf.count(".") == ndim else []
+    if not numbers or not all(number.isdecimal() for number in numbers):
+        return None
+    block, part = int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
+    return (block, part) if leaf == chunk_key("", block, ndim, part)[1:] else None
+
+
+def checkpoint_folder(run: Place) -> Place:
+    """Folder of a run's checkpoints: ``NAME.ckpt``, next to the run."""
+    return cast(Place, run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt"))
+
+
+CONTENT = "content_digest"
+FINGERPRINT = "fingerprint"
+"""Attributes of the root."""
+
+ShardDigest = tuple[str, int, int, bytes]
+"""Array, part, rows and digest of a shard."""
+
+_SHARD = struct.Struct("<II32s")
+NOTES = "notes"
+"""Attribute of the root: what the recording could not see, or not as its loop suggests."""
+
+CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT, NOTES)
+"""Attributes of the root that commits set."""
+
+COPY = "root_attributes"
+"""Attribute of ``step`` that holds a copy of the root's other attributes."""
+
+_BY_RESUMING = "resumed"
+
+
+class Fingerprint:
+    """Digests of the rows of a run.
+
+    Parameters
+    ----------
+    arrays : mapping of str to dict
+        Metadata of each array.
+    attributes : mapping
+        Attributes of the root. Those that commits change are ignored.
+    coordinates : mapping of str to bytes
+        SHA-256 of each stored object of the coordinates, by its key.
+    block_rows : int
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+        coordinates: Mapping[str, bytes],
+        block_rows: int,
+    ) -> None:
+        stored = {key: digest.hex() for key, digest in coordinates.items()}
+        # Other arrays in the group do not belong to the run.
+        held = variables_of(attributes)
+        lasting = {name: _lasting(name, arrays[name]) for name in arrays if belongs(name, held)}
+        self._block_rows = block_rows
+        self._metadata = _sha256_of(_fixed(attributes))
+        self._whole = _sha256_of({"arrays": lasting, "coordinates": stored})
+        self._tip = self._whole
+
+    def added(self, rows: int, digest: bytes) -> Fingerprint:
+        """Add the next block. It replaces the last one, if that was not full.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the block.
+        digest : bytes
+            Result of `block_digest`.
+        """
+        longer = copy(self)
+        longer._tip = hashlib.sha256(self._whole + digest).digest()
+        if rows == self._block_rows:
+            longer._whole = longer._tip
+        return longer
+
+    def ended(self, shards: Sequence[ShardDigest]) -> Fingerprint:
+        """Add the shards of the last, unfinished block; none if the last block is full."""
+        return self.added(shards[0][2], block_digest(shards)) if shards else self
+
+    def of_attributes(self, attributes: Mapping[str, Any]) -> Fingerprint:
+        """Digests of the same rows, with other attributes of the root."""
+        other = copy(self)
+        other._metadata = _sha256_of(_fixed(attributes))
+        return other
+
+    def attributes(self) -> dict[str, str]:
+        """Both digests of the added blocks, as attributes of the root."""
+        return {
+            CONTENT: self._tip.hex(),
+            FINGERPRINT: hashlib.sha256(self._metadata + self._tip).hexdigest(),
+        }
+
+
+def fingerprint_of(attributes: Mapping[str, Any], content: bytes) -> str:
+    """Fingerprint of a run with these attributes of the root and this content digest."""
+    return hashlib.sha256(_sha256_of(_fixed(attributes)) + content).hexdigest()
+
+
+def block_digest(shards: Iterable[ShardDigest]) -> bytes:
+    """Digest of a block."""
+    total = hashlib.sha256()
+    for name, part, rows, digest in sorted(shards):
+        total.update(name.encode() + b"\0" + _SHARD.pack(part, rows, digest))
+    return total.digest()
+
+
+def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]:
+    """SHA-256 of the stored objects of a run's coordinates, by their keys.
+
+    Raises
+    ------
+    OSError
+        If one cannot be read.
+    """
+    found = {}
+    for name in names:
+        key = chunk_key(name, 0, 1)
+        if coordinate(name):
+            with suppress(FileNotFoundError):
+                found[key] = hashlib.sha256((path / key).read_bytes()).digest()
+    return found
+
+
+def _lasting(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Part of an array's metadata that depends neither on the number of rows nor on the run."""
+    lasting = dict(metadata)
+    lasting["attributes"] = {
+        key: value for key, value in metadata["attributes"].items() if key != COPY
+    }
+    lasting["codecs"] = [_without_runs(codec) for codec in metadata["codecs"]]
+    if coordinate(name) is None:
+        lasting["shape"] = [0, *metadata["shape"][1:]]
+    return lasting
+
+
+def _without_runs(codec: Mapping[str, Any]) -> dict[str, Any]:
+    if "configuration" not in codec:
+        return dict(codec)
+    configuration = {key: value for key, value in codec["configuration"].items() if key != "runs"}
+    return dict(codec) | {"configuration": configuration}
+
+
+def _fixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the root that never change."""
+    fixed = {key: value for key, value in attributes.items() if key not in CHANGING}
+    provenance = fixed.get("provenance")
+    if isinstance(provenance, Mapping):
+        fixed["provenance"] = {
+            key: value for key, value in provenance.items() if key != _BY_RESUMING
+        }
+    return fixed
+
+
+def _sha256_of(value: Any) -> bytes:
+    return hashlib.sha256(canonical(value).encode()).digest()
+
 
 Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)

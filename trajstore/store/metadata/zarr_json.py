@@ -9,22 +9,422 @@ one JSON text: with the arrays' own metadata, a second copy of all that the root
 compares the two, and `repair` takes the whole one.
 If a resumed run gets other attributes, the writer replaces the root first. If it dies then, the
 fingerprint in the root shows that the copy is the older one.
+
+The metadata of an array, made from a few facts.
+
+Writers state the facts, and `metadata_of` makes the file. `facts_of` reads the facts from a stored
+file. The file is sound if `metadata_of` makes the same one from them; otherwise the difference
+names the member. So metadata cannot describe other values than those of the schema.
+
+Attributes that change no values are facts, too. A copy of a run by another program stores the
+values in its own way: then all members about the storage are facts.
+
+Optimizers of a fork's steps, from its provenance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import zarr
+from zarr.buffer.cpu import Buffer
+from zarr.storage import MemoryStore
 
-from trajstore.schema import STEP, belongs, coordinate, variables_of
-from trajstore.store.metadata.array_metadata import with_rows
-from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
-from trajstore.store.metadata.metadata_form import UNPROVEN, Status, root_of
-from trajstore.strict_json import utc_now
+from trajstore.codec.block import BlockForm, Runs
+from trajstore.codec.block_codec import BLOCK, BlockCodec
+from trajstore.codec.chunk import Chain
+from trajstore.errors import FormatError
+from trajstore.schema import STEP, Coordinate, Variable, belongs, coordinate, entry_of, variables_of
+from trajstore.store.metadata.metadata_form import (
+    CHANGING,
+    COPY,
+    EXPLAINED,
+    METADATA_KEY,
+    NOTES,
+    RUNS,
+    UNPROVEN,
+    Fault,
+    Fingerprint,
+    Status,
+    are_lengths,
+    are_runs,
+    differing,
+    root_of,
+)
+from trajstore.strict_json import MISSING, JsonObject, utc_now
+from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType
+
+MOST_CHUNKS = 1 << 16
+"""Inner chunks of a block."""
+
+_LARGEST_BLOCK = 1 << 38  # values; 1 TiB of float32
+
+_KEYS = {"name": "default", "configuration": {"separator": "."}}
+
+_STORAGE = ("chunk_grid", "chunk_key_encoding", "fill_value", "codecs", "storage_transformers")
+
+_DECODED = frozenset(
+    {"scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "calendar", "dtype"}
+)
+"""Attributes by which xarray changes stored values. No array of a run has one."""
+
+_TEXTS = frozenset({"long_name", "units", "state", "native_dtype", "coordinates", COPY})
+
+_TIMES = frozenset(
+    {"days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"}
+)
+
+_CODECS = (["bytes", "blosc", "crc32c"], ["vlen-utf8", "crc32c"])
+"""Names of the codecs of coordinates: of numbers, and of strings."""
+
+_SETTINGS = Chain(native=STEP_TYPE, kind="plain", compressor="zstd", level=1).facts()
+"""Possible settings of a codec, for messages."""
+
+_MOST_SETTINGS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFacts:
+    """What the metadata of an array of a run depends on.
+
+    Attributes
+    ----------
+    name : str
+        A variable or a coordinate of the schema.
+    shape : tuple of int
+    attributes : mapping
+        Attributes that change no values, such as the units.
+    form : BlockForm or None
+        Storage form of the blocks; None for a coordinate, or without such blocks.
+    foreign : mapping or None
+        Members about the storage, if another program wrote the array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    attributes: Mapping[str, Any]
+    form: BlockForm | None = None
+    foreign: Mapping[str, Any] | None = None
+
+
+def is_series(name: str) -> bool:
+    """True if an array of a run grows with the rows."""
+    return coordinate(name) is None
+
+
+def with_rows(name: str, metadata: JsonObject, rows: int) -> JsonObject:
+    """The metadata file with another number of rows, if the array grows with the rows."""
+    if not is_series(name):
+        return metadata
+    return metadata | {"shape": [rows, *metadata["shape"][1:]]}
+
+
+def recorded_attributes(
+    name: str, native: str | None = None, coordinates: Collection[str] = ()
+) -> dict[str, Any]:
+    """Attributes of an array of a new run.
+
+    Parameters
+    ----------
+    name : str
+    native : str, optional
+        Native type of a variable.
+    coordinates : collection of str
+        Coordinates along ``token``, without ``token`` itself.
+    """
+    entry = entry_of(name)
+    if isinstance(entry, Coordinate):
+        return dict(entry.attributes)
+    attributes = {"long_name": entry.long_name, "units": entry.units}
+    if native is not None:
+        attributes |= {"state": entry.state, "native_dtype": native}
+    if "token" in entry.dims and coordinates:
+        attributes["coordinates"] = " ".join(coordinates)  # CF: xarray adds the coordinates
+    return attributes
+
+
+def metadata_of(facts: ArrayFacts) -> JsonObject:
+    """Metadata of an array, in the order in which zarr writes its members."""
+    entry = entry_of(facts.name)
+    native, block = _native(facts.name, facts.attributes), facts.shape
+    codecs: list[JsonObject] = []
+    if isinstance(entry, Coordinate):
+        dtype, fill, codecs = entry.dtype, entry.fill_value, _coordinate_codecs(entry)
+    else:
+        # A lost object must not read as a plausible number.
+        dtype, fill = native.stored.name if native else "", -1 if entry is STEP else "NaN"
+    if facts.form is not None and native is not None:
+        form, block = facts.form, facts.form.shape
+        chain = replace(form.chain, native=native)
+        codec = BlockCodec(array=facts.name, chunk_shape=form.chunk, chain=chain, runs=form.runs)
+        codecs = [codec.to_dict()]
+    return {
+        "shape": list(facts.shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(block)}},
+        "chunk_key_encoding": _KEYS,
+        "fill_value": fill,
+        "codecs": codecs,
+        "attributes": dict(facts.attributes),
+        "dimension_names": list(entry.dims),
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+        **(facts.foreign or {}),
+    }
+
+
+def facts_of(name: str, metadata: Any) -> ArrayFacts | Fault:
+    """Facts of a stored metadata file, or the first member from which they cannot be read.
+
+    Parameters
+    ----------
+    name : str
+        A variable or a coordinate of the schema.
+    metadata : object
+        Value of a JSON text.
+    """
+    entry = entry_of(name)
+    if not isinstance(metadata, dict):
+        return Fault("", "an object", metadata)
+    shape, attributes = metadata.get("shape", MISSING), metadata.get("attributes", MISSING)
+    if not are_lengths(shape) or len(shape) != len(entry.dims):
+        return Fault("shape", f"{len(entry.dims)} lengths", shape)
+    if not isinstance(attributes, dict):
+        return Fault("attributes", "an object", attributes)
+    native = _native(name, attributes)
+    if isinstance(entry, Variable) and native is None:
+        types, received = ", ".join(NATIVE_TYPES), attributes.get("native_dtype", MISSING)
+        return Fault("attributes.native_dtype", f"one of {types}", received)
+    block = _chunk_shape(metadata.get("chunk_grid"))
+    if not _are_sizes(block, len(shape)) or math.prod(block) > _LARGEST_BLOCK:
+        expected = f"{len(shape)} positive lengths, at most {_LARGEST_BLOCK:,} values"
+        return Fault("chunk_grid.configuration.chunk_shape", expected, block)
+    codecs = metadata.get("codecs", MISSING)
+    names = [_codec_name(codec) for codec in codecs] if isinstance(codecs, list) else []
+    if not names or None in names:
+        return Fault("codecs", "a list of objects with name and configuration", codecs)
+    if "sharding_indexed" in names:
+        return Fault("codecs", "no shards of zarr, whose blocks have no labels", codecs)
+    form = _form(codecs[names.index(BLOCK)], block) if BLOCK in names else None
+    if isinstance(form, Fault):
+        return form
+    kept = {key: value for key, value in attributes.items() if not _changes_values(key, value)}
+    facts = ArrayFacts(name=name, shape=tuple(shape), attributes=kept, form=form)
+    recorded = [BLOCK] if isinstance(entry, Variable) else _CODECS[entry.dtype == "string"]
+    if metadata.get("chunk_key_encoding") != _KEYS or names != recorded:
+        return _foreign(facts, entry, metadata)
+    return _form_fault(facts) or facts
+
+
+def array_faults(
+    facts: ArrayFacts | Fault, metadata: Any, runs: Runs | None = None
+) -> Iterator[Fault]:
+    """Members in which a metadata file differs from that of its facts.
+
+    Parameters
+    ----------
+    facts : ArrayFacts or Fault
+        Result of `facts_of`.
+    metadata : object
+    runs : Runs, optional
+        Identity of the run, which the metadata file must have.
+    """
+    if isinstance(facts, Fault):
+        yield facts
+        return
+    if facts.form is not None and runs not in (None, facts.form.runs):
+        facts = replace(facts, form=replace(facts.form, runs=runs))
+    # Zarr allows it to be omitted.
+    stored = metadata | {"storage_transformers": metadata.get("storage_transformers", [])}
+    expected = metadata_of(facts)
+    if repr(stored) == repr(expected):  # in most cases, and faster
+        return
+    for fault in differing(stored, expected):
+        changing = fault.member.startswith("attributes.")
+        text = "no attribute by which xarray changes the values"
+        yield fault._replace(expected=text) if changing else fault
+
+
+def contradicting_lengths(
+    shapes: Mapping[str, Sequence[int]],
+) -> Iterator[tuple[str, str, int, int]]:
+    """Arrays that differ from most others in a length: name, dimension, own and other length.
+
+    Parameters
+    ----------
+    shapes : mapping of str to sequence of int
+        Shapes of arrays of the schema.
+    """
+    found = [
+        (name, dim, length)
+        for name, shape in shapes.items()
+        for dim, length in zip(entry_of(name).dims, shape, strict=True)
+    ]
+    most: dict[str, int] = {}
+    for (dim, length), _ in reversed(Counter(item[1:] for item in found).most_common()):
+        most[dim] = length
+    yield from ((*item, most[item[1]]) for item in found if item[2] != most[item[1]])
+
+
+def open_metadata(
+    metadata: JsonObject, objects: Mapping[str, bytes] | None = None
+) -> zarr.Array[Any]:
+    """Array that a metadata file describes, with the given objects by key.
+
+    Raises
+    ------
+    FormatError
+        If zarr cannot open it.
+    """
+    store = MemoryStore(_buffers(metadata, objects or {}))
+    try:
+        return zarr.open_array(store, mode="r", zarr_format=3)
+    except Exception as error:  # zarr raises many types for a damaged metadata file
+        raise FormatError(f"zarr cannot open it: {error}") from error
+
+
+def stored_values(metadata: JsonObject, values: npt.NDArray[Any]) -> bytes:
+    """Object with all values of an array of one chunk."""
+    objects = _buffers(metadata, {})
+    array = zarr.open_array(MemoryStore(objects), mode="r+", zarr_format=3)
+    array.with_config({"write_empty_chunks": True})[...] = values
+    del objects[METADATA_KEY]
+    (data,) = objects.values()
+    return bytes(data.to_bytes())
+
+
+def _buffers(metadata: JsonObject, objects: Mapping[str, bytes]) -> dict[str, Any]:
+    contents = {METADATA_KEY: json.dumps(metadata).encode(), **objects}
+    return {key: Buffer.from_bytes(data) for key, data in contents.items()}
+
+
+def _native(name: str, attributes: Mapping[str, Any]) -> NativeType | None:
+    """Native type of a variable; None for a coordinate, and for an unknown type."""
+    if name == STEP.name:
+        return STEP_TYPE
+    declared = attributes.get("native_dtype")
+    return NATIVE_TYPES.get(declared) if is_series(name) and isinstance(declared, str) else None
+
+
+def _coordinate_codecs(entry: Coordinate) -> list[JsonObject]:
+    if entry.dtype == "string":
+        return [{"name": "vlen-utf8", "configuration": {}}, {"name": "crc32c"}]
+    size = np.dtype(entry.dtype).itemsize
+    order = {"configuration": {"endian": "little"}} if size > 1 else {}
+    settings = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "blocksize": 0}
+    return [
+        {"name": "bytes", **order},
+        {"name": "blosc", "configuration": {"typesize": size, **settings}},
+        {"name": "crc32c"},
+    ]
+
+
+def _chunk_shape(grid: Any) -> Any:
+    configuration = grid.get("configuration") if isinstance(grid, dict) else None
+    return configuration.get("chunk_shape") if isinstance(configuration, dict) else MISSING
+
+
+def _are_sizes(value: Any, ndim: int) -> bool:
+    return are_lengths(value) and len(value) == ndim and 0 not in value
+
+
+def _codec_name(codec: Any) -> str | None:
+    name = codec.get("name") if isinstance(codec, dict) else codec
+    return name if isinstance(name, str) else None
+
+
+def _form(codec: Any, block: Sequence[int]) -> BlockForm | Fault:
+    """Storage form of blocks of that shape."""
+    member = "codecs.0.configuration"
+    settings = codec.get("configuration", MISSING) if isinstance(codec, dict) else MISSING
+    if not isinstance(settings, dict):
+        return Fault(member, "an object", settings)
+    if not isinstance(settings.get("array"), str):
+        return Fault(f"{member}.array", "a string", settings.get("array", MISSING))
+    if not are_runs(settings.get("runs")):
+        return Fault(f"{member}.runs", RUNS, settings.get("runs", MISSING))
+    chunk = settings.get("chunk_shape", MISSING)
+    if not _are_sizes(chunk, len(block)):
+        return Fault(f"{member}.chunk_shape", f"{len(block)} positive lengths", chunk)
+    if math.prod(map(operator.floordiv, block, chunk)) > MOST_CHUNKS:
+        expected = f"at most {MOST_CHUNKS:,} chunks in a block of {block}"
+        return Fault(f"{member}.chunk_shape", expected, chunk)
+    if len(settings) > _MOST_SETTINGS:
+        return Fault(member, "the settings of a codec", settings)
+    try:
+        return BlockCodec.from_dict(codec).form(tuple(block))
+    except FormatError as error:
+        return _setting_fault(codec, member) or Fault(member, str(error.__cause__), EXPLAINED)
+
+
+def _setting_fault(codec: JsonObject, member: str) -> Fault | None:
+    """The only impossible or unknown setting of a codec; None if there are several."""
+    settings = codec["configuration"]
+    for name in (*_SETTINGS, *settings):
+        other = {key: value for key, value in settings.items() if key != name}
+        expected = "no member of that name"
+        if name in _SETTINGS:
+            other[name] = _SETTINGS[name]
+            expected = f"a value such as {_SETTINGS[name]!r}"
+        with suppress(FormatError):
+            BlockCodec.from_dict(codec | {"configuration": other})
+            return Fault(f"{member}.{name}", expected, settings.get(name, MISSING))
+    return None
+
+
+def _form_fault(facts: ArrayFacts) -> Fault | None:
+    """Fault of blocks that do not cover the array, or of inner chunks that do not divide them."""
+    form = facts.form
+    if form is None:
+        return None
+    if any(map(operator.gt, facts.shape[2:], form.shape[2:])):
+        expected = f"lengths that blocks of {list(form.shape)} cover"
+        return Fault("shape", expected, list(facts.shape))
+    codec = BlockCodec(array=form.array, chunk_shape=form.chunk, chain=form.chain, runs=form.runs)
+    stored = SimpleNamespace(to_native_dtype=lambda: form.chain.native.stored)
+    try:
+        codec.validate(
+            shape=facts.shape, dtype=stored, chunk_grid=SimpleNamespace(chunk_shape=form.shape)
+        )
+    except ValueError as error:
+        return Fault("codecs.0.configuration", str(error), EXPLAINED)
+    return None
+
+
+def _foreign(facts: ArrayFacts, entry: Variable | Coordinate, metadata: JsonObject) -> ArrayFacts:
+    """Facts of an array that another program stored in its own way."""
+    storage = {key: metadata[key] for key in _STORAGE if key in metadata}
+    attributes = {**facts.attributes}
+    if facts.form is not None:
+        del storage["codecs"]  # its blocks are those of a run
+    if isinstance(entry, Coordinate) and entry.dtype == "string" and "data_type" in metadata:
+        storage["data_type"] = metadata["data_type"]
+    decoded = {key: metadata["attributes"][key] for key in _DECODED & metadata["attributes"].keys()}
+    if isinstance(entry, Coordinate) and entry.dtype == "bool" and decoded == {"dtype": "bool"}:
+        # xarray before 2026.9 stores a mask as int8.
+        storage["data_type"], attributes["dtype"] = "int8", "bool"
+    return replace(facts, attributes=attributes, foreign=storage)
+
+
+def _changes_values(name: str, value: Any) -> bool:
+    """True for an attribute by which xarray changes the values, or that it cannot read."""
+    if name == "units" and isinstance(value, str):
+        return " since " in value or value in _TIMES
+    # xarray adds the fill value NaN in its copies. It changes nothing.
+    is_nan = name == "_FillValue" and value in ("AAAAAAAA+H8=", "NaN")
+    return (name in _DECODED and not is_nan) or (name in _TEXTS and not isinstance(value, str))
+
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
@@ -164,3 +564,26 @@ def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str])
 
 def _dump(metadata: Mapping[str, Any]) -> bytes:
     return json.dumps(metadata, indent=1, allow_nan=False).encode()
+
+
+def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
+    """Last step of an optimizer other than that of the run's attributes; 0 if there is none.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of a run. All forks in its history count.
+    """
+    provenance = attributes.get("provenance")
+    fork = provenance.get("fork") if isinstance(provenance, Mapping) else None
+    last, common = 0, None
+    while isinstance(fork, Mapping):
+        step = fork.get("step")
+        if not isinstance(step, int):
+            break
+        # Of an earlier fork, the run holds only the steps until here.
+        common = step if common is None else min(common, step)
+        if fork.get("optimizer") is not None:
+            last = max(last, common)
+        fork = fork.get("forked_before")
+    return last

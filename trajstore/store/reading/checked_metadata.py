@@ -12,29 +12,25 @@ from typing import Any
 from trajstore.codec.block import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import STEP, belongs, coordinate, variables_of
-from trajstore.store.metadata.array_metadata import (
+from trajstore.store.metadata.metadata_form import (
+    METADATA_KEY,
+    REQUIRED,
+    Fault,
+    attribute_faults,
+    chunk_key,
+    other_format,
+    root_faults,
+    run_identity,
+)
+from trajstore.store.metadata.zarr_json import (
     ArrayFacts,
     array_faults,
     contradicting_lengths,
     facts_of,
     open_metadata,
 )
-from trajstore.store.metadata.metadata_form import (
-    REQUIRED,
-    Fault,
-    attribute_faults,
-    other_format,
-    root_faults,
-    run_identity,
-)
-from trajstore.store.metadata.object_keys import METADATA_KEY, chunk_key
-from trajstore.store.storage.object_file import metadata_in
-from trajstore.store.storage.remote_path import (
-    REMOTE_REQUESTS,
-    Location,
-    RemotePath,
-    key_within,
-)
+from trajstore.store.storage.atomic import metadata_in
+from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath, key_within
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 

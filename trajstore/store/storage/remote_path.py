@@ -2,30 +2,223 @@
 
 All code that reads or writes a run takes a `Location`. obstore finds the credentials, retries
 failed requests, and replaces objects atomically.
+
+Addresses of the Hugging Face hub, as huggingface_hub writes them: ``hf://datasets/…``.
+
+A file of a repository is at ``https://huggingface.co/REPOSITORY/resolve/REVISION/FILE``, and is
+read like a file of any web server.
+
+Source: the documentation of huggingface_hub, *HfFileSystem* and *Environment variables*.
+
+Requests to obstore: one-line errors, one retry, and a store for zarr.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import urlsplit
+from types import ModuleType
+from typing import Any, Self, TypeVar, cast
+from urllib.parse import quote, unquote, urlsplit
 
-from trajstore.errors import InvalidArgument, ObjectStoreError
-from trajstore.store.storage.hub_address import hub_headers, hub_url, split_hub_address
-from trajstore.store.storage.object_requests import (
-    is_empty_range,
-    obstore,
-    readable_errors,
-    retried_once,
-)
+from zarr.abc.buffer import Buffer
+from zarr.abc.store import ByteRequest, SuffixByteRequest
+from zarr.storage import ObjectStore as ZarrObjectStore
+
+from trajstore.errors import InvalidArgument, ObjectStoreError, needs_extra
 from trajstore.strict_json import too_large
+
+_HUB = "https://huggingface.co"
+_KINDS = ("datasets", "spaces")  # all other repositories hold models
+_BRANCH = "main"
+
+
+def split_hub_address(address: str) -> tuple[str, str]:
+    """Repository, with its revision if given, and the path in it.
+
+    Parameters
+    ----------
+    address : str
+        ``hf://datasets/USER/NAME/run.zarr``, ``hf://USER/NAME@REVISION/run.zarr``.
+
+    Raises
+    ------
+    InvalidArgument
+        If it contains no path in a repository.
+
+    Examples
+    --------
+    >>> split_hub_address("hf://datasets/user/name@v1/runs/run.zarr")
+    ('hf://datasets/user/name@v1', 'runs/run.zarr')
+    """
+    parts = address.removeprefix("hf://").strip("/").split("/")
+    length = 3 if parts[0] in _KINDS else 2
+    repository, path = parts[:length], parts[length:]
+    if not path or not all(repository) or not all(path):
+        raise InvalidArgument(
+            f"{address} names no run; expected hf://datasets/USER/NAME/RUN.zarr, or "
+            "hf://USER/NAME/RUN.zarr for the repository of a model"
+        )
+    return f"hf://{'/'.join(repository)}", "/".join(path)
+
+
+def hub_endpoint() -> str:
+    """Address of the hub, or that of ``HF_ENDPOINT`` if it is set."""
+    return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
+
+
+def hub_url(repository: str) -> str:
+    """URL of the files of a repository.
+
+    Parameters
+    ----------
+    repository : str
+        Result of `split_hub_address`.
+    """
+    name, _, revision = repository.removeprefix("hf://").partition("@")
+    written = quote(unquote(revision) or _BRANCH, safe="")  # the name of a branch may have slashes
+    return f"{hub_endpoint()}/{quote(name)}/resolve/{written}"
+
+
+def hub_headers() -> dict[str, str]:
+    """Headers with the token in ``HF_TOKEN``, if it is set."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+_EMPTY_RANGE = ("Range Not Satisfiable", "Invalid range", "non-partial")
+"""Errors of stores for the last bytes of an empty object."""
+
+_ENDED_EARLY = ("response body error", "precondition failure")
+"""Errors of obstore for an incomplete answer that it cannot continue."""
+
+T = TypeVar("T")
+
+
+class ReadStore(ZarrObjectStore[Any]):
+    """zarr's object store, with the address in its errors, and with short objects.
+
+    If a store supports no ranges from the end, such as Azure, zarr 3.1 requests a range that begins
+    before the object. This class limits it to the object.
+
+    Parameters
+    ----------
+    store : object
+        Store of obstore. A run is the group of its key.
+    read_only : bool
+    root : str
+        Address of the store, for errors.
+    cached : mapping of str to bytes, optional
+        Objects that were just read, by their keys. The first request for each is answered from
+        here.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        read_only: bool = True,
+        root: str = "",
+        cached: Mapping[str, bytes] | None = None,
+    ) -> None:
+        super().__init__(store, read_only=read_only)
+        self._root = root
+        self._cached = dict(cached or {})
+
+    async def get(
+        self, key: str, prototype: Any, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Part of an object, or None if there is no object."""
+        known = self._cached.pop(key, None) if byte_range is None else None
+        if known is not None:
+            return cast(Buffer, prototype.buffer.from_bytes(known))
+        with readable_errors(f"{self._root}/{key}"):
+            try:
+                return await self._get(key, prototype, byte_range)
+            except obstore().exceptions.GenericError as error:
+                if not _has_ended_early(error):
+                    raise
+                return await self._get(key, prototype, byte_range)
+
+    async def _get(self, key: str, prototype: Any, byte_range: ByteRequest | None) -> Buffer | None:
+        if not isinstance(byte_range, SuffixByteRequest):
+            return await super().get(key, prototype, byte_range)
+        try:
+            data = await self._end(key, byte_range.suffix)
+        except FileNotFoundError:
+            return None
+        return cast(Buffer, prototype.buffer.from_bytes(data))
+
+    async def _end(self, key: str, length: int) -> Any:
+        """Last bytes of an object; all bytes if it is shorter."""
+        package = obstore()
+        try:
+            found = await package.get_async(self.store, key, options={"range": {"suffix": length}})
+            return await found.bytes_async()
+        except package.exceptions.NotSupportedError:
+            size = (await package.head_async(self.store, key))["size"]
+            start = max(size - length, 0)
+            if start == size:
+                return b""
+            return await package.get_range_async(self.store, key, start=start, end=size)
+
+
+@contextmanager
+def readable_errors(address: object) -> Iterator[None]:
+    """Convert errors of the object store to one-line errors of trajstore."""
+    try:
+        yield
+    except (FileNotFoundError, ObjectStoreError):
+        raise
+    except obstore().exceptions.BaseError as error:
+        remedy = ""
+        if isinstance(error, obstore().exceptions.NotSupportedError):
+            remedy = "; runs are read in parts: copy it, or use a server that supports ranges"
+        raise ObjectStoreError(f"{address}: {_error_line(error)}{remedy}") from error
+
+
+def retried_once(read: Callable[[], T]) -> T:
+    """Call `read`, and once more if the object was replaced meanwhile."""
+    try:
+        return read()
+    except obstore().exceptions.GenericError as error:
+        if not _has_ended_early(error):
+            raise
+    return read()
+
+
+def is_empty_range(error: Exception) -> bool:
+    """True if the error may result from reading the end of an empty object."""
+    return any(words in _error_line(error) for words in _EMPTY_RANGE)
+
+
+def _has_ended_early(error: Exception) -> bool:
+    return any(words in _error_line(error) for words in _ENDED_EARLY)
+
+
+def _error_line(error: Exception) -> str:
+    """Message of obstore in one line, without its debugging information."""
+    return " ".join(str(error).split("\n\nDebug source")[0].split())
+
+
+def obstore() -> ModuleType:
+    """Import the package obstore.
+
+    Raises
+    ------
+    MissingExtra
+        If it is not installed.
+    """
+    with needs_extra("an address", "s3"):
+        import obstore as package
+    return package
+
 
 REMOTE_REQUESTS = 16
 """Number of simultaneous requests of a kind."""

@@ -1,17 +1,31 @@
-"""Content of a new run before its first row: layout, metadata and checked coordinates."""
+"""Content of a new run before its first row: layout, metadata and checked coordinates.
+
+A run that one or several processes write. The first one plans and creates it.
+
+No shard contains tokens of two processes. Each process writes the shards of its own tokens in a
+background thread, block after block, and commits them with the others (`commit`).
+
+The encoding ``compact`` of a new run: the rule of its computed arrays, if there is one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import exact, exact_json
-from trajstore.codec.block import new_identity
+from trajstore.arguments import DEFAULT_MEMORY, exact, exact_json
+from trajstore.codec.block import Runs, new_identity
+from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
@@ -25,22 +39,261 @@ from trajstore.schema import (
     variable,
     variables_of,
 )
-from trajstore.store.metadata.array_metadata import (
+from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
+from trajstore.store.metadata.metadata_form import METADATA_KEY, attribute_faults, chunk_key
+from trajstore.store.metadata.zarr_json import (
     ArrayFacts,
+    RunMetadata,
     metadata_of,
     recorded_attributes,
     stored_values,
 )
-from trajstore.store.metadata.metadata_form import attribute_faults
-from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.storage.remote_path import Location
-from trajstore.store.writing.compact_encoding import check_encoding, compact_rule, vector_rule
-from trajstore.store.writing.resumed_run import ResumedRun
-from trajstore.store.writing.shared_run import plan_shared
-from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.writing.resumed_run import ResumedRun, TokenShare, has_tokens, in_all_processes
 from trajstore.strict_json import utc_now
+from trajstore.values.native_types import native_type
+from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
 from trajstore.version import __version__
+
+
+def plan_shared(
+    share: TokenShare,
+    variables: Mapping[str, str],
+    *,
+    memory: int = DEFAULT_MEMORY,
+    block_rows: int | None = None,
+    threads: int | None = None,
+    **others: Any,
+) -> Layout:
+    """Plan a run that one or several processes write.
+
+    Parameters
+    ----------
+    share : TokenShare
+        Share of one process. The returned layout is that of the whole run, equal in all processes.
+    variables : mapping of str to str
+        Native type of each variable.
+    memory : int, default 1 GiB
+        Memory budget of the writer of one process, in bytes.
+    block_rows, threads, **others
+        See `trajstore.store.metadata.block_plan.plan`.
+
+    Raises
+    ------
+    InvalidArgument
+        See `trajstore.store.metadata.block_plan.plan`.
+    """
+
+    def planned(rows: int | None) -> Layout:
+        # This plans a whole block. Each process holds its share of it.
+        layout = plan(
+            variables,
+            memory=memory * share.count,
+            block_rows=rows,
+            threads=threads,
+            **others,
+        )
+        return _in_shares(layout, share.count)
+
+    # The first process has the most tokens, so its layout makes all plans equal.
+    first = replace(share, number=0)
+    layout = planned(block_rows)
+    while (
+        block_rows is None
+        and layout.block_rows > FEWEST_ROWS
+        and first.of_layout(layout).memory > memory
+    ):
+        layout = planned(layout.block_rows // 2)
+    fitting = within(first.of_layout(layout), memory, threads=threads)
+    return replace(layout, threads=fitting.threads)
+
+
+def _in_shares(layout: Layout, count: int) -> Layout:
+    """A layout in which no shard contains tokens of two processes.
+
+    A process has a whole number of shards, and a shard a whole number of chunks. Their lengths are
+    as near as possible to those of the given layout. The fit is best if the number of tokens of a
+    process has many divisors.
+
+    Parameters
+    ----------
+    layout : Layout
+        Layout for one process.
+    count : int
+        Number of processes.
+    """
+    with_tokens = {name: array for name, array in layout.arrays.items() if has_tokens(array)}
+    if count == 1 or not with_tokens:
+        return layout
+    tokens = next(iter(with_tokens.values())).row[0]
+    length = math.ceil(tokens / count)
+    divisors = [part for part in range(1, length + 1) if length % part == 0]
+    chunks = {name: _nearest(divisors, array.chunk[1]) for name, array in with_tokens.items()}
+    matrices = [name for name, array in with_tokens.items() if len(array.row) > 1]
+    common = math.lcm(*(chunks[name] for name in matrices))
+    whole = [part for part in divisors if part % common == 0]
+    arrays = dict(layout.arrays)
+    for name, array in with_tokens.items():
+        shard = length  # for one number per token: all tokens of a process
+        if name in matrices:
+            shard = _nearest(whole, array.shard[1])
+        arrays[name] = replace(
+            array,
+            chunk=(array.chunk[0], chunks[name], *array.chunk[2:]),
+            shard=(array.shard[0], shard, *array.shard[2:]),
+        )
+    return replace(layout, arrays=arrays)
+
+
+def _nearest(lengths: Sequence[int], wanted: int) -> int:
+    return min(lengths, key=lambda length: abs(math.log(length / wanted)))
+
+
+def announce_run(share: TokenShare, run: ResumedRun) -> None:
+    """In the first process, after it created the run: wait until the others have joined.
+
+    Raises
+    ------
+    RecordingError
+        If one of them cannot join.
+    """
+    share.exchange({**vars(run), "share": None})  # processes cannot exchange a share
+    with in_all_processes(share):
+        pass
+
+
+@contextlib.contextmanager
+def joined_run(path: RunPath, share: TokenShare) -> Iterator[ResumedRun]:
+    """In another process: join the run of the first one.
+
+    If the ``with`` block fails, it fails in all processes.
+
+    Raises
+    ------
+    RecordingError
+        If the first process cannot create the run.
+    InvalidArgument
+        If this process does not see the run.
+    """
+    with in_all_processes(share):
+        pass
+    facts = share.exchange(None)[0]
+    with in_all_processes(share):
+        place = location(path).absolute()
+        if not holds_run(place, facts["layout"].runs):
+            raise InvalidArgument(
+                f"{place} is not the run that the first process created there; processes that "
+                "record one run together need a shared folder or an object store"
+            )
+        yield ResumedRun(**(facts | {"path": place, "share": share}))
+
+
+def holds_run(path: Location, runs: Runs) -> bool:
+    """True if the run at a path has these identities of its blocks."""
+    with contextlib.suppress(
+        FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError
+    ):
+        found = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
+        return bool(found == [list(entry) for entry in runs])
+    return False
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_encoding(encoding: str, *, shared: bool) -> None:
+    """Raise an error unless a new run can have the encoding.
+
+    Parameters
+    ----------
+    encoding : str
+    shared : bool
+        True if several processes write the run.
+
+    Raises
+    ------
+    InvalidArgument
+        If several processes cannot write it.
+    """
+    if encoding == "compact" and shared:
+        raise InvalidArgument(
+            "encoding: got 'compact' for a run that several processes write; use 'delta', and "
+            "export the run afterwards with encoding='compact'"
+        )
+
+
+def compact_rule(
+    attributes: Mapping[str, Any] | None,
+    variables: Mapping[str, str],
+    on_note: Callable[[str], None] | None = None,
+) -> OptimizerRule | None:
+    """Rule with which a run of the encoding ``compact`` computes W and the moments.
+
+    None if it stores them as differences. A note then states the reason.
+
+    Parameters
+    ----------
+    attributes : mapping, optional
+        Attributes of the root. ``optimizer`` and ``recording`` are used.
+    variables : mapping of str to str
+        Native type of each variable.
+    on_note : callable, optional
+        Called with the note (default: log it).
+    """
+    try:
+        return _rule(attributes or {}, variables)
+    except InvalidArgument as error:
+        _note(f"W and the moments are stored as differences, not computed: {error}", on_note)
+        return None
+
+
+def vector_rule(
+    attributes: Mapping[str, Any] | None,
+    variables: Mapping[str, str],
+    on_note: Callable[[str], None] | None = None,
+) -> VectorRule | None:
+    """Rule with which a run computes the vectors of all other parameters, as `compact_rule`.
+
+    None, without a note, if the run does not hold them.
+    """
+    if VECTORS["W"] not in variables:
+        return None
+    try:
+        rule = VectorRule.of(attributes or {})
+        _check((*rule.state, VECTORS[GRADIENT]), VECTOR_RATES[:2], attributes or {}, variables)
+    except InvalidArgument as error:
+        names = f"{VECTORS['W']} and its moments"
+        _note(f"{names} are stored as differences, not computed: {error}", on_note)
+        return None
+    return rule
+
+
+def _note(note: str, on_note: Callable[[str], None] | None) -> None:
+    report = on_note or partial(logger.warning, "%s")
+    report(note)
+
+
+def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
+    optimizer = attributes.get("optimizer") or {}
+    rule = OptimizerRule.of(optimizer)
+    if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
+        raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
+    _check((*rule.state, GRADIENT), ("lr",), attributes, variables)
+    return rule
+
+
+def _check(
+    arrays: Collection[str],
+    rates: Collection[str],
+    attributes: Mapping[str, Any],
+    variables: Mapping[str, str],
+) -> None:
+    if missing := [name for name in (*arrays, *rates) if name not in variables]:
+        raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
+    if wide := [name for name in arrays if native_type(variables[name]).itemsize > 4]:
+        raise InvalidArgument(f"{', '.join(wide)} are float64")
+    if (every := (attributes.get("recording") or {}).get("every", 1)) != 1:
+        raise InvalidArgument(f"the run is recorded every {every} steps")
 
 
 def token_coordinates(

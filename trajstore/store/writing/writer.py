@@ -32,16 +32,26 @@ from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.metadata.metadata_form import Status
 from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
-from trajstore.store.storage.lock import RunLock
-from trajstore.store.storage.remote_lock import RemoteLock
+from trajstore.store.storage.lock import RemoteLock, RunLock
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.store.writing.block_commits import BlockCommits, OnCommit
-from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
+from trajstore.store.writing.blocks import BlockCommits, OnCommit
+from trajstore.store.writing.commit import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
-from trajstore.store.writing.new_run import name_coordinates, new_run, token_coordinates
-from trajstore.store.writing.resumed_run import ResumedRun, check_run, resumed_run
-from trajstore.store.writing.shared_run import announce_run, joined_run
-from trajstore.store.writing.token_share import ALONE, TokenShare, in_all_processes
+from trajstore.store.writing.new_run import (
+    announce_run,
+    joined_run,
+    name_coordinates,
+    new_run,
+    token_coordinates,
+)
+from trajstore.store.writing.resumed_run import (
+    ALONE,
+    ResumedRun,
+    TokenShare,
+    check_run,
+    in_all_processes,
+    resumed_run,
+)
 from trajstore.values.native_types import as_bits
 
 

@@ -24,7 +24,7 @@ from stored_forms import stored_forms  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound  # noqa: E402
-from trajstore.store.writing import block_writer  # noqa: E402
+from trajstore.store.writing import blocks  # noqa: E402
 from trajstore.trainers import attach, capture  # noqa: E402
 from trajstore.trainers.recording import device_to_host, first_rows, parameter_rows  # noqa: E402
 from trajstore.values import norms  # noqa: E402
@@ -426,7 +426,7 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let the third block of every run fail with an error of the system."""
 
     def install(code: int) -> None:
-        real = block_writer.put_all
+        real = blocks.put_all
 
         def put_all(objects: Iterable[Any], **kwargs: Any) -> int:
             def written() -> Iterator[Any]:
@@ -437,7 +437,7 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
             return real(written(), **kwargs)
 
-        monkeypatch.setattr(block_writer, "put_all", put_all)
+        monkeypatch.setattr(blocks, "put_all", put_all)
 
     return install
 

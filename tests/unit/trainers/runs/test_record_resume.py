@@ -30,7 +30,7 @@ from trajstore.errors import (  # noqa: E402
     RunLocked,
     RunNotFound,
 )
-from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.metadata.metadata_form import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, record, recorded_config  # noqa: E402
 from trajstore.trainers.runs import run_state  # noqa: E402
 from trajstore.trainers.runs.run_state import RunState  # noqa: E402

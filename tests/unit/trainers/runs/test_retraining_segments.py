@@ -14,7 +14,7 @@ from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import NothingToResume  # noqa: E402
-from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.metadata.metadata_form import checkpoint_folder  # noqa: E402
 from trajstore.trainers import fork, record, recorded_config  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -16,7 +16,7 @@ from small_trainings import same_values  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.store.writing.compact_encoding import vector_rule  # noqa: E402
+from trajstore.store.writing.new_run import vector_rule  # noqa: E402
 from trajstore.trainers import capture, model_at, optimizer_state_at, restore  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 

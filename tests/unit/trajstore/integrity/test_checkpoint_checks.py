@@ -11,7 +11,7 @@ from damage import cut, flip
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.integrity import checkpoint_checks as checkpoint_files
 from trajstore.integrity.checkpoint_checks import check_checkpoints
-from trajstore.store.metadata.object_keys import checkpoint_folder
+from trajstore.store.metadata.metadata_form import checkpoint_folder
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_the_lock_of_a_dead_writer_is_a_note(
     lock = far.with_name(".run.zarr.lock")
     lock.write_bytes(b"{}")
     assert verify(address).notes == ()
-    monkeypatch.setattr("trajstore.store.storage.remote_lock._DEAD", timedelta(0))
+    monkeypatch.setattr("trajstore.store.storage.lock._DEAD", timedelta(0))
     assert ".run.zarr.lock (2 B) is the lock of a dead writer" in str(verify(address).notes)
 
 

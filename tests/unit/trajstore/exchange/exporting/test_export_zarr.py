@@ -16,7 +16,7 @@ from exchange_runs import assert_same_run, write_run
 import trajstore
 from trajstore.errors import RunExists
 from trajstore.store.reading.run_info import information
-from trajstore.store.writing.annotated_run import annotate_run
+from trajstore.store.writing.create import annotate_run
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 

@@ -17,7 +17,7 @@ from damage import edit, put
 
 from trajstore import open_run
 from trajstore.errors import FormatError
-from trajstore.store.metadata.array_metadata import array_faults, facts_of, metadata_of
+from trajstore.store.metadata.zarr_json import array_faults, facts_of, metadata_of
 
 Small = tuple[Path, dict[str, np.ndarray]]
 

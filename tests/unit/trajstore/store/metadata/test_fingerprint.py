@@ -12,11 +12,7 @@ from bits_and_calls import random_bits
 
 from trajstore import RunWriter, verify
 from trajstore.exchange.exporting.branched_run import branch_run
-from trajstore.store.metadata.fingerprint import (
-    CONTENT,
-    FINGERPRINT,
-    block_digest,
-)
+from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT, block_digest
 
 BLOCK = 4
 TYPES = {"W": "bfloat16", "loss": "float64"}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.metadata.zarr_json import steps_of_another_optimizer
 
 OTHER = {"class": "torch.optim.adam.Adam"}
 

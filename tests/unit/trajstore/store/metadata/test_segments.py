@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trajstore.store.metadata.segments import (
+from trajstore.store.metadata.metadata_form import (
     are_segments,
     listed_segments,
     recorded_threads,

@@ -16,9 +16,9 @@ from object_stores import copied, web_server
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.reading.run_info import information
-from trajstore.store.writing.annotated_run import annotate_run
+from trajstore.store.writing.create import annotate_run
 
 
 def test_a_missing_address_is_an_error() -> None:

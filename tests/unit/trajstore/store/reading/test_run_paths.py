@@ -7,7 +7,7 @@ from growing_runs import begin
 
 from trajstore import RunWriter
 from trajstore.errors import RunNotFound
-from trajstore.store.reading.run_paths import run_paths
+from trajstore.store.reading.open_runs import run_paths
 
 
 def made(path: Path) -> Path:

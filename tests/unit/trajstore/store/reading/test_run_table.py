@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from trajstore import RunWriter
+from trajstore.store.reading.open_runs import final_loss, run_table
 from trajstore.store.reading.run_info import information
-from trajstore.store.reading.run_table import final_loss, run_table
 
 
 def write(path: Path, rows: int = 3, *, loss: bool = True, **optimizer: object) -> Path:

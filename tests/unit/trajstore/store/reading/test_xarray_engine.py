@@ -13,7 +13,7 @@ from one_block import divided_run
 from trajstore import open_run
 from trajstore.codec.block import ANYWHERE
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.store.reading.xarray_engine import TrajstoreBackend
+from trajstore.store.reading.open_run import TrajstoreBackend
 
 
 @pytest.mark.parametrize("engine", ["trajstore", TrajstoreBackend, None])

@@ -9,7 +9,7 @@ import pytest
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError
-from trajstore.store.writing.annotated_run import annotate_run
+from trajstore.store.writing.create import annotate_run
 
 SmallRun = tuple[Path, dict[str, Any]]
 

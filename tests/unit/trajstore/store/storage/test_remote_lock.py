@@ -12,7 +12,7 @@ import pytest
 
 from trajstore import RunWriter, open_run
 from trajstore.errors import RunLocked
-from trajstore.store.storage import remote_lock
+from trajstore.store.storage import lock as locks
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_path import RemotePath, location
 
@@ -50,21 +50,21 @@ def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(
     with pytest.raises(RunLocked, match=told):
         RunLock.acquire(place)
     assert is_written_to(place) is True
-    monkeypatch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
+    monkeypatch.setattr(locks, "_DEAD", timedelta(seconds=-1))
     RunLock.acquire(place).release()
 
 
 def test_a_lock_of_a_dead_process_of_this_machine_is_void(
     place: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lock.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(locks.socket, "gethostname", lambda: "here")
     owned_by(place, host="here", process=2**40)
     assert is_written_to(place) is False
     RunLock.acquire(place).release()
 
 
 def test_a_lock_is_renewed(place: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_lock, "_RENEW", 0.001)
+    monkeypatch.setattr(locks, "_RENEW", 0.001)
     with RunLock.acquire(place):
         lock = place.with_name(f".{place.name}.lock")
         first = lock.read_bytes()
@@ -85,7 +85,7 @@ def two_writers(
     while first.committed_rows < 1:
         pass
     with monkeypatch.context() as patch:
-        patch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
+        patch.setattr(locks, "_DEAD", timedelta(seconds=-1))
         second = RunWriter.resume(place)
     yield first, second
     second.close()

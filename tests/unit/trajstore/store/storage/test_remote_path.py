@@ -13,9 +13,14 @@ from object_stores import faulty, s3_server, serving, to_s3
 
 from trajstore.errors import ObjectStoreError
 from trajstore.store.storage import remote_path
-from trajstore.store.storage.object_file import metadata_in, opened
-from trajstore.store.storage.object_requests import ReadStore
-from trajstore.store.storage.remote_path import ObjectReplaced, RemotePath, local_file, location
+from trajstore.store.storage.atomic import metadata_in, opened
+from trajstore.store.storage.remote_path import (
+    ObjectReplaced,
+    ReadStore,
+    RemotePath,
+    local_file,
+    location,
+)
 
 pytest.importorskip("obstore")
 

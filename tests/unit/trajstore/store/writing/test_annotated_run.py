@@ -16,7 +16,7 @@ from trajstore import RunWriter, open_run, verify
 from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.writing.annotated_run import annotate_run
+from trajstore.store.writing.create import annotate_run
 
 ROWS, BLOCK = 10, 4
 

@@ -16,7 +16,7 @@ import xarray as xr
 
 from trajstore.codec.chunk import Chain
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout, plan
-from trajstore.store.writing.block_writer import BlockWriter
+from trajstore.store.writing.blocks import BlockWriter
 
 RUNS = ((0, "5a" * 16),)
 
@@ -80,7 +80,7 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
         return 1
 
     monkeypatch.setattr(Chain, "encode", encode)
-    monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", put_all)
+    monkeypatch.setattr("trajstore.store.writing.blocks.put_all", put_all)
     pipeline = BlockWriter(tmp_path, layout)
     pipeline.encode(0, block(layout))
     pipeline.write(0, layout.block_rows)

@@ -12,7 +12,7 @@ import pytest
 from trajstore import RunWriter
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import information
-from trajstore.store.writing.compact_encoding import check_encoding, compact_rule
+from trajstore.store.writing.new_run import check_encoding, compact_rule
 
 ADAMW: dict[str, Any] = {
     "class": "torch.optim.adamw.AdamW",

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from trajstore.store.writing.ready_memory import ReadyMemory
+from trajstore.store.writing.blocks import ReadyMemory
 
 ROWS, ROW = 8, (4 << 20) // 4  # rows of 4 MiB
 

@@ -16,9 +16,9 @@ from tests.sharing_writers import all_together
 from trajstore import RunWriter, open_run
 from trajstore.errors import InvalidArgument, RecordingError, RunExists
 from trajstore.integrity.verify import verify
-from trajstore.store.metadata.fingerprint import CONTENT
-from trajstore.store.writing import block_writer
-from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.metadata.metadata_form import CONTENT
+from trajstore.store.writing import blocks
+from trajstore.store.writing.resumed_run import TokenShare
 
 TOKENS, HIDDEN, BLOCK = 11, 3, 4
 VARIABLES = {"W": "float32", "grad": "bfloat16", "grad_token_norm": "float32", "loss": "float32"}
@@ -108,7 +108,7 @@ def test_all_processes_stop_when_one_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.zarr"
-    put_all = block_writer.put_all
+    put_all = blocks.put_all
 
     def failing(objects: Any, **options: Any) -> int:
         def checked() -> Iterator[Any]:
@@ -119,7 +119,7 @@ def test_all_processes_stop_when_one_cannot_write(
 
         return put_all(checked(), **options)
 
-    monkeypatch.setattr(block_writer, "put_all", failing)
+    monkeypatch.setattr(blocks, "put_all", failing)
     first, second = all_together(2, lambda share: record(path, share, range(5 * BLOCK)))
     assert isinstance(second, OSError)
     assert second.errno == 28

@@ -18,7 +18,7 @@ from trajstore import RunWriter, verify
 from trajstore.errors import InvalidArgument, RunExists, RunLocked, WriterClosed
 from trajstore.schema import FORMAT
 from trajstore.store.metadata.block_plan import BLOCKS
-from trajstore.store.writing.block_writer import BlockWriter
+from trajstore.store.writing.blocks import BlockWriter
 
 
 def create(path: Path, **options: Any) -> RunWriter:

@@ -17,7 +17,7 @@ from disk import Writes, objects_of
 from still_timer import StillTimer, commit_now
 
 from trajstore import RunWriter, repair, verify
-from trajstore.store.writing.block_writer import BlockWriter
+from trajstore.store.writing.blocks import BlockWriter
 
 
 @pytest.fixture(autouse=True)
