@@ -28,7 +28,7 @@ from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_za
 from trajstore.exchange.exporting.joined_runs import check_number
 from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Steps, Tokens, select
-from trajstore.formats.hdf5_writing import write_hdf5
+from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import open_tiled

@@ -29,7 +29,7 @@ from trajstore.exchange.layouts import (
 )
 from trajstore.exchange.selection import Selection
 from trajstore.exchange.usual_names import named
-from trajstore.formats.streamed_tensor import Tensor, constant
+from trajstore.formats.safetensors import Tensor, constant
 from trajstore.schema import NAMES
 from trajstore.store.reading.run_info import attribute
 from trajstore.version import __version__

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.layouts import Layout
-from trajstore.formats.streamed_tensor import Tensor, Where, constant
+from trajstore.formats.safetensors import Tensor, Where, constant
 
 Array = npt.NDArray[Any]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.selection import Selection
-from trajstore.formats.streamed_tensor import Tensor, Where
+from trajstore.formats.safetensors import Tensor, Where
 from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions

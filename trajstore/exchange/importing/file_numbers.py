@@ -21,13 +21,7 @@ from trajstore.exchange.usual_names import (
     named,
     scalar_of,
 )
-from trajstore.formats.array_file import (
-    ArrayFile,
-    is_number,
-    number_in,
-    plain_number,
-    values_of,
-)
+from trajstore.formats.array_file import ArrayFile, is_number, number_in, plain_number, values_of
 from trajstore.schema import STEP
 
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")

@@ -7,8 +7,7 @@ import pytest
 
 import trajstore
 from trajstore.errors import FormatError
-from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
-from trajstore.formats.open_file import open_file
+from trajstore.formats.open_file import common_numbers, numbers_of_steps, open_file
 
 DEAD = np.array([True, False, False, True])
 FLAGS = np.array([1, 0, 3, 0], "u1").view(bool)  # no labels, so any byte is allowed

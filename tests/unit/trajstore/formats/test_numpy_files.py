@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.formats.numpy_files import NpyFile, NpzFile
+from trajstore.formats.array_file import NpyFile, NpzFile
 
 
 def arrays() -> dict[str, np.ndarray]:

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from trajstore.errors import FormatError
-from trajstore.formats.safetensors import SafetensorsFile, write_safetensors
-from trajstore.formats.streamed_tensor import Tensor, constant
+from trajstore.formats.safetensors import SafetensorsFile, Tensor, constant, write_safetensors
 
 
 def raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

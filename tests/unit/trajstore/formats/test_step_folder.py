@@ -10,8 +10,7 @@ from safetensors.numpy import save_file
 import trajstore
 from trajstore.errors import FormatError
 from trajstore.exchange.usual_names import ARRAY_KINDS
-from trajstore.formats.open_file import open_file
-from trajstore.formats.step_folder import STEPS
+from trajstore.formats.open_file import STEPS, open_file
 from trajstore.schema import STEP
 
 ROWS = {step: np.full((4, 3), step + 0.5, "f4") for step in (0, 100, 50)}
