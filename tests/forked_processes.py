@@ -11,7 +11,7 @@ processes.set_forkserver_preload(
     [
         "xarray",
         "zarr",
-        "trajstore.exchange.exporting.export",
+        "trajstore.exchange.export",
         "trajstore.integrity.repair",
         "trajstore.trainers.evaluations.evaluate",
         "trajstore.trainers.runs.record",

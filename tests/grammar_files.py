@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from trajstore import import_file, open_run
-from trajstore.exchange.importing.read_runs import read_runs
+from trajstore.exchange.import_file import read_runs
 from trajstore.formats.open_file import open_file
 
 WORDS = {

@@ -44,8 +44,8 @@ NEVER_PRINTED = ("\x1b[31m", "\x1b[2J", "\u202e", "\x07")
 def main() -> int:
     """Run all tries, and print a table."""
     for module in ("h5py", "xarray", "dask.array", "zarr", "trajstore.analysis.figures",
-                   "trajstore.analysis.accessor", "trajstore.exchange.importing.import_file",
-                   "trajstore.exchange.exporting.export"):  # fmt: skip
+                   "trajstore.analysis.accessor", "trajstore.exchange.import_file",
+                   "trajstore.exchange.export"):  # fmt: skip
         __import__(module)  # so that imports do not count as memory of the command
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     root = Path(tempfile.mkdtemp(prefix="hostile-"))

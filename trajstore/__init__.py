@@ -13,9 +13,8 @@ TYPE_CHECKING = False  # importing typing would take most of the time of this mo
 if TYPE_CHECKING:
     from typing import Any
 
-    from trajstore.exchange.exporting.export import export
-    from trajstore.exchange.exporting.to_torch import to_torch
-    from trajstore.exchange.importing.import_file import import_file
+    from trajstore.exchange.export import export, to_torch
+    from trajstore.exchange.import_file import import_file
     from trajstore.integrity.repair import repair
     from trajstore.integrity.verify import verify
     from trajstore.sample_run import sample_run
@@ -39,13 +38,13 @@ __all__ = [
 
 _HOME = {
     "RunWriter": "trajstore.store.writing.writer",
-    "export": "trajstore.exchange.exporting.export",
-    "import_file": "trajstore.exchange.importing.import_file",
+    "export": "trajstore.exchange.export",
+    "import_file": "trajstore.exchange.import_file",
     "open_run": "trajstore.store.reading.open_run",
     "open_runs": "trajstore.store.reading.open_runs",
     "repair": "trajstore.integrity.repair",
     "sample_run": "trajstore.sample_run",
-    "to_torch": "trajstore.exchange.exporting.to_torch",
+    "to_torch": "trajstore.exchange.export",
     "verify": "trajstore.integrity.verify",
 }
 

@@ -44,7 +44,7 @@ def annotate(
     """
     import numpy as np
 
-    from trajstore.exchange.importing.token_masks import annotations_of
+    from trajstore.exchange.token_tables import annotations_of
     from trajstore.store.reading.open_run import open_group
     from trajstore.store.writing.create import annotate_run, check_unlabeled
 

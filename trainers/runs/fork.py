@@ -14,7 +14,7 @@ import torch
 
 from trajstore.arguments import Count, checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
-from trajstore.exchange.exporting.branched_run import branch_run
+from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, variables_of
 from trajstore.store.metadata.metadata_form import listed_segments, segments_attribute

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trajstore.errors import ConfigError, InvalidArgument
-from trajstore.exchange.exporting.branched_run import holds_exactly
+from trajstore.exchange.export_run import holds_exactly
 from trajstore.schema import TIERS, VARIABLES
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.runs.run_plan import native_types

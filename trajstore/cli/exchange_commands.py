@@ -17,7 +17,7 @@ from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from trajstore.exchange.importing.named_arrays import TableLine
+    from trajstore.exchange.named_arrays import TableLine
 
 
 @click.command()
@@ -81,7 +81,7 @@ def export(
       trajstore export damaged.zarr --format run --variables W,loss -o undamaged.zarr
       trajstore export damaged.zarr --format run --fill-damaged -o filled.zarr
     """
-    from trajstore.exchange.exporting.export import export as write
+    from trajstore.exchange.export import export as write
     from trajstore.store.reading.open_runs import run_paths
 
     if options["layout"] == "native" and options["encoding"] is None:
@@ -187,7 +187,7 @@ def import_(
     given = options | {"map": kinds, "labels": labelled, "bits": _bits(options["bits"])}
     if output is None and not dry_run:
         raise InvalidArgument("no output given; add -o NAME.zarr or --dry-run")
-    from trajstore.exchange.importing.import_file import import_file, preview_import
+    from trajstore.exchange.import_file import import_file, preview_import
 
     if output is None or dry_run:
         done = preview_import(file, **given)

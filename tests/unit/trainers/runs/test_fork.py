@@ -29,7 +29,7 @@ from trajstore.errors import (  # noqa: E402
     RunNotFound,
     StepNotFound,
 )
-from trajstore.exchange.exporting.branched_run import branch_run  # noqa: E402
+from trajstore.exchange.export_run import branch_run  # noqa: E402
 from trajstore.store.metadata.metadata_form import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402

@@ -15,7 +15,7 @@ from small_trainings import contents, same_values, small_config, stop_after  # n
 
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import NothingToResume, RunLocked  # noqa: E402
-from trajstore.exchange.exporting.branched_run import branch_run  # noqa: E402
+from trajstore.exchange.export_run import branch_run  # noqa: E402
 from trajstore.store.metadata.metadata_form import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, record, recorded_config  # noqa: E402
 

@@ -15,7 +15,7 @@ FORKED = SimpleNamespace(training=SimpleNamespace(steps=9))
 COMPUTED: list[Any] = [
     (
         "export {run} -o o.zarr --block-rows 64 --encoding compact",
-        "trajstore.exchange.exporting.export.export",
+        "trajstore.exchange.export.export",
         {"block_rows": 64, "encoding": "compact"},
     ),
     (

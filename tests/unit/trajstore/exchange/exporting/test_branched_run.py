@@ -14,7 +14,7 @@ from stored_forms import stored_forms
 
 from trajstore import RunWriter, repair, verify
 from trajstore.errors import InvalidArgument, RunExists
-from trajstore.exchange.exporting.branched_run import branch_run, holds_exactly
+from trajstore.exchange.export_run import branch_run, holds_exactly
 
 Small = tuple[Path, dict[str, np.ndarray]]
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import FormatError
-from trajstore.exchange.importing.file_rows import checked_labels, true_steps
+from trajstore.exchange.file_rows import checked_labels, true_steps
 
 
 def callback_labels(steps: int, epoch: int) -> np.ndarray:

@@ -348,7 +348,7 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
 
 
 def test_a_preview_equals_the_import(tmp_path: Path) -> None:
-    from trajstore.exchange.importing.import_file import preview_import
+    from trajstore.exchange.import_file import preview_import
 
     arrays = {"W": series("W", "uint16"), "dead_mask": KNOWN.dead, "centroid": np.zeros((6, 3))}
     file = write(tmp_path / "file", "npz", arrays)

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists, RunNotFound
-from trajstore.exchange.importing.imported_file import ImportedVariable
+from trajstore.exchange.imported_file import ImportedVariable
 
 ROWS, TOKENS, HIDDEN = 12, 6, 4
 

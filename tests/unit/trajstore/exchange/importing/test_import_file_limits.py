@@ -8,8 +8,8 @@ from grammar_files import write
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.importing import import_file as module
-from trajstore.exchange.importing.file_rows import check_size
+from trajstore.exchange import import_file as module
+from trajstore.exchange.file_rows import check_size
 from trajstore.formats import array_file
 
 

@@ -11,7 +11,7 @@ import pytest
 from bits_and_calls import random_bits
 
 from trajstore import RunWriter, verify
-from trajstore.exchange.exporting.branched_run import branch_run
+from trajstore.exchange.export_run import branch_run
 from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT, block_digest
 
 BLOCK = 4

@@ -12,7 +12,7 @@ import xarray as xr
 import trajstore
 from trajstore import RunWriter, analysis, open_run, repair, verify
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.branched_run import branch_run
+from trajstore.exchange.export_run import branch_run
 
 ROWS, EXAMPLES, POSITIONS, HIDDEN = 10, 4, 6, 3
 TYPES = {

@@ -19,7 +19,7 @@ from disk import Disk, objects_of
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunLocked, RunNotFound
-from trajstore.exchange.exporting.branched_run import branch_run
+from trajstore.exchange.export_run import branch_run
 from trajstore.store.storage import atomic
 
 

@@ -17,12 +17,10 @@ import numpy.typing as npt
 
 from trajstore.arguments import format_bytes
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.importing.file_numbers import STARTING_STEP
-from trajstore.exchange.importing.import_options import ImportOptions
-from trajstore.exchange.importing.imported_file import ImportedVariable
-from trajstore.exchange.importing.named_arrays import NamedArray
-from trajstore.exchange.importing.run_parts import RunPart
+from trajstore.exchange.file_numbers import STARTING_STEP
+from trajstore.exchange.imported_file import ImportedVariable, ImportOptions, RunPart
 from trajstore.exchange.layouts import Layout
+from trajstore.exchange.named_arrays import NamedArray
 from trajstore.exchange.usual_names import ARRAY_KINDS
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.importing.file_rows import checked_labels
-from trajstore.exchange.importing.imported_file import (
+from trajstore.exchange.file_rows import checked_labels
+from trajstore.exchange.imported_file import (
     ImportedFile,
     ImportedRun,
     ImportedVariable,
@@ -19,8 +19,8 @@ from trajstore.exchange.importing.imported_file import (
     kept_attributes,
     reader,
 )
-from trajstore.exchange.importing.named_arrays import TableLine, abridged
 from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
+from trajstore.exchange.named_arrays import TableLine, abridged
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.schema import (
     COORDINATES,

@@ -12,11 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore.errors import FormatError, InvalidArgument, did_you_mean
-from trajstore.exchange.importing.file_numbers import (
-    number_of_one,
-    numbers_per_run,
-    single_numbers,
-)
+from trajstore.exchange.file_numbers import number_of_one, numbers_per_run, single_numbers
 from trajstore.exchange.usual_names import (
     ARRAY_KINDS,
     SCALARS,

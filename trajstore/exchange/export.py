@@ -2,43 +2,225 @@
 
 Everything is streamed: a tile of a variable is decoded, converted to the type of the file and
 written to its place. Memory does not grow with the run. The result appears complete or not at all.
+
+A selection of a run as ordinary Zarr: a Dataset that every reader of Zarr v3 opens.
+
+xarray writes it, only with codecs of the Zarr v3 specification and Blosc. The result is not a run:
+it has no block labels and no digests, and can be neither verified nor resumed.
+
+A selection of a run as torch tensors. The only module of the store that needs torch.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import dask.array
+import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
-from trajstore.arguments import EXCHANGE_MEMORY, Count, checks_types
-from trajstore.errors import InvalidArgument, did_you_mean
-from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
-from trajstore.exchange.exporting.export_layout import (
+from trajstore.arguments import EXCHANGE_MEMORY, Count, checks_types, format_bytes, parse_bytes
+from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
+from trajstore.exchange.export_layout import (
     layout_file,
     population,
     with_everything,
     without_step_0,
 )
-from trajstore.exchange.exporting.export_run import write_run
-from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
-from trajstore.exchange.exporting.joined_runs import check_number
+from trajstore.exchange.export_run import DamagedChunks, write_run
+from trajstore.exchange.layout_columns import check_number
 from trajstore.exchange.layouts import Layout, layout_of
-from trajstore.exchange.selection import Steps, Tokens, select
+from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
-from trajstore.schema import Encoding
-from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
+from trajstore.store.metadata.metadata_form import CHANGING
+from trajstore.store.metadata.zarr_json import OF_THE_STORE
+from trajstore.store.reading.tiled_reader import TiledVariable, open_tiled
+from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
     staged_file,
     staged_run,
 )
+from trajstore.strict_json import parse
 from trajstore.threads import Progress
+from trajstore.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+
+Array = npt.NDArray[Any]
+
+_MOST_ROWS = 256
+_CHUNK = 4 << 20
+_OPTIONS: dict[str, Any] = {"zarr_format": 3, "consolidated": True, "write_empty_chunks": True}
+
+
+def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """Check the path of a new Zarr group.
+
+    Raises
+    ------
+    RunExists
+        If the path exists and `overwrite` is not set, or if it is anything but an exported Zarr.
+    """
+    path = local_path(target).absolute()
+    if not path.exists() and not path.is_symlink():
+        return path
+    if not overwrite:
+        raise RunExists(
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
+        )
+    try:
+        ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if path.is_symlink() or not ours:
+        raise RunExists(
+            f"{path} is not an exported Zarr, so it is not overwritten; choose another path, or "
+            "use --format run to rechunk a run in place"
+        )
+    return path
+
+
+def write_zarr(
+    path: Path,
+    selection: Selection,
+    *,
+    block_rows: int | None,
+    memory: int | str,
+    on_progress: Progress | None = None,
+) -> None:
+    """Write a selection as a Zarr group, a few blocks of one variable at a time.
+
+    Values have the type of the store: float32, which holds each native value exactly.
+
+    Parameters
+    ----------
+    path : Path
+        A path that does not exist yet.
+    selection : Selection
+    block_rows : int, optional
+        Rows of a chunk. Default: the rows of a block of the run, at most 256.
+    memory : int or str
+        Memory for the rows that are held until they are written.
+    on_progress : callable, optional
+
+    Raises
+    ------
+    InvalidArgument
+        If `memory` does not hold one row, or `block_rows` rows.
+    """
+    budget, run = parse_bytes(memory), selection.run
+    shapes, held, chunks = {}, {}, {}
+    for name in selection.variables:
+        variable = run.series[name]
+        shapes[name] = variable.shape_of(selection.rows, selection.tokens)
+        held[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
+    with warnings.catch_warnings():
+        # Some readers expect consolidated metadata; the others ignore it.
+        warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
+        _empty(selection, shapes).to_zarr(
+            path,
+            mode="w-",
+            compute=False,
+            encoding={name: _encoding(chunk) for name, chunk in chunks.items()},
+            **_OPTIONS,
+        )
+        total = sum(
+            math.prod(shapes[name]) * run.series[name].native.stored.itemsize for name in shapes
+        )
+        done = 0
+        for name in selection.variables:
+            variable = run.series[name]
+            for start in range(0, len(selection.rows), held[name]):
+                rows = slice(start, min(start + held[name], len(selection.rows)))
+                values = variable.load(selection.rows[rows], selection.tokens)
+                part = xr.Dataset({name: (variable.dims, values)})
+                part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
+                done += values.nbytes
+                if on_progress is not None:
+                    on_progress(done, total)
+
+
+def _chunks(
+    variable: TiledVariable, shape: tuple[int, ...], block_rows: int | None, memory: int
+) -> tuple[int, tuple[int, ...]]:
+    """Rows to hold at once (whole chunks), and the shape of a chunk."""
+    row = max(1, math.prod(shape[1:])) * variable.native.stored.itemsize
+    fitting = memory // row
+    if fitting < (block_rows or 1):
+        raise InvalidArgument(
+            f"the memory budget of {format_bytes(memory)} does not hold {block_rows or 1} rows of "
+            f"{variable.name}, {format_bytes(row)} each; raise it (--memory), or write chunks of "
+            "fewer rows (--block-rows)"
+        )
+    if "token" in variable.dims:
+        rows = block_rows or max(1, min(variable.tile[0], _MOST_ROWS, fitting))
+        count = max(1, _CHUNK * shape[1] // (rows * row))
+        chunk = (rows, min(count, shape[1]), *shape[2:])
+    else:
+        rows = block_rows or max(1, min(_CHUNK // row, fitting, shape[0]))
+        chunk = (rows, *shape[1:])
+    # If chunks are smaller than the blocks that are read, several chunks are written at once.
+    return rows * max(1, min(variable.tile[0], fitting) // rows), chunk
+
+
+def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
+    from zarr.codecs import BloscCodec, TransposeCodec
+
+    # Values of neighboring steps are similar, so the steps of one element are stored contiguously.
+    order = (*range(1, len(chunk)), 0)
+    return {
+        "chunks": chunk,
+        "filters": [TransposeCodec(order=order)] if len(chunk) > 1 else [],
+        "compressors": [BloscCodec(cname="zstd", clevel=1, shuffle="bitshuffle")],
+        "_FillValue": None,  # readers keep every NaN as it is
+    }
+
+
+def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
+    """The Dataset, without the values of its variables."""
+    run, dropped = selection.run, {*OF_THE_STORE, *CHANGING}
+    coordinates: dict[str, Any] = {
+        STEP.name: (STEP.name, selection.steps, {"long_name": STEP.long_name})
+    }
+    for name, values in selection.coordinates.items():
+        entry = coordinate(name)
+        attributes = {} if entry is None else dict(entry.attributes)
+        coordinates[name] = ("token", _plain(values), attributes)
+    coordinates |= {name: (name, _plain(values)) for name, values in run.names.items()}
+    return xr.Dataset(
+        {
+            name: (
+                run.series[name].dims,
+                dask.array.empty(shape, dtype=run.series[name].native.stored, chunks=-1),
+                run.series[name].attributes,
+            )
+            for name, shape in shapes.items()
+        },
+        coords=coordinates,
+        attrs={name: value for name, value in run.attributes.items() if name not in dropped}
+        | {EXPORTED: __version__},
+    )
+
+
+def _plain(values: Array) -> Array:
+    """The same values; strings get the string type of Zarr."""
+    if values.dtype.kind in "TUO":
+        return values.astype(object).astype(np.dtypes.StringDType())
+    return values
+
 
 FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
@@ -283,3 +465,61 @@ def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def to_torch(
+    run: str | os.PathLike[str] | xr.Dataset,
+    *,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    variables: str | Iterable[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read a selection as tensors in native types: bfloat16 becomes ``torch.bfloat16``.
+
+    Each tensor has its own memory, which is filled once, tile by tile. It shares nothing with the
+    run, a Dataset or another tensor, so writing to it changes nothing else. Only the selection is
+    decoded and held.
+
+    Parameters
+    ----------
+    run : path-like, str or Dataset
+    steps : str, int, slice or iterable of int, optional
+        Step numbers. ``0:200:10`` selects the recorded steps from 0 to 199 whose distance from 0 is
+        a multiple of 10. Default: all.
+    tokens : str, path-like or iterable of int, optional
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file of ids. Default: all.
+    variables : str or iterable of str, optional
+        Names, also as one string with commas. Default: all.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Tensors on the CPU: ``step`` (int64), ``token`` (int64), and each variable.
+
+    Raises
+    ------
+    MissingExtra
+        If torch is not installed.
+    RunNotFound, FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
+        If the run or the selection does not exist.
+
+    Examples
+    --------
+    >>> W = to_torch("gatsby.zarr", steps="::10", tokens="dead")["W"]
+    >>> W.dtype, W.shape
+    (torch.bfloat16, torch.Size([3, 118, 4]))
+    """
+    with needs_extra("to_torch", "train"):
+        import torch
+    selection = select(open_tiled(run), steps=steps, tokens=tokens, variables=variables)
+    tensors = {
+        "step": torch.tensor(selection.steps, dtype=torch.int64),
+        "token": torch.tensor(selection.coordinates["token"], dtype=torch.int64),
+    }
+    for name in selection.variables:
+        variable = selection.run.series[name]
+        bits = variable.load(selection.rows, selection.tokens, native=True)
+        # torch has few unsigned types; the signed type of the same width holds the same bits.
+        signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
+        tensors[name] = signed.view(getattr(torch, variable.native.name))
+    return tensors

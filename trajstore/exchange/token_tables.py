@@ -4,21 +4,26 @@ Sources are masks along the vocabulary, lists of ids, counts of occurrences, and
 populations, in the file itself or in another one. All sources must agree. Rows are the tokens 0, 1,
 2, … unless an array ``token`` holds their ids. A mask as long as such an array marks the rows, any
 other mask the vocabulary.
+
+Files of masks, ids or counts that label dead tokens, for an import or an existing run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.importing.named_arrays import NamedArray
+from trajstore.exchange.named_arrays import NamedArray, abridged, named_arrays
 from trajstore.exchange.usual_names import POPULATION_SIZES
 from trajstore.formats.array_file import ArrayFile, labels_of
+from trajstore.formats.open_file import open_file
 
 Array = npt.NDArray[Any]
 
@@ -316,3 +321,51 @@ def _is_dead(each: TokenArray, ids: Array) -> Array:
         return np.asarray(np.isin(ids, each.values) == (each.kind == "dead_ids"))
     of_dead = 0 if each.kind == "token_count" else each.kind == "dead_mask"
     return np.asarray(each.values[ids] == of_dead)
+
+
+def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
+    """Masks, lists of ids and counts of a ``masks`` file.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If the file does not exist, or holds none of them.
+    """
+    with open_file(masks) as file:
+        arrays = token_arrays(file, named_arrays(file).arrays, of=f" of {Path(masks).name}")
+        if not arrays:
+            raise FormatError(
+                f"{masks} labels no tokens: found {abridged(file.keys)}, expected masks, lists of "
+                "ids or counts; rename an array, or the .npy, to dead_mask, untrained_mask, "
+                "live_ids, trained_indices, token_counts, …"
+            )
+    return tuple(replace(array, is_separate=True) for array in arrays)
+
+
+def annotations_of(
+    masks: str | os.PathLike[str], token: npt.NDArray[np.integer[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    """``is_dead`` and ``token_count`` of a run's tokens, as far as a file holds them.
+
+    Parameters
+    ----------
+    masks : path-like
+        File in any format that imports accept as ``masks``.
+    token : ndarray of int, (token,)
+        Vocabulary ids of the run.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If the file does not exist, labels no tokens, or does not fit the run's tokens.
+    """
+    ids = TokenArray(name="the run's tokens", kind="token", values=np.asarray(token, np.int64))
+    arrays = [one for one in masks_of(masks) if one.kind != "token"]
+    table = token_table(masks, len(token), [ids, *arrays], {}, sizes={}, rows_of="the run")
+    found = table.coordinates
+    if not found:
+        raise FormatError(
+            f"{masks} holds only the ids of tokens, expected labels of dead tokens or counts; name "
+            "the array dead_ids, live_ids, dead_mask, live_mask or token_count"
+        )
+    return found
