@@ -34,7 +34,7 @@ from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.run_info import attribute
 
 if TYPE_CHECKING:
-    from trajstore.integrity.repair_plan import Repair
+    from trajstore.integrity.repair import Repair
     from trajstore.integrity.verify import Verification
 
 

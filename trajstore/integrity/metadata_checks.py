@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
-from trajstore.integrity.checked_metadata import CheckedMetadata, attributes_of, listed_arrays
 from trajstore.integrity.metadata_faults import (
     NO_COPY,
+    CheckedMetadata,
     Found,
+    Problem,
+    attributes_of,
     digests_of,
     faults_in,
+    listed_arrays,
     parsed_copy,
 )
-from trajstore.integrity.problem import Problem
 from trajstore.schema import EXPORTED, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
 from trajstore.store.metadata.metadata_form import (
     CHANGING,

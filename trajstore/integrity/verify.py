@@ -2,34 +2,255 @@
 
 Threads check the chunks, each with the memory of one chunk, for runs of any size. A problem does
 not end the check.
+
+Files in the folder of a run that are not part of it: of a crash, or foreign.
+
+Checks of the checkpoints next to a run: `NAME.ckpt/step-00000300.safetensors` and the like.
+
+Other files in that folder are ignored. The metadata of a
+checkpoint have two texts: ``trajstore``, a JSON object with dtype, shape and crc32c of every
+tensor under ``tensors``; and ``crc32c``, the checksum of the first text, in decimal.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
-from trajstore.arguments import Count, checks_types
+from trajstore.arguments import Count, checks_types, format_bytes
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
-from trajstore.integrity.array_checks import check_chunks
-from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.checkpoint_checks import check_checkpoints
-from trajstore.integrity.chunk_checks import CheckedChunks
-from trajstore.integrity.coordinate_checks import check_coordinates
-from trajstore.integrity.leftovers import Leftovers, find_leftovers
+from trajstore.formats.safetensors import Entry, SafetensorsFile
+from trajstore.integrity.array_checks import CheckedChunks, check_chunks, check_coordinates
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
-from trajstore.integrity.metadata_faults import digests_of
-from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT, METADATA_KEY
+from trajstore.integrity.metadata_faults import CheckedMetadata, Problem, digests_of
+from trajstore.store.metadata.metadata_form import (
+    CHECKPOINT,
+    CONTENT,
+    FINGERPRINT,
+    METADATA_KEY,
+    block_of,
+    checkpoint_folder,
+)
+from trajstore.store.metadata.zarr_json import is_series
 from trajstore.store.reading.open_run import unzipped
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.storage.remote_path import Location, RunPath, key_within, location
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
+from trajstore.store.storage.lock import lock_left
+from trajstore.store.storage.remote_path import (
+    Location,
+    RemotePath,
+    RunPath,
+    key_within,
+    local_file,
+    location,
+)
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, convert, is_nan
+
+_NAMED = 5
+
+
+@dataclass(kw_only=True)
+class Leftovers:
+    """Files in a run's folder that no reader opens.
+
+    Attributes
+    ----------
+    temporaries : list of Path or RemotePath
+        Temporary files of unfinished writes.
+    beyond : dict of str to list of Path or RemotePath
+        Shards past the committed rows, by array.
+    unknown : list of Path or RemotePath
+    lock : Path or RemotePath or None
+        The lock of a dead writer.
+    links : list of Path
+        Links in the run, which readers follow.
+    """
+
+    temporaries: list[Location] = field(default_factory=list)
+    beyond: dict[str, list[Location]] = field(default_factory=dict)
+    unknown: list[Location] = field(default_factory=list)
+    lock: Location | None = None
+    links: list[Path] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """A sentence for each kind of leftover."""
+        notes = [
+            f"{name} has shards past the commit ({len(paths)}), which no reader sees"
+            for name, paths in self.beyond.items()
+        ]
+        if self.temporaries:
+            named = [
+                f"{path.name} ({format_bytes(_size(path))})" for path in self.temporaries[:_NAMED]
+            ]
+            more = len(self.temporaries) - len(named)
+            notes.append(
+                f"temporary files ({len(self.temporaries)}) of a writer that is in a write, or "
+                f"died in one: {', '.join(named)}" + (f" and {more} more" if more else "")
+            )
+        if self.lock is not None:
+            notes.append(
+                f"{self.lock.name} ({format_bytes(_size(self.lock))}) is the lock of a dead "
+                "writer; the next writer removes it"
+            )
+        notes += [f"{path.name} is not part of the run" for path in self.unknown]
+        return notes + [
+            f"{path.name} is a link to {os.readlink(path)}: readers follow it, and nothing is "
+            "written, removed or repaired through it"
+            for path in self.links
+        ]
+
+
+def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftovers:
+    """Find files that are not part of the run.
+
+    Parameters
+    ----------
+    metadata : CheckedMetadata
+    rows : int, optional
+        Rows of the run; by default the committed rows.
+    """
+    if metadata.objects is None:
+        return Leftovers()
+    found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
+    rows = metadata.rows if rows is None else rows
+    inside: dict[str, set[str]] = {}
+    for key in metadata.objects:
+        first, _, rest = key.partition("/")
+        inside.setdefault(first, set()).add(rest.partition("/")[0])
+    for name in sorted(inside.keys() - metadata.own):
+        if not _is_known(metadata.path / name):
+            found.unknown.append(metadata.path / name)
+    for name in metadata.own:
+        if name not in metadata.arrays or not is_series(name):
+            continue
+        stored = metadata.stored(name)
+        beyond: dict[tuple[int, int], Location] = {}
+        for leaf in sorted(filter(None, inside.get(name, ()))):
+            path = metadata.path / name / leaf
+            place = block_of(leaf, stored.ndim)
+            if place is None or place[1] >= stored.parts:
+                if not _is_known(path):
+                    found.unknown.append(path)
+            elif place[0] * stored.shard[0] >= rows:
+                beyond[place] = path
+        if beyond:
+            found.beyond[name] = [beyond[place] for place in sorted(beyond)]
+    with contextlib.suppress(OSError):  # the note on the folder reports it
+        found.links = inner_links(metadata.path)
+    return found
+
+
+def _size(path: Location) -> int:
+    """Bytes of a file, or of all files in a folder; 0 if it was deleted meanwhile."""
+    total = 0
+    if isinstance(path, RemotePath):
+        return int((path.stat() or {"size": 0})["size"])
+    for file in [path, *path.rglob("*")]:
+        with contextlib.suppress(OSError):
+            total += file.lstat().st_size if not file.is_dir() else 0
+    return total
+
+
+def _is_known(path: Location) -> bool:
+    """True for a metadata file or a temporary file."""
+    temporary = path.name.startswith(".") and path.name.endswith(PARTIAL_SUFFIX)
+    return path.name == METADATA_KEY or temporary
+
+
+def check_checkpoints(run: Location) -> Iterator[Problem]:
+    """Check every checkpoint of a run.
+
+    Parameters
+    ----------
+    run : Path or RemotePath
+        A checkpoint in an object store is copied to a temporary file. A web server lists none.
+
+    Yields
+    ------
+    Problem
+        With array None; its path names the checkpoint.
+    """
+    folder: Location = checkpoint_folder(run)
+    if (isinstance(folder, RemotePath) and not folder.listed) or not folder.is_dir():
+        return
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except ObjectStoreError:
+        raise
+    except OSError as error:
+        yield _unread(folder, error)
+        return
+    for path in (folder / name for name in names if CHECKPOINT.fullmatch(name)):
+        try:
+            with local_file(path) as local:
+                yield from _check_file(path, local)
+        except ObjectStoreError:
+            raise
+        except FileNotFoundError:
+            # A recording removes older checkpoints at any time.
+            if path.exists():
+                yield _unread(path, "it is no file")
+        except OSError as error:
+            yield _unread(path, error)
+
+
+def _check_file(path: Location, local: Path) -> Iterator[Problem]:
+    """Check a checkpoint, or a local copy of it."""
+    try:
+        with SafetensorsFile(local) as file:
+            yield from _check(path, file)
+    except FormatError as error:
+        yield _broken(path, str(error).replace(str(local), str(path)))
+
+
+def _check(path: Location, file: SafetensorsFile) -> Iterator[Problem]:
+    text = file.attributes.get("trajstore")
+    if text is None or file.attributes.get("crc32c") != str(google_crc32c.value(text.encode())):
+        yield _broken(path, "its description does not fit its checksum")
+        return
+    tensors = json.loads(text)["tensors"]
+    for name in sorted(tensors.keys() ^ file.entries.keys()):
+        where = "missing" if name in tensors else "not in its description"
+        yield _broken(path, f"the tensor {name} is {where}")
+    for name in sorted(tensors.keys() & file.entries.keys()):
+        entry, described = file.entries[name], tensors[name]
+        if entry.dtype != described["dtype"] or list(entry.shape) != described["shape"]:
+            yield _broken(path, f"the tensor {name} is not of its type and shape", entry)
+        elif _checksum(file, name) != described["crc32c"]:
+            yield _broken(path, f"the tensor {name} does not fit its checksum", entry)
+
+
+def _unread(path: Location, reason: OSError | str) -> Problem:
+    cause = reason if isinstance(reason, str) else reason.strerror or reason
+    message = f"the checkpoint cannot be read: {cause}"
+    return Problem(array=None, path=path, message=message, remedy="none")
+
+
+def _broken(path: Location, fault: str, entry: Entry | None = None) -> Problem:
+    first, stop = (None, None) if entry is None else (entry.begin, entry.end)
+    message = f"the checkpoint is broken: {fault}"
+    return Problem(
+        array=None, path=path, message=message, remedy="remove", first_byte=first, stop_byte=stop
+    )
+
+
+def _checksum(file: SafetensorsFile, name: str) -> int:
+    """crc32c of a tensor's bytes."""
+    value = 0
+    for piece in file.pieces(name):
+        value = google_crc32c.extend(value, piece)
+    return value
+
 
 _ATTEMPTS = 4
 

@@ -9,8 +9,8 @@ from checkpoints import write_checkpoint
 from damage import cut, flip
 
 from trajstore.formats.safetensors import SafetensorsFile
-from trajstore.integrity import checkpoint_checks as checkpoint_files
-from trajstore.integrity.checkpoint_checks import check_checkpoints
+from trajstore.integrity import verify as checkpoint_files
+from trajstore.integrity.verify import check_checkpoints
 from trajstore.store.metadata.metadata_form import checkpoint_folder
 
 

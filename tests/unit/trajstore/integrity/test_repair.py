@@ -18,7 +18,7 @@ from disk import Disk
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunLocked
-from trajstore.integrity.repair_plan import Repair
+from trajstore.integrity.repair import Repair
 
 DATA = Path(__file__).parents[3] / "data"
 SERIES = ("step", "W", "grad", "exp_avg", "loss")

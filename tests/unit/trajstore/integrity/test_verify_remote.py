@@ -16,7 +16,7 @@ from object_stores import copied, web_server
 
 from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunLocked, RunNotFound
-from trajstore.integrity import chunk_checks
+from trajstore.integrity import array_checks
 from trajstore.store.storage.remote_path import RemotePath, location
 
 pytest.importorskip("obstore")
@@ -62,7 +62,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 def test_damage_at_an_address_is_found_and_repaired_as_in_a_folder(
     run: Path, address: str, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_checks, "_WINDOW", 500)  # so that a shard is read in many pieces
+    monkeypatch.setattr(array_checks, "_WINDOW", 500)  # so that a shard is read in many pieces
     DAMAGES[damage](run)
     far = copied(run, address)
     found = verify(run)
@@ -106,7 +106,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_read_again(
     address: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the last block of a recording is, with each commit."""
-    monkeypatch.setattr(chunk_checks, "_WINDOW", 500)
+    monkeypatch.setattr(array_checks, "_WINDOW", 500)
     far = copied(run, address)
     real, replaced = RemotePath.read_range, []
 
@@ -154,7 +154,7 @@ def test_a_repair_whose_lock_was_taken_writes_nothing(
         far.with_name(".run.zarr.lock").write_bytes(b"{}")
         return real(checked, **options)
 
-    from trajstore.integrity.repair_plan import plan_repair as real
+    from trajstore.integrity.repair import plan_repair as real
 
     monkeypatch.setattr("trajstore.integrity.repair.plan_repair", taken)
     with pytest.raises(RunLocked, match="took over its lock"):
