@@ -134,8 +134,8 @@ def alone(model: str, repeats: int = 25) -> list[list[str]]:
     import torch
 
     from trajstore.trainers.presets import preset
+    from trajstore.trainers.recording.examples import example_losses
     from trajstore.trainers.recording.forward_values import HiddenSpread
-    from trajstore.trainers.recording.step_examples import example_losses
 
     torch.set_num_threads(1)
     config = preset("gatsby").with_values(MODELS[model])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from trajstore.store.writing.writer import RunWriter
-    from trajstore.trainers.recording.compared_run import ComparedRun
+    from trajstore.trainers.recording.device_to_host import ComparedRun
     from trajstore.trainers.recording.step_hooks import Recorder
     from trajstore.trainers.texts.corpus import Corpus
 

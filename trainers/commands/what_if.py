@@ -44,7 +44,7 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
 
     check_local_target(output, overwrite=options["overwrite"])  # before torch is imported
     from trajstore import trainers
-    from trajstore.trainers.recording.token_selection import read_tokens
+    from trajstore.trainers.recording.options import read_tokens
 
     with StopRequest() as stop, StepsProgress("computing", stop=stop) as progress:
         found = trainers.what_if(

@@ -15,8 +15,8 @@ from trajstore.trainers.counterfactuals.planned_counterfactual import (
     OPTIMIZER_VARIABLES,
     PlannedCounterfactual,
 )
-from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
-from trajstore.trainers.recording.flat_vectors import type_name
+from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
+from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRow

@@ -21,9 +21,9 @@ from trajstore.trainers.counterfactuals.changed_rates import (
     changed_schedule,
 )
 from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
-from trajstore.trainers.recording.flat_vectors import type_name
-from trajstore.trainers.recording.provenance import provenance
-from trajstore.trainers.recording.token_selection import Tokens, select_tokens
+from trajstore.trainers.recording.device_to_host import type_name
+from trajstore.trainers.recording.notes import provenance
+from trajstore.trainers.recording.options import Tokens, select_tokens
 from trajstore.trainers.replays.parameter_placement import Placement, recorded_placement, tensor_of
 from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer, recorded_optimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRows, check_inputs

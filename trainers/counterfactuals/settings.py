@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trajstore.errors import ConfigError
 from trajstore.store.reading.run_info import attribute
 from trajstore.trainers.config import RunConfig, field_name
-from trajstore.trainers.recording.provenance import class_path
+from trajstore.trainers.recording.notes import class_path
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.values.optimizer_rule import numbers_of
 

@@ -17,8 +17,7 @@ from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.counterfactuals.counterfactual_rows import CounterfactualRows
 from trajstore.trainers.counterfactuals.planned_counterfactual import PlannedCounterfactual
-from trajstore.trainers.recording.token_selection import Tokens
-from trajstore.trainers.recording.torch_threads import torch_threads
+from trajstore.trainers.recording.options import Tokens, torch_threads
 from trajstore.trainers.replays.recorded_rows import RecordedRows
 from trajstore.trainers.replays.replay_device import replay_device
 

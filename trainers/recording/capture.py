@@ -14,17 +14,15 @@ from trajstore.optimizer_advice import require_sound
 from trajstore.schema import EVERYTHING, MODEL
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.resumed_run import in_all_processes
-from trajstore.trainers.recording.compared_run import Comparison
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.device_summaries import ModelParameters
+from trajstore.trainers.recording.device_to_host import Comparison
 from trajstore.trainers.recording.model_state import ModelState
-from trajstore.trainers.recording.numeric_advice import optimizer_advice, report_notes
+from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import find_parameters, unwrap
+from trajstore.trainers.recording.parameters import JoinedOptimizer, find_parameters, unwrap
 from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import Recorder
 
@@ -210,7 +208,7 @@ def attach(
     on_note : callable, optional
         Called with each note: advice about the optimizer's types, such as a second moment that
         cannot decay, and a missing loss. Default: logged as warnings of
-        ``trajstore.trainers.recording.numeric_advice``.
+        ``trajstore.trainers.recording.notes``.
     **options
         Options of `RecordingOptions`.
 

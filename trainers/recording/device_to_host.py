@@ -4,13 +4,22 @@ On the CPU a tensor is copied once, directly to its place in the block; from MPS
 crosses to the host. On CUDA the training stream only makes copies in one piece of memory of the
 device. A second stream copies that to pinned memory, and a thread copies it to the block. So
 neither the training stream nor the training thread waits for the bus.
+
+Tensors of one or several types, joined to one vector.
+
+Comparison of a repeated training with a recorded run.
+
+A `ComparedRun` has the interface of a `RunWriter`: it provides memory for a row and takes the
+filled row. So the recorder needs no change.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +27,321 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import RecordingError
-from trajstore.trainers.recording.compared_run import RowTarget
-from trajstore.trainers.recording.flat_vectors import JoinedVector
+from trajstore.schema import STEP
+from trajstore.store.writing.resumed_run import ResumedRun
+from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.torch_internals import copy_each
 from trajstore.values.native_types import NATIVE_TYPES
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Types that can be recorded."""
+
+
+@functools.cache  # a recording asks for each number of each step
+def type_name(kind: torch.dtype | type) -> str:
+    """Return the name of a type without its module."""
+    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
+
+
+@functools.cache
+def joint_type(types: frozenset[torch.dtype]) -> torch.dtype:
+    """Return the smallest type that holds all values of each."""
+    return functools.reduce(torch.promote_types, types)
+
+
+def check_joinable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise an error if tensors cannot form one vector.
+
+    Raises
+    ------
+    RecordingError
+        If their devices differ, or a type is not one of floating-point numbers.
+    """
+    first: tuple[str, torch.Tensor] | None = None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            raise RecordingError(
+                f"{name} has the type {tensor.dtype}, expected one of "
+                f"{', '.join(map(str, FLOATS))}; record matrix instead of everything"
+            )
+        first = first or (name, tensor)
+        if tensor.device != first[1].device:
+            raise RecordingError(
+                f"{first[0]} is on {first[1].device}, but {name} is on {tensor.device}; move all "
+                "parameters to one device, or record matrix instead of everything"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedVector:
+    """Tensors, one after another; each is copied once, to its place in a vector.
+
+    Attributes
+    ----------
+    like : sequence of tensor
+        Tensors of the shapes, for those that are missing.
+    tensors : sequence of tensor or None
+    dtype : torch.dtype
+        Type of the vector.
+    missing : float
+        Value in place of None.
+    factor : float
+        Factor of the vector.
+    """
+
+    like: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | None]
+    dtype: torch.dtype
+    missing: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the vector, (element,)."""
+        pairs = zip(self.like, self.tensors, strict=True)
+        return (sum([(own if one is None else one).numel() for own, one in pairs]),)
+
+    def on_host(self) -> torch.Tensor:
+        """Return a new vector on the CPU."""
+        vector = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.copy_to(vector)
+        return vector
+
+    def copy_to(self, place: torch.Tensor) -> None:
+        """Copy the tensors to a vector, (element,)."""
+        present = [tensor for tensor in self.tensors if tensor is not None]
+        devices = {tensor.device for tensor in present}
+        first = present[0] if present else place
+        device = first.device
+        if len(present) < len(self.tensors):
+            present = [
+                first.new_full((own.numel(),), self.missing, dtype=place.dtype)
+                if tensor is None
+                else tensor
+                for own, tensor in zip(self.like, self.tensors, strict=True)
+            ]
+        if len(devices) > 1:
+            present = [tensor.to(device) for tensor in present]
+        flat = [*map(torch.Tensor.flatten, present)]
+        if device == place.device:
+            torch.cat(flat, out=place)
+        else:  # one copy, one wait of the host
+            place.copy_(torch.cat(flat))
+        if self.factor != 1.0:
+            place.mul_(self.factor)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors have one type, shape and bit patterns."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    ratio = 8 // a.itemsize
+    a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    wide = not (len(a) % ratio or a.storage_offset() % ratio or b.storage_offset() % ratio)
+    kind = torch.int64 if wide else torch.uint8  # whole words are compared seven times as fast
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+def bit_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the sums of the bit patterns of each tensor, and of their squares, modulo 2⁶⁴."""
+    found = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten()
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            min(flat.itemsize, 8)
+        ]
+        words = flat.view(kind).to(torch.int64)
+        found.append((int(words.sum()), int((words * words).sum())))
+    return found
+
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowDifference:
+    """The first row in which a repeated training differs from the run.
+
+    Attributes
+    ----------
+    step : int
+        Step of the row.
+    row : int
+        Number of the row.
+    variables : tuple of str
+        Variables that differ.
+    stored, computed : mapping of str to ndarray
+        Native bits of the row and of the training, for each of them; empty if unknown.
+    """
+
+    step: int
+    row: int
+    variables: tuple[str, ...]
+    stored: Mapping[str, Array] = field(default_factory=dict)
+    computed: Mapping[str, Array] = field(default_factory=dict)
+
+
+class Comparison:
+    """Result of comparing a repeated training with a run.
+
+    Parameters
+    ----------
+    make_writer : callable, optional
+        Called with the number of the first different row; returns a writer for that row and all
+        later ones. Without it, rows after the first difference are ignored.
+
+    Attributes
+    ----------
+    difference : RowDifference or None
+        None while every bit agrees.
+    successor : RunWriter or None
+        Writer of the rows from the difference on.
+    agreed : int
+        Rows before the difference.
+    """
+
+    def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
+        self.difference: RowDifference | None = None
+        self.successor: RunWriter | None = None
+        self.agreed = 0
+        self._make_writer = make_writer
+
+    def differ(self, difference: RowDifference) -> RunWriter | None:
+        """Store the first difference, and return the writer of the following rows."""
+        self.difference = difference
+        if self._make_writer is not None:
+            self.successor = self._make_writer(difference.row)
+        return self.successor
+
+    def close(self) -> None:
+        """Close the writer of the different rows."""
+        if self.successor is not None:
+            self.successor.close("interrupted")
+
+
+class ComparedRun:
+    """Takes rows as a `RunWriter` does, and compares each with a run, bit for bit.
+
+    The run is read one block at a time and never changed.
+
+    Parameters
+    ----------
+    stored : ResumedRun
+        Run with the rows to compare.
+    steps : sequence of int
+        Steps of all its rows.
+    rows : int
+        Number of rows before the first compared row.
+    comparison : Comparison
+
+    Attributes
+    ----------
+    path : Path
+    layout : Layout
+        Layout of the run.
+    rows : int
+        Rows so far, including those before the comparison.
+    bytes_recorded, bytes_written, seconds_waited : int, int, float
+        As in `RunWriter`; nothing is stored.
+    """
+
+    notes: Sequence[Mapping[str, Any]] = ()
+    bytes_written = 0
+    seconds_waited = 0.0
+
+    def __init__(
+        self, stored: ResumedRun, steps: Sequence[int], rows: int, comparison: Comparison
+    ) -> None:
+        self.path = stored.path
+        self.layout = stored.layout
+        self.rows = rows
+        self.comparison = comparison
+        self._stored = stored
+        self._steps = steps
+        self._held = frozenset(steps)
+        self._row: dict[str, Array] = {
+            name: np.empty(array.row, array.native.bits)
+            for name, array in stored.layout.arrays.items()
+            if name != STEP.name
+        }
+        self._number = -1  # number of the block in memory
+        self._block: dict[str, Array] = {}
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows so far."""
+        return self.rows
+
+    @property
+    def bytes_recorded(self) -> int:
+        """Bytes of the rows so far, in native types."""
+        return self.rows * sum(place.nbytes for place in self._row.values())
+
+    def next_rows(self, most: int) -> dict[str, Array]:
+        """Return memory for one row, as `RunWriter.next_rows`: each row may have another place."""
+        if self.comparison.successor is not None:
+            return self.comparison.successor.next_rows(1)
+        return {name: place[None] for name, place in self._row.items()}
+
+    def commit_row(self, step: int) -> None:
+        """Compare the filled row from `next_rows` with the row of `step`.
+
+        An earlier training may have ended with an extra row; the extended run lacks it, so it is
+        ignored.
+        """
+        if step not in self._held:
+            return
+        comparison = self.comparison
+        if comparison.successor is not None:
+            comparison.successor.commit_row(step)
+        elif comparison.difference is None:
+            if not (unequal := self._unequal(step)):
+                comparison.agreed += 1
+            elif (successor := comparison.differ(self._difference(step, unequal))) is not None:
+                for name, place in successor.next_row().items():
+                    place[...] = self._row[name]
+                successor.commit_row(step)
+        self.rows += 1
+
+    def commit(self) -> None:
+        """Store nothing."""
+
+    def close(self, status: str = "complete") -> None:
+        """Release the block; the comparison stays open for the next segment."""
+        self._block = {}
+
+    def _difference(self, step: int, unequal: tuple[str, ...]) -> RowDifference:
+        at = self.rows % self.layout.block_rows
+        known = [name for name in unequal if name in self._row]  # not a wrong step
+        return RowDifference(
+            step=step,
+            row=self.rows,
+            variables=unequal,
+            stored={name: self._block[name][at] for name in known},
+            computed={name: self._row[name].copy() for name in known},
+        )
+
+    def _unequal(self, step: int) -> tuple[str, ...]:
+        """Return the variables whose bits differ from the row."""
+        if self.rows >= self._stored.rows or self._steps[self.rows] != step:
+            return (STEP.name,)
+        number, at = divmod(self.rows, self.layout.block_rows)
+        if number != self._number:
+            self._block = {}  # release the old block first
+            first = number * self.layout.block_rows
+            rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
+            self._block = {
+                name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
+                for name in self._row
+            }
+            self._number = number
+        return tuple(
+            name for name, place in self._row.items() if (place != self._block[name][at]).any()
+        )
+
+
+RowTarget = RunWriter | ComparedRun
+"""Types that take the rows of a training run."""
 
 Value = torch.Tensor | JoinedVector
 Row = dict[str, torch.Tensor]

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.flat_vectors import bit_sums
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.optimizer_hooks import StepCalls
+from trajstore.trainers.recording.device_to_host import bit_sums
+from trajstore.trainers.recording.hooks import StepCalls
 from trajstore.trainers.recording.parameter_rows import ParameterRows
+from trajstore.trainers.recording.parameters import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import counts_versions, versions
 
 _WITNESSES = 1 << 16  # elements that are read to see a step

@@ -18,9 +18,9 @@ from trajstore.trainers.recording.device_to_host import (
     RowPlaces,
     Value,
     memory_in_transit,
+    type_name,
 )
-from trajstore.trainers.recording.flat_vectors import type_name
-from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
+from trajstore.trainers.recording.examples import EXAMPLE_INDEX, OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import (
     Entry,
     find_kept,
@@ -30,14 +30,9 @@ from trajstore.trainers.recording.kept_state import (
     step_count,
 )
 from trajstore.trainers.recording.model_state import OF_ADAM
-from trajstore.trainers.recording.parameters import (
-    RecordedParameter,
-    last_layers,
-    makes_logits,
-)
+from trajstore.trainers.recording.parameters import RecordedParameter, last_layers, makes_logits
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.sharding import own_tokens
-from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.device_to_host import Value
-from trajstore.trainers.recording.flat_vectors import same_bits
+from trajstore.trainers.recording.device_to_host import Value, same_bits
+from trajstore.trainers.recording.notes import CannotFollow, class_path
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import (
     Settings,
@@ -27,8 +27,6 @@ from trajstore.trainers.recording.parameters import (
     settings_of,
 )
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.provenance import class_path
-from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import (
     name_outside_compile,

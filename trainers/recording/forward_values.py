@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
-from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import last_layers, makes_logits
 from trajstore.trainers.recording.torch_internals import factor_of, in_backward, in_vmap, scale_of
 

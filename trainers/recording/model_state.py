@@ -19,7 +19,7 @@ import transformers
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.schema import KEPT, OPTIMIZER_STATE, VARIABLES, kept_as
-from trajstore.trainers.recording.flat_vectors import (
+from trajstore.trainers.recording.device_to_host import (
     JoinedVector,
     check_joinable,
     joint_type,
@@ -27,24 +27,25 @@ from trajstore.trainers.recording.flat_vectors import (
     type_name,
 )
 from trajstore.trainers.recording.forward_values import ForwardPasses
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.hooks import ModuleHooks
 from trajstore.trainers.recording.kept_state import (
     ADAM_STATE,
     Entry,
+    ModelBuffers,
     find_kept,
     kept_values,
+    named_buffers,
+    random_state,
     state_attribute,
 )
-from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
-from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.notes import CannotFollow
 from trajstore.trainers.recording.parameters import (
+    JoinedOptimizer,
     RecordedParameter,
     as_float64,
     gradient_of,
     unwrap,
 )
-from trajstore.trainers.recording.random_states import random_state
-from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 

@@ -20,15 +20,18 @@ from trajstore.arguments import format_bytes
 from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter
-from trajstore.trainers.recording.compared_run import RowTarget
-from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
+from trajstore.trainers.recording.device_summaries import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
     HostTransfer,
+    JoinedVector,
     Row,
+    RowTarget,
     Transfer,
     Value,
     open_transfer,
+    same_bits,
 )
+from trajstore.trainers.recording.examples import padded
 from trajstore.trainers.recording.first_rows import (
     FirstRows,
     difference,
@@ -36,13 +39,11 @@ from trajstore.trainers.recording.first_rows import (
     remedy_of,
     start_of,
 )
-from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits
 from trajstore.trainers.recording.kept_state import kept_elements, step_count
+from trajstore.trainers.recording.notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
-from trajstore.trainers.recording.step_examples import padded
 from trajstore.trainers.recording.torch_internals import versions
 
 _UNSHARDED = (torch.Tensor, torch.nn.Parameter, JoinedVector)

@@ -16,17 +16,17 @@ from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_run import open_group
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.store.writing.writer import RunWriter
-from trajstore.trainers.recording.compared_run import (
+from trajstore.trainers.recording.device_to_host import (
     ComparedRun,
     Comparison,
     RowDifference,
     RowTarget,
+    place_tensor,
+    same_bits,
 )
-from trajstore.trainers.recording.device_to_host import place_tensor
-from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.model_state import STATE
+from trajstore.trainers.recording.notes import resumed_provenance
 from trajstore.trainers.recording.planned_run import PlannedRun
-from trajstore.trainers.recording.provenance import resumed_provenance
 from trajstore.values.native_types import narrow, native_type
 
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.flat_vectors import joint_type, same_bits
+from trajstore.trainers.recording.device_to_host import joint_type, same_bits
+from trajstore.trainers.recording.notes import why_unproven
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import as_dense, gradient_of
 from trajstore.trainers.recording.planned_run import Recording
@@ -37,7 +38,6 @@ from trajstore.trainers.recording.torch_internals import (
     version,
     versions,
 )
-from trajstore.trainers.recording.unproven_steps import why_unproven
 
 _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's update, and not "

@@ -43,9 +43,9 @@ from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.store.storage.remote_path import Location, RunPath
-from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.device_to_host import RowTarget
 from trajstore.trainers.recording.empty_steps import EmptySteps
-from trajstore.trainers.recording.first_step import FirstStep
+from trajstore.trainers.recording.examples import OF_HIDDEN_STATES, HiddenStates, StepExamples
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import (
     BackwardPass,
@@ -53,23 +53,22 @@ from trajstore.trainers.recording.forward_values import (
     ForwardPasses,
     mark_scaled,
 )
-from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
-from trajstore.trainers.recording.module_hooks import ModuleHooks
-from trajstore.trainers.recording.optimizer_hooks import StepCalls
-from trajstore.trainers.recording.parameter_rows import MatrixStep, ParameterRows
-from trajstore.trainers.recording.parameters import RecordedParameter, as_float64
-from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.sharding import own_logits, whole
-from trajstore.trainers.recording.step_examples import StepExamples
-from trajstore.trainers.recording.step_gradients import StepGradients
-from trajstore.trainers.recording.torch_internals import found_overflow
-from trajstore.trainers.recording.watched_calls import (
+from trajstore.trainers.recording.hooks import (
     BACKWARD,
     CLIP,
     SCALE,
     SCALER_STEP,
     UNSCALE,
+    ModuleHooks,
+    StepCalls,
 )
+from trajstore.trainers.recording.notes import FirstStep
+from trajstore.trainers.recording.parameter_rows import MatrixStep, ParameterRows
+from trajstore.trainers.recording.parameters import RecordedParameter, as_float64
+from trajstore.trainers.recording.planned_run import Recording
+from trajstore.trainers.recording.sharding import own_logits, whole
+from trajstore.trainers.recording.step_gradients import StepGradients
+from trajstore.trainers.recording.torch_internals import found_overflow
 
 _SEVERAL = (
     "optimizer.step() differentiates the loss several times; loss, logits and grad are those of "

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.notes import class_path
 from trajstore.trainers.recording.parameters import NO_NUMBERS
-from trajstore.trainers.recording.provenance import class_path
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS

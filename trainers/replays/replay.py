@@ -17,8 +17,8 @@ import torch
 from trajstore.store.metadata.zarr_json import steps_of_another_optimizer, unproven_rows
 from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.trainers.recording.flat_vectors import type_name
-from trajstore.trainers.recording.torch_threads import torch_threads
+from trajstore.trainers.recording.device_to_host import type_name
+from trajstore.trainers.recording.options import torch_threads
 from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at
 from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
 from trajstore.trainers.replays.recorded_optimizer import State, recorded_optimizer

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.store.metadata.metadata_form import recorded_facts, resumed_after
-from trajstore.trainers.recording.provenance import processor_name
+from trajstore.trainers.recording.notes import processor_name
 
 _CAPABILITY = "cpu_capability"
 

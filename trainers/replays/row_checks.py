@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
+from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
 from trajstore.trainers.recording.step_gradients import clip_coefficient
 from trajstore.trainers.replays.findings import finding_at, ulp_distance
 from trajstore.trainers.replays.parameter_placement import tensor_of

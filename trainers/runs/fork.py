@@ -24,10 +24,8 @@ from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.numeric_advice import report_notes
-from trajstore.trainers.recording.parameters import find_group
-from trajstore.trainers.recording.provenance import group_attributes, optimizer_attributes
+from trajstore.trainers.recording.notes import group_attributes, optimizer_attributes, report_notes
+from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.fork_settings import (

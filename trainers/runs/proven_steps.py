@@ -29,7 +29,7 @@ from trajstore.store.metadata.zarr_json import steps_of_another_optimizer, unpro
 from trajstore.store.reading.open_run import open_group
 from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.trainers.recording.compared_run import RowDifference
+from trajstore.trainers.recording.device_to_host import RowDifference
 from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance
 from trajstore.trainers.replays.replay_device import replay_device, replay_devices
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Unreplayed

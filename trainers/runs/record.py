@@ -18,9 +18,9 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.numeric_advice import report_notes
+from trajstore.trainers.recording.notes import report_notes
+from trajstore.trainers.recording.options import slower_threads, torch_threads
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.recording.torch_threads import slower_threads, torch_threads
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs

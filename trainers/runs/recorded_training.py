@@ -11,11 +11,16 @@ from trajstore.schema import resolve_variables
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import open_recorder
-from trajstore.trainers.recording.compared_run import Comparison
+from trajstore.trainers.recording.device_to_host import Comparison
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
-from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
+from trajstore.trainers.recording.options import (
+    RecordingOptions,
+    Tokens,
+    TrainingLoop,
+    read_tokens,
+    select_tokens,
+)
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.recording.token_selection import Tokens, read_tokens, select_tokens
 from trajstore.trainers.runs.matrix_runs import matrices, shared_path
 from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training

@@ -13,7 +13,7 @@ from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
-from trajstore.trainers.recording.provenance import changed_provenance
+from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs, shared_path
 from trajstore.trainers.runs.optimizer import learning_rate

@@ -17,10 +17,10 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.compared_run import Comparison, RowDifference
-from trajstore.trainers.recording.provenance import changed_provenance
+from trajstore.trainers.recording.device_to_host import Comparison, RowDifference
+from trajstore.trainers.recording.notes import changed_provenance
+from trajstore.trainers.recording.options import torch_threads
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.matrix_runs import planned_runs, shared_path
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded

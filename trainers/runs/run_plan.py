@@ -32,11 +32,7 @@ from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
 from trajstore.store.writing.new_run import compact_rule
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.token_selection import (
-    check_all_tokens,
-    read_tokens,
-    select_tokens,
-)
+from trajstore.trainers.recording.options import check_all_tokens, read_tokens, select_tokens
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus

@@ -30,7 +30,7 @@ from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.flat_vectors import type_name
+from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD

@@ -31,7 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.products import choose_products, float32_products
-from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
+from trajstore.trainers.recording.examples import EXAMPLE_INDEX
 from trajstore.trainers.runs.batches import Batches
 from trajstore.trainers.runs.model import build_model, initialize
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule

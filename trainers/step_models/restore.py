@@ -14,11 +14,10 @@ from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.flat_vectors import type_name
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
-from trajstore.trainers.recording.parameters import find_group
-from trajstore.trainers.recording.provenance import group_attributes
-from trajstore.trainers.recording.random_states import set_random_state
+from trajstore.trainers.recording.device_to_host import type_name
+from trajstore.trainers.recording.kept_state import set_random_state
+from trajstore.trainers.recording.notes import group_attributes
+from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel

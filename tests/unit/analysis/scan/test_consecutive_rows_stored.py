@@ -12,7 +12,7 @@ from trajstore.values.native_types import NATIVE_TYPES, native_type, widen
 
 torch = pytest.importorskip("torch")
 motion = pytest.importorskip(
-    "trajstore.trainers.recording.device_norms", reason="no summaries are recorded here"
+    "trajstore.trainers.recording.device_summaries", reason="no summaries are recorded here"
 )
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ SLOW = (
     "trajstore.trainers.runs.record",
     "trajstore.trainers.runs.fork",
     "trajstore.trainers.counterfactuals.what_if",
-    "trajstore.trainers.recording.token_selection",
+    "trajstore.trainers.recording.options",
     "trajstore.trainers.texts.tokenizer",
 )
 

@@ -21,11 +21,13 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from trajstore import verify  # noqa: E402
 from trajstore.trainers import TrajectoryCallback  # noqa: E402
-from trajstore.trainers.recording import data_set_tokens  # noqa: E402
-from trajstore.trainers.recording.data_set_tokens import facts_of_trainer  # noqa: E402
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
+from trajstore.trainers.recording import hf_callback  # noqa: E402
+from trajstore.trainers.recording.hf_callback import facts_of_trainer  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
-from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
+from trajstore.trainers.recording.parameters import (  # noqa: E402
+    JoinedOptimizer,
+    find_parameters,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -166,7 +168,7 @@ def test_a_module_of_the_users_may_be_called_as_the_library(
 
 
 def test_a_data_set_that_takes_too_long_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_set_tokens, "COUNTING_SECONDS", -1.0)
+    monkeypatch.setattr(hf_callback, "COUNTING_SECONDS", -1.0)
     assert "takes more than" in facts_of(EXAMPLES).notes[0]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from trajstore.trainers.recording import device_norms  # noqa: E402
-from trajstore.trainers.recording.device_norms import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
+from trajstore.trainers.recording import device_summaries  # noqa: E402
+from trajstore.trainers.recording.device_summaries import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
 from trajstore.values import native_types, norms  # noqa: E402
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
 
@@ -75,7 +75,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ca
     """Where the weights are: on the host, on the host but summed as on a device, or on one."""
     if request.param == "like a device":
         monkeypatch.setattr(
-            device_norms, "_hidden_sum", lambda values: pairwise_sum(values.movedim(-1, 0))
+            device_summaries, "_hidden_sum", lambda values: pairwise_sum(values.movedim(-1, 0))
         )
     device = "cpu" if request.param != "device" else request.getfixturevalue("accelerator")
     return lambda tensor: tensor.to(device)

@@ -14,10 +14,7 @@ from list_recorder import HIDDEN, VOCAB  # noqa: E402
 from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers.recording import device_to_host  # noqa: E402
-from trajstore.trainers.recording.device_to_host import (  # noqa: E402
-    DeferredTransfer,
-    memory_in_transit,
-)
+from trajstore.trainers.recording.device_to_host import DeferredTransfer, memory_in_transit  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
+from trajstore.trainers.recording.parameters import JoinedOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -16,9 +16,11 @@ from stored_forms import stored_forms  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import VariableNotRecorded  # noqa: E402
 from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
 from trajstore.trainers.recording.model_state import ModelState  # noqa: E402
-from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
+from trajstore.trainers.recording.parameters import (  # noqa: E402
+    JoinedOptimizer,
+    find_parameters,
+)
 
 pytestmark = pytest.mark.torch
 

@@ -120,12 +120,12 @@ def test_without_a_learning_rate_no_update_was_meant(kind: Any, tiny: Any, tmp_p
 
 
 def test_only_named_variables_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trajstore.trainers.recording import model_parameters
+    from trajstore.trainers.recording import device_summaries
 
     def refuse(*tensors: Any) -> None:
         raise AssertionError("a copy of the model was kept, and nobody asked for it")
 
-    monkeypatch.setattr(model_parameters, "copy_each", refuse)
+    monkeypatch.setattr(device_summaries, "copy_each", refuse)
     ds = open_run(run_of(tmp_path / "run.zarr", variables="W,param_norm,param_grad_norm"))
     assert [name for name in MODEL if name in ds] == ["param_grad_norm", "param_norm"]
     assert "parameter" not in open_run(run_of(tmp_path / "other.zarr", variables="W,loss"))

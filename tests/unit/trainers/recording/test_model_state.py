@@ -22,8 +22,8 @@ from transformers import GPT2Config  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402
-from trajstore.trainers.recording.model_buffers import ModelBuffers  # noqa: E402
+from trajstore.trainers.recording.device_to_host import JoinedVector  # noqa: E402
+from trajstore.trainers.recording.kept_state import ModelBuffers  # noqa: E402
 from trajstore.trainers.recording.model_state import OF_ADAM  # noqa: E402
 from trajstore.trainers.step_models.restore import set_generators  # noqa: E402
 

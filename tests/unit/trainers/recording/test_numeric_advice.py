@@ -15,9 +15,11 @@ from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 from trajstore.errors import ConfigError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
-from trajstore.trainers.recording.numeric_advice import optimizer_advice  # noqa: E402
-from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
+from trajstore.trainers.recording.notes import optimizer_advice  # noqa: E402
+from trajstore.trainers.recording.parameters import (  # noqa: E402
+    JoinedOptimizer,
+    find_parameters,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -64,7 +66,7 @@ def test_advice_is_logged_without_a_function(
 ) -> None:
     train(TinyModel(torch.bfloat16), tmp_path / "run.zarr")
     (record,) = caplog.records
-    assert record.name == "trajstore.trainers.recording.numeric_advice"
+    assert record.name == "trajstore.trainers.recording.notes"
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(NEVER)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trajstore.trainers.recording.run_notes import RunNotes
+from trajstore.trainers.recording.notes import RunNotes
 
 
 def noted(notes: RunNotes, *steps: int, sentence: str = "W was set") -> None:
