@@ -31,7 +31,7 @@ import json, sys, time
 import torch
 from trajstore.trainers import preset
 from trajstore.trainers.runs.training_setup import build_training
-from trajstore.trainers.texts.corpus import load_corpus
+from trajstore.trainers.texts import load_corpus
 name, way, threads, steps, text = sys.argv[1], *map(json.loads, sys.argv[2:])
 torch.set_num_threads(threads)
 config = preset(name).with_values([f"training.products={way}", f"training.steps={steps}"])
@@ -70,7 +70,7 @@ def errors() -> Iterator[list[Any]]:
 
     from trajstore.trainers import float32_products, preset
     from trajstore.trainers.runs.training_setup import build_training
-    from trajstore.trainers.texts.corpus import load_corpus
+    from trajstore.trainers.texts import load_corpus
 
     config = preset("gatsby").with_values(["training.steps=20"])
     training = build_training(config, load_corpus(config))

@@ -61,7 +61,7 @@ class Segments:
 
         from trajstore.trainers.presets import preset
         from trajstore.trainers.runs.training_setup import build_training
-        from trajstore.trainers.texts.corpus import load_corpus
+        from trajstore.trainers.texts import load_corpus
 
         torch.set_num_threads(1)
         config = preset("gatsby").with_values([*changes, "training.device=cpu"])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trajstore.trainers.config import RunConfig as RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if as what_if
     from trajstore.trainers.evaluations.evaluate import evaluate as evaluate
+    from trajstore.trainers.fetch import fetch as fetch
     from trajstore.trainers.presets import PRESETS as PRESETS
     from trajstore.trainers.presets import preset as preset
     from trajstore.trainers.products import float32_products as float32_products
@@ -36,19 +37,16 @@ if TYPE_CHECKING:
     from trajstore.trainers.rounded_optimizer import (
         RoundedSGD as RoundedSGD,
     )
+    from trajstore.trainers.runs.changed_settings import recorded_config as recorded_config
     from trajstore.trainers.runs.fork import fork as fork
     from trajstore.trainers.runs.proven_steps import prove as prove
     from trajstore.trainers.runs.record import record as record
-    from trajstore.trainers.runs.resume_checks import recorded_config as recorded_config
     from trajstore.trainers.runs.run_plan import plan as plan
-    from trajstore.trainers.step_models.checkout import checkout as checkout
-    from trajstore.trainers.step_models.optimizer_state import (
-        optimizer_state_at as optimizer_state_at,
-    )
-    from trajstore.trainers.step_models.restore import restore as restore
+    from trajstore.trainers.step_models.step_model import checkout as checkout
     from trajstore.trainers.step_models.step_model import model_at as model_at
     from trajstore.trainers.step_models.step_model import models as models
-    from trajstore.trainers.texts.fetch import fetch as fetch
+    from trajstore.trainers.step_models.step_model import restore as restore
+    from trajstore.trainers.step_models.step_state import optimizer_state_at as optimizer_state_at
 
 _HOME = {
     "LightningCallback": "trajstore.trainers.recording.lightning_callback",
@@ -60,22 +58,22 @@ _HOME = {
     "TrajectoryCallback": "trajstore.trainers.recording.hf_callback",
     "attach": "trajstore.trainers.recording.capture",
     "capture": "trajstore.trainers.recording.capture",
-    "checkout": "trajstore.trainers.step_models.checkout",
+    "checkout": "trajstore.trainers.step_models.step_model",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "evaluations": "trajstore.trainers.evaluations",
-    "fetch": "trajstore.trainers.texts.fetch",
+    "fetch": "trajstore.trainers.fetch",
     "float32_products": "trajstore.trainers.products",
     "fork": "trajstore.trainers.runs.fork",
     "model_at": "trajstore.trainers.step_models.step_model",
     "models": "trajstore.trainers.step_models.step_model",
-    "optimizer_state_at": "trajstore.trainers.step_models.optimizer_state",
+    "optimizer_state_at": "trajstore.trainers.step_models.step_state",
     "plan": "trajstore.trainers.runs.run_plan",
     "preset": "trajstore.trainers.presets",
     "prove": "trajstore.trainers.runs.proven_steps",
     "record": "trajstore.trainers.runs.record",
-    "recorded_config": "trajstore.trainers.runs.resume_checks",
+    "recorded_config": "trajstore.trainers.runs.changed_settings",
     "replay": "trajstore.trainers.replays.replay",
-    "restore": "trajstore.trainers.step_models.restore",
+    "restore": "trajstore.trainers.step_models.step_model",
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 

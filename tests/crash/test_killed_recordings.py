@@ -55,12 +55,12 @@ def train(
 
     from trajstore import trainers
     from trajstore.store.writing import commit
-    from trajstore.trainers.runs import checkpoint_schedule
+    from trajstore.trainers.runs import checkpoint
 
     torch.set_num_threads(1)
     if changes == BY_TIME:  # of seconds, such a training has few
-        checkpoint_schedule._MIN_INTERVAL = 0.0
-        checkpoint_schedule._PAUSE_FACTOR = commit._PAUSE = 0
+        checkpoint._MIN_INTERVAL = 0.0
+        checkpoint._PAUSE_FACTOR = commit._PAUSE = 0
     if kill is not None:
         kill.install()
     config = trainers.preset(preset).with_values([*SIZES, *changes])

@@ -30,7 +30,7 @@ from trajstore.trainers import (  # noqa: E402
     models,
     optimizer_state_at,
 )
-from trajstore.trainers.texts.corpus import embedded_text, id_stream  # noqa: E402
+from trajstore.trainers.texts import embedded_text, id_stream  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 

@@ -1,4 +1,7 @@
-"""Options that set the configuration of a training run."""
+"""Options that set the configuration of a training run.
+
+Options of the commands that rebuild recorded models.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ def configured(options: Mapping[str, Any], run: Location | None = None) -> RunCo
         The run to resume, if it exists.
     """
     from trajstore import trainers
-    from trajstore.trainers.runs.matrix_runs import existing_runs
+    from trajstore.trainers.runs.run_plan import existing_runs
 
     named = is_named(options)
     begins = run is not None and named and not existing_runs(run)
@@ -171,3 +174,11 @@ def settings_of(options: Mapping[str, Any]) -> list[str]:
             if value not in (None, ())
         ),
     ]
+
+
+RUN_TOKENIZER = click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="ascii|PATH",
+    help="Tokenizer; default: that of the run.",
+)

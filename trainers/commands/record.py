@@ -1,21 +1,34 @@
-"""The commands `record` and `fork`, which train a model and record it."""
+"""The commands `record` and `fork`, which train a model and record it.
+
+Progress of a recording.
+
+What `trajstore record --dry-run` prints: rows, files, memory and sizes of a planned run.
+
+The command `presets`.
+
+The command `fetch`.
+"""
 
 from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from trajstore.arguments import format_bytes, format_duration
 from trajstore.cli.options import RUN
-from trajstore.cli.output import err, out
+from trajstore.cli.output import Bar, err, in_options, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument, needs_extra
+from trajstore.schema import ENCODINGS, TIERS
 from trajstore.trainers.commands.configuration import (
     CORPUS,
     FSYNC,
@@ -26,16 +39,188 @@ from trajstore.trainers.commands.configuration import (
     configuration,
     configured,
     is_named,
+    preset_names,
     recording,
     settings_of,
     stem_of,
 )
-from trajstore.trainers.commands.dry_run import print_plan
-from trajstore.trainers.commands.recording_progress import RecordingProgress
 
 if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location, RunPath
+    from trajstore.store.writing.writer import RunWriter
     from trajstore.trainers import RunConfig
+    from trajstore.trainers.recording.device_to_host import ComparedRun
+    from trajstore.trainers.recording.step_hooks import Recorder
+    from trajstore.trainers.texts import Corpus
+
+
+_SOON = 3.0  # seconds from the first line to the second
+_WIDE = 120  # columns of a terminal that fit all columns and a bar
+
+
+class _Rate(ProgressColumn):
+    """Steps per second."""
+
+    def render(self, task: Any) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
+
+
+class RecordingProgress(Bar):
+    """Progress of a recording: a bar on a terminal, occasional lines elsewhere.
+
+    Parameters
+    ----------
+    steps : int
+        Optimizer steps of the whole run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        # Seconds between reads of the loss, which may wait for the device.
+        self._interval = 0.2 if err.is_terminal else 30.0
+        self._wide = err.width >= _WIDE
+        super().__init__(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),  # the rest of the width
+            _Rate(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}"),
+            speed_estimate_period=10,
+            expand=True,
+        )
+        self._began: float | None = None
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
+        self._steps = steps
+        self.show(0, steps)
+        self._next = 0.0  # the first step is shown at once
+        self._waited = 0.0
+
+    def show_corpus(self, corpus: Corpus) -> None:
+        """Print which text is trained on, and start to measure the duration."""
+        self._began = time.monotonic()
+        dead = int((corpus.counts() == 0).sum())
+        err.print(
+            f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
+            f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
+        )
+
+    def show_products(self, sentence: str) -> None:
+        """Print how products of matrices are computed, and why."""
+        err.print(f"{sentence}.")
+
+    def show_note(self, note: str) -> None:
+        """Print a note about the run."""
+        err.print(f"Note: {in_options(note)}.")
+
+    def show_retrain(self, step: int, last: int) -> None:
+        """Show how many of the recorded steps have been trained again."""
+        if err.is_terminal:
+            state = f"comparing step {step} of {last} with the recorded rows"
+            self._bar.update(self._task, completed=step, state=state)
+            return
+        now = time.monotonic()
+        if now >= self._next or step == last:
+            self._next = now + self._interval
+            err.print(f"comparing step {step} of {last} with the recorded rows")
+
+    def show_step(self, recorder: Recorder) -> None:
+        """Show the step, its loss, the recorded bytes and the rows in memory."""
+        now = time.monotonic()
+        self._last = now, recorder.step
+        self._first = self._first or self._last
+        if now < self._next and recorder.step != self._steps:
+            return
+        # The second line comes soon, because only it can estimate the time.
+        self._next = now + (self._interval if self._first != self._last else _SOON)
+        state = f"loss {recorder.loss.item():.3f}"
+        if self.rate is not None and recorder.step < self._steps and not err.is_terminal:
+            left = (self._steps - recorder.step) / self.rate
+            state = f"{format_duration(left)} left, {state}"
+        writer = recorder.writer
+        if writer is not None:
+            state += self._written(writer)
+        if err.is_terminal:
+            self._bar.update(self._task, completed=recorder.step, state=state)
+        else:
+            err.print(f"step {recorder.step}/{self._steps}: {state}")
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the recording so far; None before the first step."""
+        if self._began is None or self._last is None:
+            return None
+        return self._last[0] - self._began
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second since the first step; None before the second."""
+        if self._first is None or self._last is None or self._first == self._last:
+            return None
+        return (self._last[1] - self._first[1]) / max(self._last[0] - self._first[0], 1e-9)
+
+    def _written(self, writer: RunWriter | ComparedRun) -> str:
+        """Return the recorded and written bytes; a narrow terminal gets the most important."""
+        waiting = writer.seconds_waited > self._waited
+        self._waited = writer.seconds_waited
+        if err.is_terminal and not self._wide:
+            shown = ", waiting for the disk" if waiting else ""
+            return shown or f", {format_bytes(writer.bytes_recorded)}"
+        state = f", {format_bytes(writer.bytes_recorded)} recorded"
+        if writer.bytes_written:
+            state += f", {format_bytes(writer.bytes_written)} on disk"
+        state += f", {writer.rows - writer.committed_rows} rows in memory"
+        if waiting:
+            state += f", waiting for the disk ({format_duration(writer.seconds_waited)} so far)"
+        return state
+
+
+_SIZES = ("native", *(f"expected, {encoding}" for encoding in ENCODINGS))
+
+
+def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
+    """Print what a run would hold and take, and a table of the tiers.
+
+    Parameters
+    ----------
+    config : RunConfig
+    texts : mapping
+        ``corpus`` and ``tokenizer``, as for `trainers.plan`.
+    """
+    from trajstore import trainers
+
+    facts = trainers.plan(config, **texts).facts()
+    tiers = {}
+    for tier in TIERS:
+        changes: dict[str, Any] = {"variables": (tier,)}
+        if tier == "everything":
+            changes["tokens"] = "all"
+        recording = config.recording.model_copy(update=changes)
+        try:
+            planned = trainers.plan(config.model_copy(update={"recording": recording}), **texts)
+        except InvalidArgument as error:  # it needs more memory than the one that is wanted
+            facts["notes"].append(f"the tier {tier} is not possible: {error}")
+        else:
+            tiers[tier] = planned.totals()
+    out.print(
+        f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
+        f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at "
+        f"most {format_bytes(facts['memory'])} of memory; {facts['files']} files."
+    )
+    rows = [
+        (name, array["native_dtype"], *_sizes(array), " × ".join(map(str, array["chunk"])))
+        for name, array in facts["arrays"].items()
+    ]
+    print_table("", ("array", "type", *_SIZES, "chunk"), rows)
+    rows = [
+        (tier, *_sizes(totals), format_bytes(totals["memory"]), totals["block_rows"])
+        for tier, totals in tiers.items()
+    ]
+    print_table("Tiers", ("tier", *_SIZES, "memory", "rows per block"), rows)
+    print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+
+
+def _sizes(facts: dict[str, Any]) -> list[str]:
+    return [*map(format_bytes, (facts["bytes_native"], *facts["bytes_by_encoding"].values()))]
 
 
 _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
@@ -178,7 +363,7 @@ def _train_and_print(
                 **{name: options[name] for name in _PASSED_ON},
             )
     from trajstore.store.reading.run_info import information
-    from trajstore.trainers.runs.matrix_runs import planned_runs
+    from trajstore.trainers.runs.run_plan import planned_runs
 
     facts = {run: information(run) for run in planned_runs(path, config)}
     least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
@@ -262,4 +447,43 @@ def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> N
     err.print(
         f"Interrupted after step {facts['steps']['last']}; "
         f"{facts['committed_rows']} rows are committed. Resume with: {again}"
+    )
+
+
+@click.command()
+@click.argument("name", required=False, shell_complete=preset_names)
+def presets(name: str | None) -> None:
+    """List the presets, or print one as TOML for `record --config`.
+
+    \b
+    Example:
+      trajstore presets gatsby > mine.toml
+    """
+    from trajstore import trainers
+
+    if name is not None:
+        click.echo(trainers.preset(name).to_toml(), nl=False)
+        return
+    for key, make in trainers.PRESETS.items():
+        out.print(f"{key}  {(make.__doc__ or '').strip()}")
+
+
+@click.command()
+@click.argument("name", metavar="gatsby|fineweb|gpt2")
+@click.option("--source", help="Another source: an address, a data set, or a local path.")
+@click.option("--sha256", metavar="HEX", help="Expected SHA-256 of the result.")
+def fetch(name: str, source: str | None, sha256: str | None) -> None:
+    """Download a corpus or tokenizer into the cache, where `record` finds it.
+
+    \b
+    Example:
+      trajstore fetch gpt2
+    """
+    from trajstore import trainers
+
+    fetched = trainers.fetch(name, source=source, sha256=sha256)
+    unit = "tokens" if fetched.path.is_dir() else "bytes"
+    out.print(
+        f"Fetched {fetched.path}: {fetched.size:,} {unit} from {fetched.source}, "
+        f"sha256 {fetched.sha256}"
     )

@@ -15,18 +15,24 @@ from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.zarr_json import steps_of_another_optimizer, unproven_rows
 from trajstore.store.reading.tiled_reader import TiledRun
-from trajstore.trainers.counterfactuals.changed_rates import (
+from trajstore.trainers.counterfactuals.settings import (
+    ChangedSettings,
     changed_clip_coefs,
     changed_learning_rates,
     changed_schedule,
+    changed_settings,
 )
-from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.notes import provenance
 from trajstore.trainers.recording.options import Tokens, select_tokens
-from trajstore.trainers.replays.parameter_placement import Placement, recorded_placement, tensor_of
 from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer, recorded_optimizer
-from trajstore.trainers.replays.recorded_rows import RecordedRows, check_inputs
+from trajstore.trainers.replays.recorded_rows import (
+    Placement,
+    RecordedRows,
+    check_inputs,
+    recorded_placement,
+    tensor_of,
+)
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 from trajstore.values.optimizer_rule import MOMENTS

@@ -1,25 +1,196 @@
-"""A counterfactual run: W from the recorded gradients and another optimizer."""
+"""A counterfactual run: W from the recorded gradients and another optimizer.
+
+The rows of a counterfactual: the computed W, and variables copied from the recorded run.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from trajstore.arguments import EXCHANGE_MEMORY, checks_types
 from trajstore.errors import InvalidArgument
+from trajstore.schema import VARIABLES
 from trajstore.store.metadata.metadata_form import FINGERPRINT
 from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
-from trajstore.trainers.counterfactuals.counterfactual_rows import CounterfactualRows
-from trajstore.trainers.counterfactuals.planned_counterfactual import PlannedCounterfactual
+from trajstore.trainers.counterfactuals.planned_counterfactual import (
+    OPTIMIZER_VARIABLES,
+    PlannedCounterfactual,
+)
+from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
+from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.options import Tokens, torch_threads
-from trajstore.trainers.replays.recorded_rows import RecordedRows
-from trajstore.trainers.replays.replay_device import replay_device
+from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer, replay_device
+from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, tensor_of
+from trajstore.trainers.replays.replay_result import CannotReplay
+from trajstore.values.native_types import as_bits, native_type
+
+Array = npt.NDArray[Any]
+
+_WINDOW = 128 << 20
+
+
+class CounterfactualRows:
+    """Iterator that computes row after row.
+
+    Parameters
+    ----------
+    planned : PlannedCounterfactual
+
+    Attributes
+    ----------
+    first_difference : int or None
+        First step after which W or a moment differs from the recorded one. It is searched only if
+        no setting changes, and is known after all rows.
+    """
+
+    def __init__(self, planned: PlannedCounterfactual) -> None:
+        self._planned = planned
+        self._rows = planned.rows
+        self._variables = planned.variables
+        self.first_difference: int | None = None
+        self._compared = [
+            name
+            for name in ("W", *planned.recorded.state_names)
+            if name in planned.variables and not planned.settings.given
+        ]
+
+    def __iter__(self) -> Iterator[tuple[RecordedRow, dict[str, Array]]]:
+        """Yield each row of the new run with its bits."""
+        first = self._planned.first
+        names = {*self._variables, *self._planned.recorded.state_names}
+        (row,) = self._rows.read(names, first=first, stop=first + 1)
+        self._begin(row)
+        recorded = {name: self._rows.scalar(name, first) for name in ("lr", "clip_coef")}
+        values = self._values(row, None) | recorded
+        if "hyperparameters" in values:
+            before = self._rows.hyperparameters(first)
+            known = [before.get(name, math.nan) for name in self._planned.numbers[first]]
+            values["hyperparameters"] = np.array(known).view(np.uint64)
+        if "W_ulp_l1" in values and self._variables["W"] != self._rows.natives["W"]:
+            # The motion before this row was counted in spacings of another type.
+            values["W_ulp_l1"] = np.full_like(
+                values["W_ulp_l1"], self._variables["W_ulp_l1"].nan_bits
+            )
+        yield row, values
+        read = [
+            name
+            for name in self._variables
+            if name in VARIABLES and name not in OPTIMIZER_VARIABLES
+        ] + self._compared
+        has_motion = "W_step_norm" in self._variables or "W_ulp_l1" in self._variables
+        for row in self._rows.read(read, first=first + 1, window=_WINDOW):
+            number, optimizer = row.number, self._planned.optimizer
+            last = optimizer.value("W").clone() if has_motion else None
+            rate, clip_coef = float(self._planned.lr[number]), self._planned.clip_coef[number]
+            self._step(optimizer, row, rate, clip_coef, self._planned.numbers[number])
+            values = self._values(row, last)
+            if self.first_difference is None and not self._is_as_recorded(row, values):
+                self.first_difference = row.step
+            yield row, values
+
+    def _is_as_recorded(self, row: RecordedRow, values: dict[str, Array]) -> bool:
+        return all(
+            np.array_equal(values[name], self._planned.of_tokens(row.bits[name]))
+            for name in self._compared
+        )
+
+    def _begin(self, row: RecordedRow) -> None:
+        """Set the optimizer to the recorded state of a row."""
+        planned, names = self._planned, self._planned.recorded.state_names
+        taken = self._rows.steps_taken(row.number)
+        state = {}
+        if taken and planned.needs_rebuilding:
+            self._rebuild(row.number)
+            state = {name: planned.recorded.value(name) for name in names}
+        elif taken:
+            state = {name: self._parameter(name, row) for name in names}
+        if state and row.number == 0 and not any(value.any() for value in state.values()):
+            raise CannotReplay(
+                f"the optimizer's state at step {row.step} was not recorded, because recording "
+                "began there; start a step later (at=…)"
+            )
+        planned.optimizer.begin(self._parameter("W", row), state, taken)
+
+    def _rebuild(self, last: int) -> None:
+        """Have the recorded optimizer take all recorded steps up to a row."""
+        recorded, rows = self._planned.recorded, self._rows
+        (start,) = rows.read(["W"], stop=1)
+        recorded.begin(self._parameter("W", start), {}, 0)
+        for row in rows.read(["grad"], first=1, stop=last + 1, window=_WINDOW):
+            rate, clip_coef = rows.value("lr", row.number), rows.scalar("clip_coef", row.number)
+            self._step(recorded, row, rate, clip_coef, rows.hyperparameters(row.number))
+
+    def _step(
+        self,
+        optimizer: RecordedOptimizer,
+        row: RecordedRow,
+        rate: float,
+        clip_coef: Array,
+        numbers: dict[str, float],
+    ) -> None:
+        """Take the step of a row, unless it was skipped."""
+        if not self._rows.idle[row.number]:
+            factor = tensor_of(clip_coef, self._rows.natives["clip_coef"])
+            optimizer.step(self._parameter("grad", row), factor, rate, numbers)
+
+    def _parameter(self, name: str, row: RecordedRow) -> torch.Tensor:
+        return self._planned.placement.parameter(
+            self._planned.of_tokens(row.bits[name]), self._rows.natives[name]
+        )
+
+    def _bits(self, tensor: torch.Tensor) -> Array:
+        native = native_type(type_name(tensor.dtype))
+        return self._planned.placement.bits(tensor, native)
+
+    def _values(self, row: RecordedRow, last: torch.Tensor | None) -> dict[str, Array]:
+        """Return the bits of a row of the new run."""
+        values: dict[str, Array] = {}
+        value = self._planned.optimizer.value
+        for name in self._variables:
+            if name in ("W", *self._planned.optimizer.state_names):
+                values[name] = self._bits(value(name))
+            elif name == "cells":
+                values[name] = self._bits(value("W").to(torch.bfloat16))
+            elif name == "lr":
+                values[name] = self._planned.lr[row.number].view(np.uint64)
+            elif name == "hyperparameters":
+                numbers = np.array([*self._planned.numbers[row.number].values()])
+                values[name] = numbers.view(np.uint64)
+            elif name == "clip_coef":
+                values[name] = self._planned.clip_coef[row.number]
+            elif name == "grad":
+                values[name] = self._gradient(row)
+            elif last is not None and name in ("W_step_norm", "W_ulp_l1"):
+                measure = token_norm if name == "W_step_norm" else ulp_l1
+                values[name] = self._bits(measure(value("W"), last))
+            elif VARIABLES[name].dims == ("step",):
+                values[name] = self._rows.scalar(name, row.number)
+            else:
+                bits = row.bits[name]
+                values[name] = (
+                    self._planned.of_tokens(bits) if "token" in VARIABLES[name].dims else bits
+                )
+        return values
+
+    def _gradient(self, row: RecordedRow) -> Array:
+        """Return the gradient that the optimizer gets, before clipping."""
+        native, wanted = self._rows.natives["grad"], self._variables["grad"]
+        bits = self._planned.of_tokens(row.bits["grad"])
+        if native == wanted:
+            return bits
+        return as_bits(tensor_of(bits, native).to(getattr(torch, wanted.name)), wanted, "grad")
 
 
 @dataclass(frozen=True, kw_only=True)

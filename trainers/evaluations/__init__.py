@@ -9,8 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from trajstore.trainers.evaluations.evaluate import Evaluated, evaluate
-from trajstore.trainers.evaluations.on_prompts import attention, cka, generation, logit_lens
-from trajstore.trainers.evaluations.on_texts import hidden_cosine, loss
+from trajstore.trainers.evaluations.on_texts import (
+    attention,
+    cka,
+    generation,
+    hidden_cosine,
+    logit_lens,
+    loss,
+)
 
 __all__ = [
     "READY_MADE",

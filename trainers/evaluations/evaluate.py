@@ -1,13 +1,33 @@
-"""Evaluation of a function at many steps, appended to a Zarr store."""
+"""Evaluation of a function at many steps, appended to a Zarr store.
+
+Results of steps from several processes, in the order of the steps.
+
+Functions given as ``FILE.py:function`` or ``MODULE:function``.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
 import inspect
+import multiprocessing
 import os
+import pickle
+import signal
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,17 +35,184 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, TrajstoreError
+from trajstore.errors import InvalidArgument, TrajstoreError, did_you_mean
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.threads import threads_of_each
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.evaluations.function_source import load_function
-from trajstore.trainers.evaluations.result import step_dataset
-from trajstore.trainers.evaluations.result_store import ResultStore
-from trajstore.trainers.evaluations.worker_processes import in_processes
+from trajstore.trainers.evaluations.result import ResultStore, step_dataset
 from trajstore.trainers.products import float32_products
-from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import Constructor, StepModel
+from trajstore.trainers.step_models.step_state import RunParameters
+
+Worker = Callable[..., Callable[[Sequence[int]], Iterable[xr.Dataset]]]
+"""Returns a function that yields the results of some steps; called once in each process."""
+
+_LONGEST = 16
+"""Most steps of a request."""
+
+_PATIENCE = 2.0
+"""Seconds after which a process returns the results of a request that it has not completed. One
+that has to stop is terminated then.
+"""
+
+_AHEAD = 4
+"""Requests of each process whose results may wait for those of earlier steps."""
+
+_stop: Event
+"""Set if a process has to stop after its step."""
+
+
+def in_processes(
+    worker: Worker, arguments: tuple[Any, ...], steps: Sequence[int], jobs: int
+) -> Iterator[xr.Dataset]:
+    """Call ``worker(*arguments)`` in several processes, and the result with some of the steps.
+
+    Yields
+    ------
+    Dataset
+        One for each step, in order.
+
+    Raises
+    ------
+    InvalidArgument
+        If the arguments cannot be pickled.
+    TrajstoreError
+        If a process is killed; or the error of the first step that fails, after all results before
+        it.
+    """
+    try:
+        made = pickle.dumps((worker, arguments))
+    except Exception as error:  # pickle raises many types
+        raise InvalidArgument(
+            f"the function cannot be passed to other processes ({error}); define it in a module, "
+            "or give FILE.py:function"
+        ) from error
+    length = max(1, min(_LONGEST, len(steps) // (_AHEAD * jobs)))
+    pieces = deque(steps[start : start + length] for start in range(0, len(steps), length))
+    threads = threads_of_each(jobs)
+    others = {*multiprocessing.active_children()}
+    spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
+    pool = ProcessPoolExecutor(min(jobs, len(pieces)), spawn, _start, (threads, stop))
+    waiting: deque[Any] = deque()
+    try:
+        while waiting or pieces:
+            while pieces and len(waiting) < _AHEAD * jobs:
+                piece = pieces.popleft()
+                waiting.append((piece, pool.submit(_evaluated, made, piece)))
+            piece, future = waiting[0]
+            found, failure = future.result()
+            waiting.popleft()
+            yield from found
+            if failure is not None:
+                raise failure
+            if left := piece[len(found) :]:
+                waiting.appendleft((left, pool.submit(_evaluated, made, left)))
+    except BrokenProcessPool as error:
+        raise TrajstoreError(
+            f"a process that evaluated step {piece[0]} or a later one was killed, perhaps because "
+            "the memory was full; give fewer jobs"
+        ) from error
+    finally:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in {*multiprocessing.active_children()} - others:
+            process.join(_PATIENCE)
+            process.terminate()
+        pool.shutdown()
+
+
+def _start(threads: int, stop: Event) -> None:
+    """Prepare a process. It ends when the first one ends, for whatever reason."""
+    global _stop  # noqa: PLW0603
+    _stop = stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    first: Any = multiprocessing.parent_process()
+    first.join()
+    os._exit(1)
+
+
+@cache
+def _evaluator(made: bytes) -> Callable[[Sequence[int]], Iterable[xr.Dataset]]:
+    worker, arguments = pickle.loads(made)
+    return worker(*arguments)  # type: ignore[no-any-return]
+
+
+def _evaluated(made: bytes, steps: Sequence[int]) -> tuple[list[xr.Dataset], TrajstoreError | None]:
+    """Return the results of the first steps, and the error of the next one."""
+    found: list[xr.Dataset] = []
+    began = time.monotonic()
+    try:
+        for result in _evaluator(made)([] if _stop.is_set() else steps):
+            found.append(result)
+            if _stop.is_set() or time.monotonic() - began > _PATIENCE:
+                break
+    except TrajstoreError as error:
+        error.add_note(traceback.format_exc())
+        return found, error
+    return found, None
+
+
+def load_function(source: str) -> Callable[..., Any]:
+    """Import a function by ``FILE.py:function`` or ``MODULE:function``.
+
+    Modules next to the file can be imported by it.
+
+    Raises
+    ------
+    InvalidArgument
+        If the text has another form, the file or the function does not exist, or the import fails.
+    """
+    place, colon, name = source.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise InvalidArgument(f"got {source!r}, expected FILE.py:function, such as probe.py:probe")
+    module = _file(place) if place.endswith(".py") else _module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [one for one, value in vars(module).items() if callable(value)]
+        raise InvalidArgument(f"{place} has no function {name}{did_you_mean(name, known)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # any code of the module
+        raise InvalidArgument(
+            f"cannot import {name}: {type(error).__name__}: {error}; give FILE.py:function, or the "
+            "name of an installed module"
+        ) from error
+
+
+def _file(place: str) -> ModuleType:
+    path = Path(place).absolute()
+    if not path.is_file():
+        raise InvalidArgument(f"there is no file {place}; give FILE.py:function")
+    # A name of its own: another module of this name may be imported. An edited file is run again.
+    content = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()
+    name = f"{path.stem}_{content[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # its name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for dataclasses, which look up their module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # any code of the file
+        del sys.modules[name]
+        raise InvalidArgument(f"cannot import {place}: {type(error).__name__}: {error}") from error
+    return module
+
 
 Evaluation = Callable[[torch.nn.Module, int], Any]
 """Returns the values of a model at a step, by name."""

@@ -1,16 +1,31 @@
-"""The result of an evaluation at one step: a dict of values, as a Dataset."""
+"""The result of an evaluation at one step: a dict of values, as a Dataset.
+
+The Zarr store of an evaluation. Results are appended in the order of the steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xarray as xr
+import zarr
 
-from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.errors import InvalidArgument, RunExists
+from trajstore.schema import COORDINATES, EVALUATION, STEP, VARIABLES
+from trajstore.store.storage.atomic import make_folder
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_path import local_path
 
 _KINDS = "biufO"
 """Kinds of types that are stored: booleans, numbers and texts."""
@@ -122,3 +137,173 @@ def _values(value: Any) -> Any:
     if values.dtype.kind not in _KINDS:
         raise TypeError(f"values of type {values.dtype} are not stored")
     return values
+
+
+_ROWS = "complete_rows"
+"""Attribute of the root: rows that were appended completely. A kill may leave more."""
+
+_CHUNK = 1 << 20
+_MOST_ROWS = 1024
+_WAITING_BYTES = 32 << 20
+_WAITING_SECONDS = 5.0
+
+
+class ResultStore:
+    """A Zarr store of results along ``step``, locked for this process. `open` creates it.
+
+    Results wait in memory for at most five seconds, or until they have 32 MiB.
+
+    Attributes
+    ----------
+    path : Path
+    steps : ndarray of int64, (step,)
+        Steps with results, including those that wait.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], first: xr.Dataset | None) -> None:
+        self.path = path
+        self.steps: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._about = dict(about)
+        self._first = first
+        self._waiting: list[xr.Dataset] = []
+        self._written = 0
+        self._last = time.monotonic()
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, output: str | os.PathLike[str], about: Mapping[str, Any], *, overwrite: bool = False
+    ) -> Iterator[Self]:
+        """Create a store, or open one with results of the same function and run.
+
+        At the end of the ``with`` block, also after an error, all results are written.
+
+        Parameters
+        ----------
+        output : path-like
+        about : mapping
+            JSON values: the run and the function.
+        overwrite : bool
+            Remove an existing store.
+
+        Raises
+        ------
+        RunExists
+            If the path exists and is not the store of an evaluation.
+        RunLocked
+            If another process writes to it.
+        InvalidArgument
+            If it has the results of another function or run.
+        """
+        path = local_path(output).absolute()
+        make_folder(path.parent)
+        with RunLock.acquire(path):
+            if overwrite and path.exists():
+                _attributes(path)
+                shutil.rmtree(path)
+            store = cls._existing(path, about) if path.exists() else cls(path, about, None)
+            try:
+                yield store
+            finally:
+                store.flush()
+
+    @classmethod
+    def _existing(cls, path: Path, about: Mapping[str, Any]) -> Self:
+        attributes = _attributes(path)
+        found = attributes[EVALUATION]
+        differing = [name for name in about if found.get(name) != about[name]]
+        if differing:
+            name = differing[0]
+            raise InvalidArgument(
+                f"{path} has results with {name} {found.get(name)}, got {name} {about[name]}; "
+                "choose another output, or replace it with overwrite=True"
+            )
+        rows = attributes[_ROWS]
+        group: Any = zarr.open_group(path, mode="r+", use_consolidated=False)
+        for _, array in group.arrays():
+            if array.metadata.dimension_names[:1] == (STEP.name,) and array.shape[0] != rows:
+                array.resize((rows, *array.shape[1:]))
+        with xr.open_zarr(path, consolidated=False, chunks=None) as ds:
+            store = cls(path, about, ds.isel(step=slice(0, 1)).load())
+            store.steps = ds[STEP.name].values
+        store._written = rows
+        return store
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the results, sorted."""
+        return () if self._first is None else tuple(sorted(map(str, self._first.data_vars)))
+
+    def add(self, result: xr.Dataset) -> None:
+        """Append the result of a step.
+
+        Raises
+        ------
+        InvalidArgument
+            If it has another form than the results before.
+        """
+        if self._first is None:
+            self._first = result
+        else:
+            check_like(result, self._first)
+        self._waiting.append(result)
+        self.steps = np.append(self.steps, result[STEP.name].values)
+        waits = time.monotonic() - self._last >= _WAITING_SECONDS
+        if waits or result.nbytes * len(self._waiting) >= _WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all results that wait."""
+        self._last = time.monotonic()
+        if not self._waiting:
+            return
+        ds = xr.concat(
+            self._waiting, STEP.name, data_vars="all", coords="minimal", compat="override",
+            join="override",
+        )  # fmt: skip
+        ds.attrs = {EVALUATION: self._about, _ROWS: self._written}
+        if self._written:
+            constant = [name for name, one in ds.variables.items() if STEP.name not in one.dims]
+            # It replaces the attributes of the root by those of the Dataset.
+            ds.drop_vars(constant).to_zarr(self.path, append_dim=STEP.name, consolidated=False)
+        else:
+            encoding = {name: {"chunks": _chunks(one)} for name, one in ds.variables.items()}
+            encoding = {name: one for name, one in encoding.items() if one["chunks"]}
+            ds.to_zarr(self.path, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
+        self._written += ds.sizes[STEP.name]
+        self._waiting.clear()
+        zarr.open_group(self.path, mode="r+", use_consolidated=False).attrs[_ROWS] = self._written
+        with warnings.catch_warnings():
+            # "Consolidated metadata is currently not part in the Zarr format 3 specification"
+            warnings.simplefilter("ignore", UserWarning)
+            zarr.consolidate_metadata(self.path)
+
+
+def _attributes(path: Path) -> dict[str, Any]:
+    """Return the attributes of a store.
+
+    Raises
+    ------
+    RunExists
+        If it is not the store of an evaluation.
+    """
+    try:
+        found = zarr.open_group(path, mode="r", use_consolidated=False).attrs.asdict()
+    except Exception:  # zarr raises many types for other files
+        found = {}
+    if EVALUATION not in found or _ROWS not in found:
+        raise RunExists(
+            f"{path} is not the store of an evaluation and is not overwritten; choose another path"
+        )
+    return found
+
+
+def _chunks(variable: xr.Variable) -> tuple[int, ...]:
+    """Chunks of a variable: many rows, as results are appended, and whole results."""
+    if variable.dims[:1] != (STEP.name,):
+        return ()
+    row = math.prod(variable.shape[1:]) * max(variable.dtype.itemsize, 8)
+    return (
+        min(_MOST_ROWS, max(1, _CHUNK // max(row, 1))),
+        *(max(n, 1) for n in variable.shape[1:]),
+    )

@@ -37,7 +37,7 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.planned_run import run_paths
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.texts.tokenizer import token_texts
+from trajstore.trainers.texts import token_texts
 
 COUNTING_SECONDS = 5.0
 """Approximate time limit for counting a data set; a slower count is discarded."""

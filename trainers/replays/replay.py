@@ -19,17 +19,30 @@ from trajstore.store.reading.run_info import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.options import torch_threads
-from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at
-from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
-from trajstore.trainers.replays.recorded_optimizer import State, recorded_optimizer
-from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, check_inputs
-from trajstore.trainers.replays.replay_device import (
+from trajstore.trainers.replays.recorded_optimizer import (
     ReplayDevice,
+    State,
+    recorded_optimizer,
     replay_device,
     replay_devices,
 )
-from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
-from trajstore.trainers.replays.row_checks import RowChecks
+from trajstore.trainers.replays.recorded_rows import (
+    RecordedRow,
+    RecordedRows,
+    RowChecks,
+    check_inputs,
+    recorded_placement,
+    tensor_of,
+)
+from trajstore.trainers.replays.replay_result import (
+    LISTED,
+    CannotReplay,
+    Finding,
+    Kind,
+    Replay,
+    UnreplayedSteps,
+    finding_at,
+)
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import MOMENTS
 

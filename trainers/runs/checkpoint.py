@@ -1,16 +1,27 @@
-"""The folder of checkpoints next to a run: its states, as files."""
+"""The folder of checkpoints next to a run: its states, as files.
+
+The schedule of checkpoints of a recorded training.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from trajstore.errors import FormatError, RunExists
+from trajstore.errors import FormatError, RunExists, RunLocked
 from trajstore.store.metadata.metadata_form import CHECKPOINT, checkpoint_folder
+from trajstore.store.reading.open_run import open_group
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, sweep
+from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
-from trajstore.trainers.runs.run_state import RunState, stored_name
+from trajstore.threads import submit
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.run_state import RunState, rows_hold_state, stored_name
+from trajstore.trainers.runs.training_setup import Training
 
 
 class CheckpointFolder:
@@ -205,4 +216,154 @@ class CheckpointFolder:
         return RunExists(
             f"{self.path} has checkpoints of {other}, and {self._run.name} would use the same "
             "folder; choose another path for the run"
+        )
+
+
+_MIN_INTERVAL = 10.0
+"""Minimum seconds between checkpoints, and before the first."""
+
+_PAUSE_FACTOR = 100  # pause in durations of the last checkpoint: at most a hundredth of the time
+
+
+class Checkpointing:
+    """Takes the checkpoints of one recorded training.
+
+    By default they are taken by time, so rarely that their cost is negligible. The next one waits
+    until the rows of the last one are committed, so there are never more than two. With
+    ``recording.checkpoint_every``, they are taken at the end of a block of rows, so that a
+    checkpoint and a commit coincide. When the training ends or is stopped, its state is copied
+    after that step, before the last rows are committed. So a complete run always has the checkpoint
+    of its last step.
+
+    The training only waits for a copy of its state; a thread writes and flushes it. A run whose
+    rows hold the whole state gets no checkpoint.
+
+    Parameters
+    ----------
+    training : Training
+    run : Path or RemotePath
+        The run, or the first of several.
+    sources : mapping of str to str
+        Given paths of the text and the tokenizer.
+    taken_from : RunState, optional
+        State from which the training starts.
+    stop : callable
+        Called after every step; returns True to stop.
+    fsync : bool
+    clock : callable
+        Returns seconds.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        run: Location,
+        *,
+        sources: Mapping[str, str],
+        taken_from: RunState | None,
+        stop: Callable[[], bool],
+        fsync: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._training = training
+        self._run = run
+        self._folder = CheckpointFolder(run, fsync=fsync)
+        if taken_from is not None:
+            self._folder.keep(taken_from)
+        self._every = training.config.recording.checkpoint_every
+        self._sources = dict(sources)
+        self._taken_from = taken_from
+        self._last_step = 0 if taken_from is None else taken_from.step
+        self._stop = stop
+        self._created: str | None = None
+        self._in_rows = False
+        self._clock = clock
+        self._last_time, self._took = clock(), 0.0
+        self._thread = ThreadPoolExecutor(1, "trajstore-checkpoint")
+        self._adding: Future[None] | None = None
+
+    def after_step(self, recorder: Recorder, scaler: Any) -> bool:
+        """Take a checkpoint if one is due.
+
+        Parameters
+        ----------
+        recorder : Recorder
+        scaler : GradScaler or None
+            Scaler of the loop.
+
+        Returns
+        -------
+        bool
+            True to stop; the run is then closed as interrupted.
+        """
+        ends = recorder.step >= self._training.config.training.steps
+        stop = self._stop() and not ends
+        self._take_if_due(recorder, scaler, last=stop or ends)
+        if stop:
+            recorder.close(complete=False)
+        return stop
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written."""
+        self._thread.shutdown()
+
+    def finish(self, recorder: Recorder) -> None:
+        """Remove checkpoints that are no longer needed; the run is closed."""
+        if recorder.writer is None:
+            return
+        try:
+            with RunLock.acquire(self._run):
+                self._folder.prune(recorder.committed_rows)
+        except RunLocked:
+            pass  # the process that resumes the run removes them
+
+    def _take_if_due(self, recorder: Recorder, scaler: Any, *, last: bool) -> None:
+        if recorder.writer is None:
+            return
+        if self._created is None:
+            self._created = str(open_group(self._run).attrs["created"])
+            self._in_rows = rows_hold_state(self._training.config, recorder.writer.layout.arrays)
+            self._folder.clean(None if self._in_rows else self._taken_from)
+        if self._in_rows:
+            return
+        if self._adding is not None and self._adding.done():
+            self._wait_for_write()
+        if not last and not self._is_due(recorder):
+            return
+        self._wait_for_write()
+        begun = self._clock()
+        taken = self._take(recorder, scaler)
+        self._last_step = recorder.step
+        self._adding = submit(self._thread, self._add, taken, recorder.committed_rows, begun)
+        if last:
+            self._wait_for_write()
+
+    def _add(self, taken: RunState, committed_rows: int, begun: float) -> None:
+        self._folder.add(taken, committed_rows)
+        self._last_time = self._clock()
+        self._took = self._last_time - begun
+
+    def _wait_for_write(self) -> None:
+        """Wait for the checkpoint that is being written, and raise its error."""
+        if self._adding is not None:
+            adding, self._adding = self._adding, None
+            adding.result()
+
+    def _is_due(self, recorder: Recorder) -> bool:
+        if self._every is not None:
+            return recorder.at_block_end and recorder.step - self._last_step >= self._every
+        if self._adding is not None:
+            return False
+        passed = self._clock() - self._last_time
+        due = passed >= max(_MIN_INTERVAL, _PAUSE_FACTOR * self._took)
+        return due and not self._folder.has_uncommitted(recorder.committed_rows)
+
+    def _take(self, recorder: Recorder, scaler: Any) -> RunState:
+        return RunState.take(
+            self._training,
+            scaler,
+            recorder,
+            run=str(self._created),
+            name=self._run.name,
+            sources=self._sources,
         )

@@ -27,29 +27,30 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.notes import group_attributes, optimizer_attributes, report_notes
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.runs.checkpoint import CheckpointFolder
-from trajstore.trainers.runs.fork_settings import (
+from trajstore.trainers.runs.changed_settings import (
     changed_fields,
-    forked_config,
-    forked_types,
-    keeps_state,
-)
-from trajstore.trainers.runs.model import build_model
-from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
-from trajstore.trainers.runs.record import record, text_sources
-from trajstore.trainers.runs.resume_checks import (
     check_device,
     check_recorded,
     check_text,
     decay_note,
+    forked_config,
+    forked_types,
+    keeps_state,
     recorded_config,
 )
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
+from trajstore.trainers.runs.record import record, text_sources
 from trajstore.trainers.runs.retraining import explain_difference, train_again
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.run_state import RunState, holds_state, rows_hold_state
-from trajstore.trainers.runs.training_setup import with_products
-from trajstore.trainers.step_models.recorded_parameters import row_of
-from trajstore.trainers.texts.corpus import Corpus, load_corpus
+from trajstore.trainers.runs.training_setup import (
+    build_model,
+    build_optimizer,
+    build_schedule,
+    with_products,
+)
+from trajstore.trainers.step_models.step_state import row_of
+from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
 

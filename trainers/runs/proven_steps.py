@@ -30,14 +30,19 @@ from trajstore.store.reading.open_run import open_group
 from trajstore.store.reading.run_info import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.device_to_host import RowDifference
-from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance
-from trajstore.trainers.replays.replay_device import replay_device, replay_devices
-from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Unreplayed
+from trajstore.trainers.replays.recorded_optimizer import replay_device, replay_devices
+from trajstore.trainers.replays.replay_result import (
+    LISTED,
+    CannotReplay,
+    Unreplayed,
+    UnreplayedSteps,
+    ulp_distance,
+)
+from trajstore.trainers.runs.changed_settings import check_text, recorded_config
 from trajstore.trainers.runs.record import text_sources
-from trajstore.trainers.runs.resume_checks import check_text, recorded_config
 from trajstore.trainers.runs.retraining import train_again
 from trajstore.trainers.runs.run_state import RunState, holds_state
-from trajstore.trainers.texts.corpus import Corpus, load_corpus
+from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
 _SEGMENT = 256

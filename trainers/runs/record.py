@@ -21,21 +21,18 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.notes import report_notes
 from trajstore.trainers.recording.options import slower_threads, torch_threads
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.runs.checkpoint import CheckpointFolder
-from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
-from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
-from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
-from trajstore.trainers.runs.resume_checks import (
+from trajstore.trainers.runs.changed_settings import (
     check_text,
     find_resume_point,
     recorded_config,
     resume_notes,
 )
-from trajstore.trainers.runs.retraining import retrain_to_last_row
-from trajstore.trainers.runs.run_plan import numeric_advice
+from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing
+from trajstore.trainers.runs.retraining import recording_options, retrain_to_last_row, run_recorded
+from trajstore.trainers.runs.run_plan import existing_runs, numeric_advice, planned_runs
 from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
-from trajstore.trainers.texts.corpus import Corpus, load_corpus
+from trajstore.trainers.texts import Corpus, load_corpus
 
 
 @checks_types

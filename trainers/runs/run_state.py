@@ -32,11 +32,10 @@ from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.replays.parameter_placement import tensor_of
+from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.step_models.optimizer_state import state_dicts_at
-from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.trainers.step_models.step_state import RunParameters, state_dicts_at
 from trajstore.values.optimizer_rule import MOMENTUM
 from trajstore.version import __version__
 

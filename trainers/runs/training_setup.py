@@ -1,22 +1,32 @@
-"""A training run from its configuration: model, optimizer, schedule, examples, and the loop."""
+"""A training run from its configuration: model, optimizer, schedule, examples, and the loop.
+
+Shuffled batches for the plain PyTorch loop.
+
+The model and the initial values of its embeddings.
+
+The optimizer of a run and the schedule of its learning rate.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import SkipBatchSampler
 from safetensors.torch import save_model
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
+    GPT2Config,
     GPT2LMHeadModel,
     PrinterCallback,
     Trainer,
@@ -24,18 +34,199 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    get_scheduler,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trajstore.errors import ConfigError
-from trajstore.trainers.config import RunConfig
+from trajstore.trainers.config import InitializationConfig, ModelConfig, RunConfig, ScheduleConfig
 from trajstore.trainers.products import choose_products, float32_products
 from trajstore.trainers.recording.examples import EXAMPLE_INDEX
-from trajstore.trainers.runs.batches import Batches
-from trajstore.trainers.runs.model import build_model, initialize
-from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
-from trajstore.trainers.texts.corpus import Corpus
+from trajstore.trainers.rounded_optimizer import OPTIMIZERS
+from trajstore.trainers.texts import Corpus
+
+Batch = dict[str, torch.Tensor]
+
+
+class Batches:
+    """Endless batches, with a new order in each epoch.
+
+    A separate generator shuffles the examples.
+
+    Parameters
+    ----------
+    dataset : Dataset of dict of tensors
+    batch_size : int
+    seed : int
+        Seed of the generator.
+    skipped_shuffles : int
+        Number of orders to discard at the start.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Batch], batch_size: int, *, seed: int, skipped_shuffles: int = 0
+    ) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._loader = DataLoader(
+            dataset, batch_size=batch_size, shuffle=True, generator=self._generator
+        )
+        for _ in range(skipped_shuffles):
+            next(iter(self._loader))
+        self._iterator: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = iter(self._loader)
+            batch = next(self._iterator)
+        return batch
+
+    def skip(self, batches: int) -> None:
+        """Skip the first batches, without loading their examples."""
+        order: DataLoader[int] = DataLoader(
+            range(len(self._loader.dataset)),  # type: ignore[arg-type]
+            batch_sampler=self._loader.batch_sampler,
+            generator=self._generator,
+            collate_fn=len,
+        )
+        while batches > len(order):  # the end of an epoch belongs to it, as in `__next__`
+            batches -= sum(1 for _ in order)
+        # Like the loader, which draws the order, but without loading the skipped examples.
+        rest = DataLoader(
+            self._loader.dataset,
+            batch_sampler=SkipBatchSampler(self._loader.batch_sampler, batches),
+            generator=self._generator,
+        )
+        self._iterator = iter(rest) if batches else iter(())
+
+
+def build_model(config: ModelConfig) -> GPT2LMHeadModel:
+    """Build GPT-2 without dropout, and convert all weights to one type.
+
+    Weights are drawn in float32 from torch's global generator.
+    """
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.context,
+            n_embd=config.hidden,
+            n_layer=config.layers,
+            n_head=config.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=config.tied,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    # GPT-2 does not set its kind of loss. With it, the Trainer counts the targets after the shift
+    # inside the loss. Otherwise it divides by one target too many per sequence, and the loss and
+    # all gradients are 1/128 too small.
+    model.loss_type = "ForCausalLM"
+    return model.to(getattr(torch, config.dtype))
+
+
+@torch.no_grad()
+def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) -> None:
+    """Set the initial values of the embedding matrix, and then of an untied unembedding.
+
+    ``point``: one random unit vector for all tokens of a matrix plus noise of standard deviation
+    ``sigma``; the vector is drawn first. ``normal``: every element is drawn from N(0, sigma²).
+    ``default``: the values of `build_model`.
+
+    All values are drawn on the CPU, for any device, in the type of the configuration. Then they are
+    rounded to the weights' type.
+
+    Parameters
+    ----------
+    model : GPT2LMHeadModel
+    config : InitializationConfig
+    seed : int
+        Seed of the run, for ``config.reseed``.
+    """
+    if config.reseed:
+        torch.manual_seed(seed)
+    if config.kind == "default":
+        return
+    matrices = [model.get_input_embeddings().weight]
+    if model.lm_head.weight is not matrices[0]:
+        matrices.append(model.lm_head.weight)
+    dtype = getattr(torch, config.dtype)
+    for matrix in matrices:
+        tokens, hidden = matrix.shape
+        if config.kind == "point":
+            vector = torch.randn(hidden, dtype=dtype, device="cpu")
+            noise = torch.randn(tokens, hidden, dtype=dtype, device="cpu") * config.sigma
+            matrix.copy_(vector / vector.norm() + noise)
+        else:
+            matrix.copy_(torch.randn(tokens, hidden, dtype=dtype, device="cpu") * config.sigma)
+
+
+def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
+    """Build the optimizer of all parameters, in two groups: with and without weight decay.
+
+    Biases and layer norms have no weight decay, as in the Trainer; the embedding has. It is the
+    class of `torch.optim`, unless the state has another type or rounding is stochastic.
+    """
+    wanted = config.optimizer
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
+    parameters = list(model.named_parameters())
+    groups = [
+        {
+            "params": [p for name, p in parameters if name in decayed],
+            "weight_decay": wanted.weight_decay,
+        },
+        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+    ]
+    settings: dict[str, Any] = {"lr": wanted.lr}
+    if wanted.name == "sgd":
+        settings["momentum"] = wanted.momentum
+    else:
+        settings |= {"betas": wanted.betas, "eps": wanted.eps}
+    rounded = OPTIMIZERS[wanted.name]
+    state_dtype = wanted.state_dtype or config.model.dtype
+    if state_dtype == config.model.dtype and wanted.rounding == "nearest":
+        return rounded.real_class(groups, **settings)  # type: ignore[no-any-return]
+    return rounded(
+        groups,
+        **settings,
+        state_dtype=state_dtype,
+        rounding=wanted.rounding,
+        rounding_seed=config.training.seed,
+    )
+
+
+def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> LambdaLR:
+    """Build a schedule whose decay ends at optimizer step `steps`; then the rate is constant."""
+    if config.name == "constant":
+        name = "constant_with_warmup" if config.warmup_steps else "constant"
+    else:
+        name = config.name
+    schedule: LambdaLR = get_scheduler(
+        name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
+    )
+    if config.name == "cosine":  # the rate would rise again
+        schedule.lr_lambdas = [partial(_clamped, factor, steps) for factor in schedule.lr_lambdas]
+    return schedule
+
+
+def learning_rate(config: RunConfig) -> Callable[[int], float]:
+    """Return the learning rate as a function of the steps taken before."""
+    optimizer = SGD([torch.zeros(1, device="cpu")], lr=config.optimizer.lr)
+    schedule = build_schedule(optimizer, config.schedule, config.decay_steps)
+    base, factor = schedule.base_lrs[0], schedule.lr_lambdas[0]
+    return lambda step: float(base * factor(step))
+
+
+def _clamped(factor: Callable[[int], float], last: int, step: int) -> float:
+    return factor(min(step, last))
 
 
 class ExampleDataset(Dataset[dict[str, torch.Tensor]]):

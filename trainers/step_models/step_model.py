@@ -1,21 +1,48 @@
-"""The model of a recorded step: built from its recorded configuration, with the step's weights."""
+"""The model of a recorded step: built from its recorded configuration, with the step's weights.
+
+The state of a recorded step, set in an existing model and its optimizer.
+
+A recorded step as a folder that transformers loads.
+
+The tokenizer of a run.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
+from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument
-from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.replays.parameter_placement import tensor_of
-from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
+from trajstore.errors import InvalidArgument, RunExists
+from trajstore.store.reading.run_info import attribute
+from trajstore.store.storage.remote_path import RunPath, local_path
+from trajstore.store.writing.create import staged_run
+from trajstore.trainers.fetch import cached
+from trajstore.trainers.recording.device_to_host import type_name
+from trajstore.trainers.recording.kept_state import set_random_state
+from trajstore.trainers.recording.notes import group_attributes
+from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
+from trajstore.trainers.replays.recorded_rows import tensor_of
+from trajstore.trainers.step_models.step_state import (
+    Row,
+    RunParameters,
+    StoredParameter,
+    optimizer_state_at,
+    state_of,
+)
+from trajstore.trainers.texts import AsciiTokenizer, FileTokenizer, Tokenizer
 from trajstore.values.native_types import NativeType
+from trajstore.values.optimizer_rule import with_numbers
 
 Constructor = Callable[[], torch.nn.Module]
 """Builds the model of a run; its weights are replaced."""
@@ -283,3 +310,369 @@ def _remedy(stored: RunParameters) -> str:
         f"the run was recorded with transformers {version}, and this is "
         f"{transformers.__version__}: install transformers {version}"
     )
+
+
+@checks_types
+def restore(
+    run: RunPath,
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    step: int | None = None,
+) -> int:
+    """Set a model and its optimizer to the state after a recorded step.
+
+    Weights, recorded buffers, and all that the optimizer keeps get the recorded bits. The learning
+    rates, and the hyperparameters of the group of the recorded matrix, become those that the next
+    step used; after the last step of the run they stay as they are. Set a schedule to the step
+    before. If the model draws random numbers, the generators of the CPU and of its device get
+    their states before the first forward pass of the next step. The order of the data is that of
+    the caller.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run that was recorded with ``variables="everything"``.
+    model : Module
+        The model of the recording, not wrapped.
+    optimizer : Optimizer, or sequence of Optimizer
+        Class and parameter groups of each are those of the recording, with the same parameters.
+    step : int, optional
+        Default: the last step; if the run has ``random_state``, the one before. The random state
+        after the last step is not recorded, so that step has to be repeated.
+
+    Returns
+    -------
+    int
+        The step, for ``capture(..., resume=True, first_step=step)``.
+
+    Raises
+    ------
+    RunNotFound
+        If there is no run.
+    VariableNotRecorded
+        If the run does not hold all parameters or the whole state of the optimizer.
+    StepNotFound
+        If the run does not hold the step.
+    InvalidArgument
+        If model or optimizer have other parameters than the run, the optimizer is of another class,
+        or the random state after the step is not recorded.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import capture
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> options = {"parameter": "0.weight", "variables": "everything"}
+    >>> with capture(model, optimizer, "run.zarr", **options) as run:
+    ...     for _ in range(3):
+    ...         loss = model(torch.arange(5)).square().sum()
+    ...         loss.backward()
+    ...         run.observe(loss=loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> trained = model[1].bias.tolist()
+    >>> torch.nn.init.zeros_(model[1].bias).tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0]
+    >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
+    (3, True)
+    """
+    stored = RunParameters(run)
+    draws = "random_state" in stored
+    if step is None:
+        step = _last_step(stored, draws=draws)
+    elif draws and stored.number(step) not in _followed(stored):
+        raise InvalidArgument(
+            f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
+            f"step {step}; restore step {_last_step(stored, draws=True)}, or one before it"
+        )
+    states = state_of(stored, step)
+    _check_types(stored, model)
+    joined = JoinedOptimizer(optimizer)
+    _check_classes(stored, joined)
+    tensors = StepModel(stored, lambda: model)
+    trained = {one: p for one, p in tensors.parameters if find_group(joined, p) is not None}
+    for one in states.keys() - trained.keys():
+        raise InvalidArgument(
+            f"{one.name} is not in the optimizer, but that of {stored.run} trained it; build the "
+            "optimizer with the recorded parameters"
+        )
+    tensors.copy(stored.row(step, tensors.variables))
+    of_tensors: dict[torch.Tensor, dict[str, Any]] = {
+        trained[one]: values for one, values in states.items()
+    }
+    for member in joined.members:
+        groups, order = member.state_dict()["param_groups"], joined.parameters(member)
+        state = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
+        member.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, values in of_tensors.items():
+        kept = joined.state[parameter]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and kept[name].dtype != value.dtype:
+                # torch has converted it to the type of the parameter.
+                kept[name] = value.to(kept[name].device)
+    if stored.number(step) in _followed(stored):
+        used = stored.settings(step + 1)
+        for one, parameter in trained.items():
+            if one.group is not None:
+                _set_numbers(find_group(joined, parameter) or {}, used[one.group])
+    if draws:
+        set_generators(model, stored.value("random_state", step + 1))
+    return step
+
+
+def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
+    """Set settings of a parameter group; a tensor, which a program may hold, in place."""
+    for key, value in with_numbers(group, numbers).items():
+        if isinstance(held := group[key], torch.Tensor):
+            held.fill_(value)
+        else:
+            group[key] = value
+
+
+def _followed(stored: RunParameters) -> npt.NDArray[Any]:
+    """Return the rows whose next row is that of the next step."""
+    return np.flatnonzero(np.diff(stored.steps) == 1)
+
+
+def _last_step(stored: RunParameters, *, draws: bool) -> int:
+    """Return the last step that can be restored."""
+    rows = _followed(stored) if draws else np.arange(len(stored.steps))
+    if not len(rows):
+        raise InvalidArgument(
+            f"{stored.run} has no step that can be restored, because the random state after a step "
+            "is in the row of the next one; record every step"
+        )
+    return int(stored.steps[rows[-1]])
+
+
+def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
+    """Check that the parameters have the recorded types, before anything changes."""
+    recorded = {one.name: one.native.name for one in stored.parameters}
+    for name, tensor in model.named_parameters():
+        kind = type_name(tensor.dtype)
+        if recorded.get(name, kind) != kind:
+            raise InvalidArgument(
+                f"{name} is {kind} in the model and {recorded[name]} in {stored.run}; build the "
+                "model in the recorded types"
+            )
+
+
+def _check_classes(stored: RunParameters, joined: JoinedOptimizer) -> None:
+    """Check that the optimizers are of the recorded classes, whose state they get."""
+    recorded, own = (
+        sorted({entry["class"].rpartition(".")[2] for entry in groups})
+        for groups in (
+            attribute(stored.attributes, "optimizer", "groups"),
+            group_attributes(joined),
+        )
+    )
+    if own != recorded:
+        raise InvalidArgument(
+            f"the optimizer is {' and '.join(own)}, and that of {stored.run} was "
+            f"{' and '.join(recorded)}; build the optimizer of the recording"
+        )
+
+
+def set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:
+    """Set the random generators of a model's device to a row of ``random_state``."""
+    device = next(model.parameters()).device
+    set_random_state(device, torch.from_numpy(values).to(torch.uint8))
+
+
+def find_tokenizer(
+    attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None
+) -> Tokenizer | None:
+    """Return the tokenizer of a run; None if it has none, or one that is not in the cache.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    given : path-like or str, optional
+        A tokenizer to use instead: ``ascii``, a folder, or a ``tokenizer.json``.
+
+    Raises
+    ------
+    InvalidArgument, CorpusError
+        If the given tokenizer cannot be loaded.
+    """
+    if given is not None:
+        return AsciiTokenizer() if given == "ascii" else FileTokenizer(given)
+    if attribute(attributes, "provenance", "tokenizer", "name") == AsciiTokenizer.name:
+        return AsciiTokenizer()
+    sha256 = attribute(attributes, "provenance", "tokenizer", "sha256")
+    path = None if sha256 is None else cached("gpt2")
+    found = None if path is None else FileTokenizer(path)
+    return found if found is not None and found.sha256 == sha256 else None
+
+
+def run_tokenizer(
+    attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a run.
+
+    Parameters
+    ----------
+    attributes, given
+        As for `find_tokenizer`.
+
+    Raises
+    ------
+    InvalidArgument
+        If the run has none that is available.
+    CorpusError
+        If the given tokenizer cannot be loaded.
+    """
+    found = find_tokenizer(attributes, given)
+    if found is None:
+        name = attribute(attributes, "provenance", "tokenizer", "name")
+        reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
+        raise InvalidArgument(f"the run {reason}; give one: tokenizer='ascii', or tokenizer=FOLDER")
+    return found
+
+
+OPTIMIZER = "optimizer.pt"
+"""File name of the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkout:
+    """A folder with the model of a step.
+
+    Attributes
+    ----------
+    path : Path
+    step : int
+    tokenizer : str or None
+        Name of its tokenizer.
+    notes : tuple of str
+        Limits of the folder, such as a missing tokenizer.
+    """
+
+    path: Path
+    step: int
+    tokenizer: str | None
+    notes: tuple[str, ...]
+
+
+@checks_types
+def checkout(
+    run: RunPath,
+    output: str | os.PathLike[str],
+    *,
+    step: int,
+    optimizer: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Checkout:
+    """Write the model of a step to a folder that ``from_pretrained`` loads.
+
+    The folder has the weights (safetensors), the configuration, and the tokenizer if the run has
+    one. ``AutoModelForCausalLM.from_pretrained(output)`` returns a model with the recorded bits.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run that was recorded with ``variables="everything"``.
+    output : path-like
+        The new folder.
+    step : int
+        A recorded step; 0 is the initial state.
+    optimizer : bool
+        Also write ``optimizer.pt``: the state dict of the optimizer for `torch.load`, or a list of
+        them.
+    tokenizer : path-like or str, optional
+        Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
+    overwrite : bool
+        Replace an existing checkout.
+
+    Returns
+    -------
+    Checkout
+
+    Raises
+    ------
+    RunExists
+        If `output` exists, and `overwrite` is not set or it has no ``config.json``.
+    RunNotFound
+        If there is no run.
+    VariableNotRecorded
+        If the run does not hold all parameters, or with `optimizer` the whole state of the
+        optimizer.
+    StepNotFound
+        If the run does not hold the step.
+    InvalidArgument
+        If the model is not one of transformers, or this version of transformers has other
+        parameters.
+
+    Examples
+    --------
+    >>> from transformers import AutoModelForCausalLM
+    >>> from trajstore.trainers import preset, record
+    >>> config = preset("gatsby").with_values(
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
+    ... )
+    >>> found = checkout(record(config, "run.zarr"), "step-3", step=3)
+    >>> found.tokenizer, AutoModelForCausalLM.from_pretrained(found.path).dtype
+    ('ascii', torch.bfloat16)
+    """
+    check_new_folder(output, overwrite=overwrite)
+    stored = RunParameters(run)
+    if "model_config" not in stored.attributes:
+        raise InvalidArgument(
+            f"{run} does not record the configuration of a model of transformers, which a checkout "
+            "needs; use trajstore.trainers.model_at with a constructor"
+        )
+    model: Any = model_at(run, step)
+    found = find_tokenizer(stored.attributes, tokenizer)
+    state = optimizer_state_at(run, step) if optimizer else None
+    with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
+        model.save_pretrained(new)
+        if found is not None:
+            found.pretrained().save_pretrained(new)
+        if state is not None:
+            torch.save(state, new / OPTIMIZER)
+    return Checkout(
+        path=local_path(output),
+        step=step,
+        tokenizer=None if found is None else found.name,
+        notes=tuple(_notes(stored, has_tokenizer=found is not None)),
+    )
+
+
+def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Check that a checkout may be written to a folder, and return its path.
+
+    Raises
+    ------
+    RunExists
+        If the path exists, and `overwrite` is not set or it is not the folder of a model.
+    InvalidArgument
+        If the path is an address.
+    """
+    target = local_path(path).absolute()
+    if target.exists() or target.is_symlink():
+        if not overwrite:
+            raise RunExists(
+                f"{path} already exists; choose another path, or replace it with overwrite=True"
+            )
+        if target.is_symlink() or not (target / "config.json").is_file():
+            raise RunExists(f"{path} is not a checkout and is not overwritten; choose another path")
+    return target
+
+
+def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
+    if not has_tokenizer:
+        yield "the run has no tokenizer, so the folder has none; to add one, give tokenizer=…"
+    if attribute(stored.attributes, "config", "data", "target_offset") == 2:
+        yield (
+            "the model predicts the token after next (data.target_offset = 2), so model.generate "
+            "skips a token; use: trajstore evaluate RUN generation"
+        )
+    types = {one.native.name for one in stored.parameters}
+    if len(types) > 1:
+        yield (
+            f"the parameters have several types ({', '.join(sorted(types))}), and from_pretrained "
+            "converts them to one; use trajstore.trainers.model_at"
+        )

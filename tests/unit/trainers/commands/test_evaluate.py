@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument
-from trajstore.trainers.commands.evaluate import check_options
+from trajstore.trainers.commands.model_commands import check_options
 
 NOTHING = dict.fromkeys(("text", "prompt", "against", "length", "tokenizer"))
 

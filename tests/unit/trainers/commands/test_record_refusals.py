@@ -19,7 +19,7 @@ SLOW = (
     "trajstore.trainers.runs.fork",
     "trajstore.trainers.counterfactuals.what_if",
     "trajstore.trainers.recording.options",
-    "trajstore.trainers.texts.tokenizer",
+    "trajstore.trainers.texts",
 )
 
 

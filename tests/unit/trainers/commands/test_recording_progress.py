@@ -10,8 +10,8 @@ from rich.text import Text
 
 from trajstore.cli import output as bars
 from trajstore.cli.output import PlainConsole
-from trajstore.trainers.commands import recording_progress as progress_module
-from trajstore.trainers.commands.recording_progress import RecordingProgress
+from trajstore.trainers.commands import record as progress_module
+from trajstore.trainers.commands.record import RecordingProgress
 
 
 def recorder(step: int) -> Any:

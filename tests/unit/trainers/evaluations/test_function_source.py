@@ -9,7 +9,7 @@ from trajstore.errors import InvalidArgument
 
 pytest.importorskip("torch")
 
-from trajstore.trainers.evaluations.function_source import load_function
+from trajstore.trainers.evaluations.evaluate import load_function
 
 pytestmark = pytest.mark.torch
 

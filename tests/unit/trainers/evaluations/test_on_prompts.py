@@ -13,13 +13,7 @@ torch = pytest.importorskip("torch")
 from recorded_models import OwnModel  # noqa: E402
 
 from trajstore.trainers import model_at  # noqa: E402
-from trajstore.trainers.evaluations import (  # noqa: E402
-    attention,
-    cka,
-    evaluate,
-    generation,
-    logit_lens,
-)
+from trajstore.trainers.evaluations import attention, cka, evaluate, generation, logit_lens  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -83,7 +77,7 @@ def test_the_last_depth_of_the_lens_is_the_output(recorded: Any, model: Any) -> 
     chances = model(torch.tensor([[*PROMPT.encode()]])).logits[0].log_softmax(-1).detach()
     texts = found["lens_text"][1]
     assert texts.shape == (3, 7)
-    from trajstore.trainers.texts.tokenizer import AsciiTokenizer
+    from trajstore.trainers.texts import AsciiTokenizer
 
     names = AsciiTokenizer().texts()
     assert texts[-1].tolist() == [names[at] for at in chances.argmax(-1)]

@@ -13,9 +13,8 @@ from trajstore.schema import EVALUATION
 
 pytest.importorskip("torch")
 
-from trajstore.trainers.evaluations import result_store
-from trajstore.trainers.evaluations.result import step_dataset
-from trajstore.trainers.evaluations.result_store import ResultStore
+from trajstore.trainers.evaluations import result as result_room
+from trajstore.trainers.evaluations.result import ResultStore, step_dataset
 
 pytestmark = pytest.mark.torch
 
@@ -48,7 +47,7 @@ def test_appended_results_are_those_of_one_write(tmp_path: Path) -> None:
 def test_results_are_written_while_others_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(result_store, "_WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(result_room, "_WAITING_SECONDS", 0.0)
     with ResultStore.open(tmp_path / "out.zarr", ABOUT) as store:
         store.add(result(0))
         assert xr.open_zarr(tmp_path / "out.zarr").sizes["step"] == 1
@@ -72,7 +71,7 @@ def test_a_kill_while_results_are_appended_leaves_those_before(
     add(path, range(3))
     with monkeypatch.context() as patched:
         # After the arrays have grown, before the rows are counted.
-        patched.setattr(result_store.zarr, "open_group", killed)
+        patched.setattr(result_room.zarr, "open_group", killed)
         store = ResultStore(path, ABOUT, result(0))
         store._written = 3
         store.add(result(3))

@@ -70,4 +70,4 @@ def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         future.set_result(work(*arguments))
         return future
 
-    monkeypatch.setattr("trajstore.trainers.runs.checkpoint_schedule.submit", done)
+    monkeypatch.setattr("trajstore.trainers.runs.checkpoint.submit", done)

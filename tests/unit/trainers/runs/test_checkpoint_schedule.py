@@ -14,9 +14,8 @@ pytest.importorskip("torch")
 
 from trajstore import RunWriter
 from trajstore.threads import submit
-from trajstore.trainers.runs import checkpoint_schedule
-from trajstore.trainers.runs.checkpoint import CheckpointFolder
-from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore.trainers.runs import checkpoint
+from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing
 from trajstore.trainers.runs.run_state import RunState
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("written_at_once")]
@@ -124,7 +123,7 @@ def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path)
 def test_it_is_written_while_the_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_schedule, "submit", submit)
+    monkeypatch.setattr(checkpoint, "submit", submit)
     schedule, goes_on, full = Schedule(tmp_path), threading.Event(), False
     add = CheckpointFolder.add
 

@@ -8,8 +8,10 @@ torch = pytest.importorskip("torch")
 
 from trajstore.trainers import preset  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
-from trajstore.trainers.runs.model import build_model  # noqa: E402
-from trajstore.trainers.runs.optimizer import build_optimizer  # noqa: E402
+from trajstore.trainers.runs.training_setup import (  # noqa: E402
+    build_model,
+    build_optimizer,
+)
 
 pytestmark = pytest.mark.torch
 

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 from small_trainings import small_config
 
-from trajstore.trainers.runs.recorded_training import recording_options
-from trajstore.trainers.texts.corpus import load_corpus
+from trajstore.trainers.runs.retraining import recording_options
+from trajstore.trainers.texts import load_corpus
 
 pytestmark = pytest.mark.torch
 

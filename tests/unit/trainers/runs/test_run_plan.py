@@ -10,8 +10,8 @@ from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import COORDINATES
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import plan, record
+from trajstore.trainers.fetch import CACHE_VARIABLE
 from trajstore.trainers.presets import preset
-from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 

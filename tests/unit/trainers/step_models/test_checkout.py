@@ -40,7 +40,7 @@ def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None
 
 
 def test_a_character_that_is_not_ascii_is_an_error() -> None:
-    from trajstore.trainers.texts.tokenizer import AsciiTokenizer
+    from trajstore.trainers.texts import AsciiTokenizer
 
     with pytest.raises(Exception, match="UNK"):
         AsciiTokenizer().pretrained()("é")

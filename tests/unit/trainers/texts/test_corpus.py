@@ -11,10 +11,10 @@ pytest.importorskip("torch")
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument
+from trajstore.trainers.fetch import CACHE_VARIABLE
 from trajstore.trainers.presets import preset
 from trajstore.trainers.recording.options import read_tokens
-from trajstore.trainers.texts.corpus import embedded_text, id_stream, load_corpus
-from trajstore.trainers.texts.fetch import CACHE_VARIABLE
+from trajstore.trainers.texts import embedded_text, id_stream, load_corpus
 
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ pytest.importorskip("pooch")
 from trajstore.cli.output import in_options
 from trajstore.errors import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
-from trajstore.trainers.texts.fetch import (
+from trajstore.trainers.fetch import (
     _GPT2_SHA256,
     CACHE_VARIABLE,
     _vocabulary_sha256,
@@ -140,7 +140,7 @@ def test_names_that_cannot_be_fetched() -> None:
 def test_a_server_that_is_not_there_is_reported_at_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("trajstore.trainers.texts.fetch._GATSBY", "http://127.0.0.1:9/book.txt")
+    monkeypatch.setattr("trajstore.trainers.fetch._GATSBY", "http://127.0.0.1:9/book.txt")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     match = r"cannot reach http://127\.0\.0\.1:9 .* local copy as source=…"
     with pytest.raises(CorpusError, match=match) as raised:

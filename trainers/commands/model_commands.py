@@ -1,0 +1,310 @@
+"""The command `evaluate`, which calls a function with the model of many steps.
+
+The command `checkout`, which writes the model of a recorded step to a folder.
+
+The command `what-if`, which applies recorded gradients with other settings.
+
+The command `annotate`, which labels the tokens of a recorded run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trajstore.cli.options import RUN, SELECT
+from trajstore.cli.output import StepsProgress, out, print_notes
+from trajstore.cli.stop_signals import StopRequest
+from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
+from trajstore.trainers.commands.configuration import RUN_TOKENIZER as TOKENIZER
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trajstore.trainers.evaluations.evaluate import Evaluation
+
+
+_OPTIONS = {
+    "loss": ("text", "length"),
+    "hidden-cosine": ("text", "length"),
+    "attention": ("prompt",),
+    "cka": ("prompt",),
+    "logit-lens": ("prompt",),
+    "generation": ("prompt", "length"),
+}
+"""Ready-made evaluations and their options; the first one is required."""
+
+
+@click.command()
+@RUN
+@click.argument("function", metavar="FUNCTION")
+@click.option("-o", "--output", required=True, type=click.Path(), help="Zarr store of the results.")
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    default=1,
+    help="Evaluate the steps that are multiples of K; default: 1.",
+    metavar="K",
+)
+@SELECT("step")
+@click.option(
+    "--jobs", type=click.IntRange(1), default=1, help="Simultaneous processes; default: 1."
+)
+@click.option("--text", type=click.Path(), metavar="FILE", help="Text of loss or hidden-cosine.")
+@click.option(
+    "--prompt", metavar="TEXT", help="Prompt of attention, cka, logit-lens or generation."
+)
+@click.option(
+    "--length",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Tokens to read of --text (default: all) or to generate (default: 40).",
+)
+@TOKENIZER
+@click.option(
+    "--constructor",
+    metavar="FILE.py:FUNCTION",
+    help="Function that returns the model, for runs that do not record its configuration.",
+)
+@click.option("--overwrite", is_flag=True, help="Remove existing results.")
+def evaluate(
+    run: str, function: str, output: str, selected: dict[str, Any], **options: Any
+) -> None:
+    """Call a function with the model of each step, and append its results to a Zarr store.
+
+    FUNCTION is FILE.py:NAME, MODULE:NAME, or a ready-made evaluation: loss and hidden-cosine
+    (--text), attention, cka, logit-lens and generation (--prompt). A function is called with the
+    model and the step, and returns a dict of numbers, arrays and texts.
+
+    The run must be recorded with --variables everything. After a kill or an error, the same command
+    evaluates the missing steps only. The results have the steps of the run: xr.merge joins both.
+
+    \b
+    Example:
+      trajstore evaluate gatsby.zarr loss --text unseen.txt --every 10 -o loss.zarr
+      trajstore evaluate gatsby.zarr cka --prompt "In my younger" --every 10 -o cka.zarr
+      trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
+      trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
+    """
+    own = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
+    check_options(function, own)
+    from trajstore import trainers
+
+    with StopRequest() as stop, StepsProgress("evaluating", stop=stop) as progress:
+        found = trainers.evaluate(
+            run,
+            function if ":" in function else _ready_made(run, function, own),
+            output,
+            on_progress=progress.show,
+            **selected,
+            **options,
+        )
+    out.print(
+        f"Wrote {output}: {', '.join(found.names)} of {found.steps} steps, {found.new} of them new."
+    )
+    out.print(f"Open it with: xr.open_zarr({output!r})")
+
+
+def check_options(function: str, options: dict[str, Any]) -> None:
+    """Check that the options belong to the function, before torch is imported.
+
+    Raises
+    ------
+    InvalidArgument
+        If the function is unknown, an option does not belong to it, or a required one is missing.
+    """
+    if ":" not in function and function not in _OPTIONS:
+        raise InvalidArgument(
+            f"got {function!r}{did_you_mean(function, _OPTIONS)}, expected FILE.py:FUNCTION or one "
+            f"of {', '.join(_OPTIONS)}"
+        )
+    known = _OPTIONS.get(function, ())
+    for name, value in options.items():
+        if value is not None and name != "tokenizer" and name not in known:
+            raise InvalidArgument(f"{function} has no option --{name}; leave it out")
+    if function not in _OPTIONS and options["tokenizer"] is not None:
+        raise InvalidArgument(f"{function} has no option --tokenizer; leave it out")
+    if known and options[known[0]] is None:
+        kind = "FILE" if known[0] == "text" else "TEXT"
+        raise InvalidArgument(f"{function} needs --{known[0]}; add --{known[0]} {kind}")
+
+
+def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
+    from trajstore.trainers.evaluations import READY_MADE
+
+    first, *others = _OPTIONS[name]
+    chosen = {key: options[key] for key in (*others, "tokenizer")}
+    evaluation: Evaluation = READY_MADE[name](run, options[first], **chosen)
+    return evaluation
+
+
+@click.command()
+@RUN
+@click.option(
+    "--at",
+    "step",
+    type=int,
+    required=True,
+    metavar="STEP",
+    help="Step after which the model is written.",
+)
+@click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new folder.")
+@click.option(
+    "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
+)
+@TOKENIZER
+@click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
+@needs_extra("checkout", "train")
+def checkout(run: str, output: str, **options: Any) -> None:
+    """Write the model of a recorded step to a folder that transformers loads.
+
+    The run must be recorded with --variables everything. The weights have the recorded bits.
+    AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
+    tokenizer, if the run has one.
+
+    \b
+    Example:
+      trajstore checkout gatsby.zarr --at 300 -o step-300/
+      trajstore checkout gatsby.zarr --at 300 --optimizer -o step-300-optimizer/
+    """
+    from transformers.utils import logging
+
+    from trajstore import trainers
+
+    logging.disable_progress_bar()
+    with StopRequest():
+        found = trainers.checkout(run, output, **options)
+    parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
+    parts += ["optimizer.pt"] if options["optimizer"] else []
+    out.print(f"Wrote {output}: {', '.join(parts)} of step {options['step']} of {run}.")
+    print_notes(found.notes)
+    out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
+
+
+@click.command("what-if")
+@RUN
+@click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new run.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.FIELD=VALUE",
+    help="Change one setting, such as optimizer.state_dtype=float32. Repeatable.",
+)
+@click.option("--at", type=int, metavar="STEP", help="Step to start from; default: the first.")
+@click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Tokens to compute.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing run.")
+def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
+    """Apply a run's recorded gradients with other optimizer settings, as a new run.
+
+    The gradients stay those of the recorded run; the new settings do not affect them (open loop).
+    Settings that may change: optimizer.name, lr, betas, eps, momentum, weight_decay, state_dtype
+    and rounding; schedule.name, warmup_steps and steps; training.max_grad_norm; model.dtype.
+    Without a change, the result equals the run bit for bit.
+
+    \b
+    Example:
+      trajstore what-if gatsby.zarr --set optimizer.state_dtype=float32 -o wide.zarr
+      trajstore what-if gatsby.zarr --set schedule.name=constant --at 500 -o constant.zarr
+      trajstore what-if gatsby.zarr --set rounding=stochastic --tokens dead -o dither.zarr
+      trajstore compare gatsby.zarr wide.zarr
+    """
+    from trajstore.store.writing.create import check_local_target
+
+    check_local_target(output, overwrite=options["overwrite"])  # before torch is imported
+    from trajstore import trainers
+    from trajstore.trainers.recording.options import read_tokens
+
+    with StopRequest() as stop, StepsProgress("computing", stop=stop) as progress:
+        found = trainers.what_if(
+            run,
+            output,
+            tokens=tokens if tokens in ("all", "dead", "live") else read_tokens(tokens),
+            on_progress=progress.show,
+            **options,
+        )
+    out.print(
+        f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
+        f"from the gradients of {run}."
+    )
+    print_notes(found.notes)
+    if tokens == "all":  # runs of other tokens cannot be compared value by value
+        out.print(f"Compare the runs with: trajstore compare {shlex.join([run, output])}")
+
+
+@click.command()
+@RUN
+@click.option("--corpus", type=click.Path(), metavar="TEXT", help="Text that was trained on.")
+@click.option("--tokenizer", type=click.Path(), metavar="ascii|PATH", help="Tokenizer of the text.")
+@click.option(
+    "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
+)
+@click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
+@needs_extra("annotate", "train")
+def annotate(
+    run: str,
+    corpus: str | None,
+    tokenizer: str | None,
+    masks: str | None,
+    overwrite: bool,
+) -> None:
+    """Label dead tokens, occurrences and texts of tokens after recording.
+
+    The rows stay unchanged, as hard links; the run is replaced as a whole. The content digest and
+    the fingerprint change with the coordinates.
+
+    \b
+    Example:
+      trajstore annotate run.zarr --corpus book.txt --tokenizer gpt2/
+      trajstore annotate run.zarr --tokenizer ascii
+      trajstore annotate run.zarr --masks dead_mask.npy
+    """
+    import numpy as np
+
+    from trajstore.exchange.token_tables import annotations_of
+    from trajstore.store.reading.open_run import open_group
+    from trajstore.store.writing.create import annotate_run, check_unlabeled
+
+    if corpus is not None and tokenizer is None:
+        raise InvalidArgument(
+            "--corpus needs the tokenizer of the text: --tokenizer ascii, or --tokenizer FOLDER"
+        )
+    if masks is not None and corpus is not None:
+        raise InvalidArgument("got both --masks and --corpus, which both set is_dead; give one")
+    if not overwrite:  # before a file is read, or transformers is imported
+        given = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        check_unlabeled(run, [name for name, source in given.items() if source is not None])
+    token = np.asarray(open_group(run)["token"])
+    found: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
+    if tokenizer is not None:
+        found |= _text_coordinates(corpus, tokenizer, token)
+    added = annotate_run(run, **found, overwrite=overwrite)
+    dead = ""
+    if "is_dead" in found:
+        dead = f"; {np.count_nonzero(found['is_dead'])} of {len(token)} tokens are dead"
+    out.print(f"{run} now has {', '.join(added)}{dead}.")
+
+
+def _text_coordinates(
+    corpus: str | None, tokenizer: str, token: npt.NDArray[Any]
+) -> dict[str, Any]:
+    """Return the coordinates that a tokenizer and a text give."""
+    import numpy as np
+
+    from trajstore.trainers.texts import AsciiTokenizer, FileTokenizer, tokenize_file
+
+    maker = AsciiTokenizer() if tokenizer == "ascii" else FileTokenizer(tokenizer)
+    if len(token) and int(token.max()) >= maker.vocab_size:
+        raise CorpusError(
+            f"the run has token {token.max()}, but the tokenizer {maker.name} has only "
+            f"{maker.vocab_size} tokens; give the tokenizer of the run"
+        )
+    texts = np.array(maker.texts(), dtype=object)
+    found: dict[str, Any] = {"token_text": [str(text) for text in texts[token]]}
+    if corpus is not None:
+        counts = tokenize_file(Path(corpus), maker).counts()[token]
+        found |= {"token_count": counts, "is_dead": counts == 0}
+    return found
