@@ -176,8 +176,15 @@ def plot(
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib
     from trajstore.analysis.figures.film import FILM, check_film_target, film, save_film
-    from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
-    from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
+    from trajstore.analysis.figures.sheet import (
+        FIGURES,
+        check_target,
+        collect,
+        draw_sheet,
+        figures_named,
+        figures_of,
+        save,
+    )
     from trajstore.analysis.motion.vectors import vectors_named
     from trajstore.exchange.selection import select_part
     from trajstore.populations import with_populations

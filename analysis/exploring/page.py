@@ -13,8 +13,12 @@ import numpy as np
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.tokens import cause_sentences, nearest, token_history
-from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, population_color
-from trajstore.analysis.figures.titles import titled_runs
+from trajstore.analysis.figures.style import (
+    CAUSE_COLORS,
+    REGIME_COLORS,
+    population_color,
+    titled_runs,
+)
 
 _CURVES = {
     "training loss": ("loss", "loss"),

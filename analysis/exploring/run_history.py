@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.cloud.shape import pca, scores_along_axes
 from trajstore.analysis.figures.figure import Options, compute_together
-from trajstore.analysis.figures.registry import FIGURES
+from trajstore.analysis.figures.sheet import FIGURES
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks

@@ -13,7 +13,7 @@ from typing import Any
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.page import Page
 from trajstore.analysis.exploring.plots import MANY
-from trajstore.analysis.figures.titles import run_name
+from trajstore.analysis.figures.style import run_name
 from trajstore.errors import InvalidArgument, MissingExtra
 
 _ANY = "0.0.0.0"

@@ -17,8 +17,15 @@ figure goes into one of them and into the registry. It has the name of the quant
 
 from trajstore.analysis.figures.figure import Figure, Options
 from trajstore.analysis.figures.film import save_film
-from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
-from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
+from trajstore.analysis.figures.sheet import (
+    FIGURES,
+    Collected,
+    collect,
+    draw_sheet,
+    figures_named,
+    figures_of,
+    save,
+)
 from trajstore.analysis.figures.style import STYLES, Look
 from trajstore.codec.block_codec import register_accessors
 

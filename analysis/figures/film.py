@@ -14,6 +14,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import named, set_title
+from trajstore.analysis.figures.cloud import LINES, fit_axes, label_plane, trajectory
 from trajstore.analysis.figures.figure import (
     ALONE,
     Options,
@@ -25,9 +26,7 @@ from trajstore.analysis.figures.figure import (
     worded,
 )
 from trajstore.analysis.figures.sheet import ENDINGS
-from trajstore.analysis.figures.style import Style, population_color, style
-from trajstore.analysis.figures.titles import titled_runs
-from trajstore.analysis.figures.trajectory import LINES, fit_axes, label_plane, trajectory
+from trajstore.analysis.figures.style import Style, population_color, style, titled_runs
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan

@@ -1,9 +1,12 @@
-"""Figures computed in one pass, drawn on a sheet, and written to a file."""
+"""Figures computed in one pass, drawn on a sheet, and written to a file.
+
+All kinds of figures by name.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,21 +14,59 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import Group, run_groups
 from trajstore.analysis.figures.axes_marks import set_title
+from trajstore.analysis.figures.cloud import (
+    centroid,
+    clusters,
+    moment_tracks,
+    sky,
+    spectrum,
+    trajectory,
+)
 from trajstore.analysis.figures.figure import (
     SIZE,
     Figure,
+    Group,
     Options,
     check_matplotlib,
     compute_together,
     in_style,
     prepared,
+    run_groups,
     worded,
 )
-from trajstore.analysis.figures.titles import run_name, titled_runs
+from trajstore.analysis.figures.freezing import (
+    freeze,
+    freeze_cause,
+    heatmap,
+    last_motion,
+    lifecycle,
+    regimes,
+)
+from trajstore.analysis.figures.motion import (
+    autocorrelation,
+    bulk_thermal,
+    discontinuities,
+    displacement,
+    divergence,
+    grad_norms,
+    lattice_displacement,
+    speed,
+    speed_density,
+)
+from trajstore.analysis.figures.style import run_name, titled_runs
+from trajstore.analysis.figures.training import (
+    layers,
+    logit_stats,
+    loss,
+    moment_sizes,
+    moments,
+    param_update_lost,
+    variable,
+)
 from trajstore.analysis.scan.task_progress import return_memory
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
+from trajstore.schema import EVALUATION, variables_of
 from trajstore.store.reading.run_info import run_labels
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_file_target, staged_file
@@ -33,6 +74,7 @@ from trajstore.store.writing.create import check_file_target, staged_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+
 
 ENDINGS = (".png", ".svg", ".pdf")
 
@@ -260,3 +302,88 @@ def check_target(path: Path, *, dpi: int = 150, overwrite: bool) -> None:
     if not 10 <= dpi <= 1200:
         raise InvalidArgument(f"got {dpi} dpi, expected 10 to 1,200")
     check_file_target(path, overwrite=overwrite)
+
+
+class Figures(dict[str, Figure]):
+    """Figures by name. A hyphen finds the same figure as an underscore."""
+
+    def __init__(self, figures: Iterable[Figure]) -> None:
+        super().__init__((figure.name, figure) for figure in figures)
+
+    def __missing__(self, name: str) -> Figure:
+        for figure in self.values():
+            if _spelled(figure.name) == _spelled(name):
+                return figure
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _spelled(name) in map(_spelled, self)
+
+
+def _spelled(name: str) -> str:
+    return name.replace("-", "_")
+
+
+FIGURES = Figures(
+    (
+        loss,
+        grad_norms,
+        displacement,
+        speed,
+        freeze,
+        last_motion,
+        lifecycle,
+        regimes,
+        freeze_cause,
+        lattice_displacement,
+        heatmap,
+        bulk_thermal,
+        speed_density,
+        centroid,
+        trajectory,
+        sky,
+        spectrum,
+        autocorrelation,
+        moments,
+        moment_sizes,
+        moment_tracks,
+        clusters,
+        logit_stats,
+        param_update_lost,
+        layers,
+        discontinuities,
+        divergence,
+    )
+)
+"""Figures of ``trajstore plot`` and ``ds.traj.plot``, in the order of a sheet."""
+
+
+def figures_of(ds: xr.Dataset) -> Figures:
+    """Figures of a Dataset by name: those of a run, and a figure of each variable of no run.
+
+    The results of `trajstore evaluate` have only the latter.
+    """
+    known = Figures(() if EVALUATION in ds.attrs else FIGURES.values())
+    recorded = {*known, *variables_of(ds.attrs)}
+    others = [str(name) for name in ds.data_vars if name not in recorded]
+    return Figures([*known.values(), *(variable(name, ds) for name in others)])
+
+
+def figures_named(names: Sequence[str], runs: int = 1, known: Figures = FIGURES) -> list[Figure]:
+    """Figures of these names, each once; ``all`` means every known figure of so many runs.
+
+    Raises
+    ------
+    InvalidArgument
+        For an unknown name, or without any.
+    """
+    unknown = [name for name in names if name not in known and name != "all"]
+    unknown_names = [f"{name!r}{did_you_mean(name, ['all', *known])}" for name in unknown]
+    if unknown or not names:
+        raise InvalidArgument(
+            f"got {', '.join(unknown_names) or 'no figure'}, "
+            f"expected one or more of all, {', '.join(known)}"
+        )
+    every = [name for name, figure in known.items() if runs > 1 or not figure.between]
+    wanted = (known[name] for name in (every if "all" in names else names))
+    return list({figure.name: figure for figure in wanted}.values())

@@ -1,8 +1,18 @@
-"""The logits and Adam's moments."""
+"""The logits and Adam's moments.
+
+Variables over the steps: curves, or a map of many rows. Results of `trajstore evaluate` too.
+
+A metric of every layer over the steps: a map, or curves of chosen layers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import groupby, product
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xarray as xr
@@ -13,13 +23,20 @@ from trajstore.analysis.figures.axes_marks import (
     draw_counts,
     draw_curves,
     log_scale,
+    message,
     named,
+    with_units,
 )
-from trajstore.analysis.figures.figure import Options, after_first_row, figure
+from trajstore.analysis.figures.figure import MOST_CURVES, Figure, Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
 from trajstore.analysis.model import logit_statistics
+from trajstore.analysis.model.attention_circuits import CIRCUITS
+from trajstore.analysis.model.layer_metrics import METRICS
+from trajstore.analysis.model.layers import layers as measured_layers
+from trajstore.analysis.model.layers import recorded_norm
 from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.optimizer import moment_sizes as optimizer_sizes
+from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -148,3 +165,229 @@ def _show_central(ax: Axes, edges: Any, counts: Any, line: Any) -> int:
     roots = (edges[:-1] >= left) & (edges[1:] <= right)
     sizes = (edges[1:] > bottom / 1.5) & (edges[:-1] < top * 1.5)
     return int(counts.sum() - counts[np.ix_(sizes, roots)].sum())
+
+
+MOST_CELLS = 1 << 21
+"""Most values that a map shows; of more, one of every few steps."""
+
+NAMES = 40
+"""Most rows of a map that have a name."""
+
+_MOST_DIMS = 2
+
+
+def _loss(scan: Scan, options: Options) -> xr.Dataset:
+    input_checks.variables(scan.ds, "loss")
+    return scan.in_window(scan.ds[["loss"]])
+
+
+@figure(_loss, rows=1, overlays=True, averages=True, of_populations=False)
+def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Training loss."""
+    _curve(ax, data, look, "loss")
+    along_steps(ax, "training loss", data["loss"].attrs.get("units"))
+
+
+def _curve(ax: Axes, data: xr.Dataset, look: Look, name: str) -> None:
+    """Draw a number per step, or its mean and spread over runs."""
+    steps, values = data["step"].values, data[name].values
+    color = look.style.ink if look.alone else look.run_color
+    if look.band is not None:
+        low, high = (edge[name].values for edge in look.band)
+        ax.fill_between(steps, low, high, color=color, alpha=look.style.band, lw=0)
+    ax.plot(steps, values, color=color, lw=0.9, label=look.label(name) if look.run else None)
+    last = np.flatnonzero(np.isfinite(values))
+    if not look.run and last.size:
+        look.note(
+            f"{values[last[0]]:.3f} at step {steps[last[0]]}, "
+            f"{values[last[-1]]:.3f} at step {steps[last[-1]]}",
+        )
+
+
+def variable(name: str, ds: xr.Dataset) -> Figure:
+    """Figure of a variable: a curve of numbers, a curve per row, or a map of many rows.
+
+    Parameters
+    ----------
+    name : str
+    ds : Dataset
+        With the variable, of dims step and at most two others that are longer than 1.
+    """
+    rows = math.prod(size for dim, size in ds[name].sizes.items() if dim not in ("step", "run"))
+    return Figure(
+        name=name,
+        title=str(ds[name].attrs.get("long_name", name)),
+        collect=partial(_rows, name=name),
+        draw=partial(_draw, name=name),
+        rows=1,
+        overlays=rows == 1,
+        averages=rows == 1,
+        bounds=(-math.inf, math.inf),
+        scales=rows <= MOST_CURVES,
+        of_populations=False,
+    )
+
+
+def _rows(scan: Scan, options: Options, *, name: str) -> xr.Dataset:
+    """Return the variable of dims (step), or (step, row) with a text per row."""
+    input_checks.variables(scan.ds, name)
+    array = scan.in_window(scan.ds[name])
+    if array.dtype.kind not in "biuf":
+        raise InvalidArgument(
+            f"{name} has texts, and figures show numbers; print them in Python: ds.{name}.values"
+        )
+    dims = [dim for dim in array.dims if dim != "step" and array.sizes[dim] != 1]
+    if "step" not in array.dims or len(dims) > _MOST_DIMS:
+        chosen = ", ".join(f"{dim}=0" for dim in dims[_MOST_DIMS:])
+        raise InvalidArgument(
+            f"{name} has dimensions {', '.join(map(str, array.dims))}, expected step and at most "
+            f"{_MOST_DIMS} others; select in Python, such as ds.isel({chosen}).traj.plot.{name}()"
+        )
+    array = array.squeeze([dim for dim in array.dims if dim not in ("step", *dims)], drop=True)
+    if not dims:
+        return array.to_dataset(name=name)
+    every = max(1, -(-array.size // MOST_CELLS))
+    thinned = array.transpose("step", *dims).isel(step=slice(None, None, every))
+    parts = [[f"{dim} {value}" for value in thinned[dim].values] for dim in dims]
+    labels = [", ".join(places) for places in product(*parts)]
+    return xr.Dataset(
+        {name: (("step", "row"), thinned.data.reshape(len(thinned), -1), array.attrs)},
+        {"step": thinned["step"], "row": labels},
+        {"every": every, "rows": " × ".join(map(str, dims))},
+    )
+
+
+def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
+    units = data[name].attrs.get("units")
+    if "row" in data.dims:
+        draw_rows(ax, data, look, name, name, units)
+        return
+    along_steps(ax, name, units)
+    _curve(ax, data, look, name)
+
+
+def draw_rows(
+    ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, units: Any, **colors: Any
+) -> None:
+    """Draw the values of dims (step, row): a curve per row, or a map of more than eight rows."""
+    if data.sizes["row"] > MOST_CURVES:
+        _map(ax, data, look, name, with_units(label, units), **colors)
+        ax.set_ylabel(data.attrs["rows"])
+        return
+    along_steps(ax, label, units)
+    for row, color in zip(data[name].transpose("row", "step"), look.style.runs, strict=False):
+        ax.plot(row["step"].values, row.values, color=color, label=str(row["row"].values))
+    if data.attrs["every"] > 1:
+        look.note(f"1 of every {data.attrs['every']} steps")
+
+
+def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
+    input_checks.variables(scan.ds, "param_update_lost")
+    lost = after_first_row(scan.in_window(scan.ds[["param_update_lost"]]), scan)[
+        "param_update_lost"
+    ]
+    every = max(1, -(-lost.size // MOST_CELLS))
+    thinned = lost.isel(step=slice(None, None, every)).rename(parameter="row")
+    return xr.Dataset({"lost": thinned}, attrs={"every": every})
+
+
+@figure(_param_update_lost, scales=False, of_populations=False)
+def param_update_lost(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Fraction of each parameter's elements that a step left unchanged."""
+    _map(ax, data, look, "lost", "fraction of unchanged elements (lost updates)", vmin=0, vmax=1)
+    ax.set_ylabel("parameter")
+
+
+def _map(ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, **limits: Any) -> None:
+    """Draw the values of dims (step, row) as colors, with the names of at most 40 rows."""
+    rows = data["row"].values
+    places = np.arange(rows.size)
+    mesh = ax.pcolormesh(
+        data["step"].values,
+        places,
+        np.ma.masked_invalid(data[name].transpose("row", "step").values),
+        cmap=look.style.density,
+        shading="nearest",
+        rasterized=True,
+        **limits,
+    )
+    ax.figure.colorbar(mesh, ax=ax).set_label(label)
+    ax.invert_yaxis()
+    named = places[:: max(1, -(-rows.size // NAMES))]
+    ax.set_yticks(named, [str(rows[at]) for at in named], fontsize="xx-small")
+    ax.set_xlabel("optimizer step")
+    if data.attrs["every"] > 1:
+        look.note(f"1 of every {data.attrs['every']} steps")
+
+
+_COLUMNS = 200
+"""Most steps at which metrics are computed for a figure."""
+
+
+def _layers(scan: Scan, options: Options) -> xr.Dataset:
+    of, _, metric = ("params:" * (":" not in options.metric) + options.metric).partition(":")
+    recorded = metric == "frobenius" and recorded_norm(scan.ds, of)
+    most = MOST_CELLS // max(1, scan.ds.sizes.get("parameter", 1)) if recorded else _COLUMNS
+    every = max(1, -(-scan.window.size // most))
+    measure = cast(Any, measured_layers)  # it checks its literal at run time
+    found: xr.DataArray = measure(scan, of, metric, scan.window[::every])[metric]
+    names = [str(name) for name in found["parameter"].values]
+    patterns = (options.parameters or "*").replace(" ", "").split(",")
+    chosen = [at for at, name in enumerate(names) if any(fnmatchcase(name, p) for p in patterns)]
+    if not chosen:
+        raise InvalidArgument(
+            f"got parameter={options.parameters}, which no layer matches; the first ones are "
+            f"{', '.join(names[:3])}"
+        )
+    kinds = list(dict.fromkeys(map(_kind, names)))
+    chosen.sort(key=lambda at: kinds.index(_kind(names[at])))  # layers stay in their order
+    data = found.isel(parameter=chosen).rename(parameter="row").to_dataset(name=metric)
+    return data.assign_attrs(
+        every=every, rows="attention head" if of in CIRCUITS else "parameter", metric=metric
+    )
+
+
+def _kind(name: str) -> str:
+    """Name of a parameter with a star in place of each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+@figure(_layers, rows=1, scales=False, of_populations=False, of_layers=True, reading="layers")
+def layers(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Layers of the model."""
+    from matplotlib.colors import LogNorm
+
+    metric = data.attrs["metric"]
+    shown = data.isel(row=np.isfinite(data[metric]).any("step").values)
+    if left := data.sizes["row"] - shown.sizes["row"]:
+        look.note(f"not shown: {left} without finite values, such as vectors")
+    if not shown.sizes["row"]:
+        message(ax, "all values are NaN")
+        return
+    names = shown["row"].values.tolist()
+    model = f"{names[0].partition('.')[0]}."
+    if all(name.startswith(model) for name in names):
+        names = [name.removeprefix(model) for name in names]
+    values = shown[metric].values
+    is_logarithmic = metric == "condition_number" or METRICS[metric].has_units
+    scale = {"norm": LogNorm()} if is_logarithmic and (values > 0).any() else {}
+    about = shown[metric].attrs
+    shown = shown.assign_coords(row=names)
+    draw_rows(ax, shown, look, metric, about["long_name"], about["units"], **scale)
+    if len(names) > MOST_CURVES:
+        _mark_kinds(ax, names, look)
+    elif is_logarithmic:
+        log_scale(ax, "y", values)
+    if scale and (zeros := int((values == 0).sum())):
+        look.note(f"zeros, not shown: {zeros:,} layers × steps")
+
+
+def _mark_kinds(ax: Axes, names: list[str], look: Look) -> None:
+    """Divide the kinds of parameters by lines; name them, if there are too many rows to name."""
+    kinds = [(kind, len(list(group))) for kind, group in groupby(names, _kind)]
+    ends = np.cumsum([size for _, size in kinds])
+    for end in ends[:-1]:
+        ax.axhline(end - 0.5, color=look.style.ground, lw=1)
+    if len(names) > NAMES:
+        middles = ends - [(size + 1) / 2 for _, size in kinds]
+        ax.set_yticks(middles, [kind for kind, _ in kinds], fontsize="xx-small")

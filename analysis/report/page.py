@@ -15,7 +15,7 @@ import xarray as xr
 
 from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, collect, draw_sheet
 from trajstore.analysis.figures.figure import compute_together, prepared
-from trajstore.analysis.figures.titles import run_system
+from trajstore.analysis.figures.style import run_system
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.reproduction import reproduction
 from trajstore.analysis.report.verdicts import discontinuity_verdict, evidence, latest, verdicts

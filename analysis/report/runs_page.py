@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 from trajstore.analysis.figures import FIGURES, Options
-from trajstore.analysis.figures.titles import run_system
+from trajstore.analysis.figures.style import run_system
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.page import drawn, html_table, summaries, verified, write_page
 from trajstore.analysis.results.run_summary import summary

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Canvas
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
 from trajstore.analysis.figures.axes_marks import central_range
-from trajstore.analysis.figures.densities import log_histogram, pooled_steps
+from trajstore.analysis.figures.motion import log_histogram, pooled_steps
 
 
 def test_hops(run):
@@ -38,7 +38,7 @@ def test_speed_density(run):
 
 def test_steps_are_pooled_and_none_left_out(run, monkeypatch):
     counts = log_histogram(analysis.speed(run).compute())["count"].sel(population="all")
-    monkeypatch.setattr("trajstore.analysis.figures.densities._COLUMNS", 5)
+    monkeypatch.setattr("trajstore.analysis.figures.motion._COLUMNS", 5)
     pooled, width = pooled_steps(counts)
     assert width == 5
     assert pooled.step.values.tolist() == [1, 6, 11, 16, 21]

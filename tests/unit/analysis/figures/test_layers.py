@@ -39,7 +39,7 @@ def test_a_map_groups_layers_by_kind(model, monkeypatch):
     assert isinstance(mesh.norm, LogNorm)
     assert [line.get_ydata()[0] for line in ax.lines] == [0.5, 5.5]
     assert "zeros, not shown: 1 layers × steps" in ax.get_legend().get_title().get_text()
-    monkeypatch.setattr("trajstore.analysis.figures.layers.NAMES", 10)
+    monkeypatch.setattr("trajstore.analysis.figures.training.NAMES", 10)
     ax = FIGURES["layers"](model, Canvas().subplots())
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "wte", "h.*.attn.weight", "h.*.mlp.weight",
@@ -65,7 +65,7 @@ def test_metrics_of_few_steps_without_vectors(monkeypatch):
     ds = xr.Dataset(
         {"params": (("step", "element"), params)}, {"step": np.arange(9)}, {"parameters": table}
     )
-    monkeypatch.setattr("trajstore.analysis.figures.layers._COLUMNS", 3)
+    monkeypatch.setattr("trajstore.analysis.figures.training._COLUMNS", 3)
     ax = FIGURES["layers"](ds, Canvas().subplots(), metric="update:spectral")
     (line,) = ax.lines
     changes = np.diff(params[:, :6].astype("f8"), axis=0).reshape(-1, 3, 2)

@@ -33,14 +33,14 @@ def test_trajectory_draws_the_scores_with_start_and_end(plane, run):
 
 
 def test_cells_count_all_of_many_tokens(run, monkeypatch):
-    monkeypatch.setattr("trajstore.analysis.figures.trajectory.LINES", 5)
+    monkeypatch.setattr("trajstore.analysis.figures.cloud.LINES", 5)
     ax = FIGURES["trajectory"](run, Canvas().subplots())
     assert [mesh.get_array().sum() for mesh in ax.collections] == [7 * 23, 4 * 23]
     assert "number of tokens × steps in a cell" in ax.get_legend().get_title().get_text()
 
 
 def test_the_note_counts_omitted_steps(run, monkeypatch):
-    monkeypatch.setattr("trajstore.analysis.figures.trajectory._POINTS", 100)
+    monkeypatch.setattr("trajstore.analysis.figures.cloud._POINTS", 100)
     ax = FIGURES["trajectory"](run, Canvas().subplots())
     assert "1 of every 3 steps" in ax.get_legend().get_title().get_text()
     assert len(ax.collections[0].get_paths()[0].vertices) == 8

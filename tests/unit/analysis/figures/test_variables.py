@@ -78,7 +78,7 @@ def test_every_parameter_at_every_step(run, monkeypatch):
     shown = mesh.get_array().reshape(3, -1)
     np.testing.assert_array_equal(shown, run.param_update_lost.values[1:].T)
     assert [label.get_text() for label in ax.get_yticklabels()] == run.parameter.values.tolist()
-    monkeypatch.setattr("trajstore.analysis.figures.variables.MOST_CELLS", 10)
+    monkeypatch.setattr("trajstore.analysis.figures.training.MOST_CELLS", 10)
     ax = FIGURES["param_update_lost"](run, Canvas().subplots())
     thinned = ax.collections[0].get_array().reshape(3, -1)
     np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
