@@ -46,8 +46,8 @@ from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.optimizer.moments import exact_moments
 from trajstore.analysis.registry import QUANTITIES, compute
 from trajstore.analysis.results.run_summary import summary
-from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.population_statistics import by_population
+from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import each_run, over_runs
 from trajstore.analysis.several.run_comparison import compare

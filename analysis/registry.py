@@ -46,13 +46,11 @@ from trajstore.analysis.optimizer import (  # noqa: F401
     moment_sizes,
     moments,
 )
-from trajstore.analysis.scan.flags import NO_ROW_BEFORE, is_category, with_flag
-from trajstore.analysis.scan.input_checks import RUN
+from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, RUN, is_category, with_flag
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
 from trajstore.analysis.scan.population_statistics import category_counts
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
-from trajstore.analysis.scan.scan import Scan
-from trajstore.analysis.scan.window import rows_of_window, windowed_scan
+from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import over_runs
 from trajstore.errors import InvalidArgument, did_you_mean

@@ -12,9 +12,8 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array, Wide
-from trajstore.analysis.scan.block_tasks import Points, measure, table
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array, Points, Wide, measure, table
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument

@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.array_types import Array, Numbers
-from trajstore.analysis.scan.block_tasks import Points, in_halves, measure, table
-from trajstore.analysis.scan.facts import Fact, record_of
-from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
-from trajstore.analysis.scan.lattice_points import with_lattice_attributes
+from trajstore.analysis.scan.block_tasks import Array, Numbers, Points, in_halves, measure, table
+from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, Fact, flag_attributes, record_of
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 from trajstore.populations import chosen_populations

@@ -14,11 +14,18 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide, smallest_members, token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array, Groups, Numbers
-from trajstore.analysis.scan.block_tasks import field, measure, table, whole_rows
-from trajstore.analysis.scan.facts import Fact, record_of
-from trajstore.analysis.scan.lattice_points import with_lattice_attributes
+from trajstore.analysis.scan.block_tasks import (
+    Array,
+    Groups,
+    Numbers,
+    field,
+    measure,
+    table,
+    whole_rows,
+)
+from trajstore.analysis.scan.input_checks import Fact, record_of
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 from trajstore.errors import InvalidArgument, needs_extra

@@ -13,9 +13,8 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array, Groups, Numbers, Wide
-from trajstore.analysis.scan.block_tasks import measure, whole_rows
-from trajstore.analysis.scan.facts import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, Groups, Numbers, Wide, measure, whole_rows
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import one_population

@@ -8,9 +8,8 @@ import numpy as np
 import xarray as xr
 
 from trajstore.analysis.cloud.shape import principal_axes
-from trajstore.analysis.scan.array_types import Array, Wide
-from trajstore.analysis.scan.block_tasks import measure, read_again
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array, Wide, measure, read_again
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument

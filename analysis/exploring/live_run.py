@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.exploring.run_history import RunHistory, prepare
 from trajstore.analysis.exploring.tokens import TokenList
-from trajstore.analysis.scan.task_progress import Report
+from trajstore.analysis.scan.block_tasks import Report
 from trajstore.errors import TrajstoreError
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.storage.lock import is_written_to

@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.analysis.exploring.run_history import RunHistory
 from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, population_color
 from trajstore.analysis.optimizer.freeze_causes import CAUSES
-from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.rows import REGIMES
 
 MANY = 3000
 """Number of tokens above which Datashader counts them in cells."""

@@ -15,8 +15,8 @@ from trajstore.analysis.figures.sheet import FIGURES
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import Report, progress_of_tasks
 from trajstore.analysis.scan.scan import Scan
-from trajstore.analysis.scan.task_progress import Report, progress_of_tasks
 from trajstore.arguments import format_bytes
 from trajstore.errors import InvalidArgument
 

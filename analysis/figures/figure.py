@@ -21,9 +21,8 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.style import STYLES, Look, run_name, style, titled_runs
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.analysis.scan.scan import Scan
-from trajstore.analysis.scan.task_progress import Report, compute_all
-from trajstore.analysis.scan.window import windowed_scan
+from trajstore.analysis.scan.block_tasks import Report, compute_all
+from trajstore.analysis.scan.scan import Scan, windowed_scan
 from trajstore.analysis.several.many_runs import each_run
 from trajstore.errors import InvalidArgument, did_you_mean, needs_extra
 from trajstore.populations import (

@@ -29,8 +29,8 @@ from trajstore.analysis.figures.sheet import ENDINGS
 from trajstore.analysis.figures.style import Style, population_color, style, titled_runs
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import Report
 from trajstore.analysis.scan.scan import Scan
-from trajstore.analysis.scan.task_progress import Report
 from trajstore.errors import InvalidArgument
 from trajstore.populations import check_dataset
 from trajstore.store.storage.remote_path import local_path

@@ -31,8 +31,8 @@ from trajstore.analysis.figures.style import (
 )
 from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
 from trajstore.analysis.optimizer import freeze_causes
-from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:

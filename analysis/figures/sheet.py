@@ -64,7 +64,7 @@ from trajstore.analysis.figures.training import (
     param_update_lost,
     variable,
 )
-from trajstore.analysis.scan.task_progress import return_memory
+from trajstore.analysis.scan.block_tasks import return_memory
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION, variables_of
 from trajstore.store.reading.run_info import run_labels

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.analysis.scan.array_types import Array
+from trajstore.analysis.scan.block_tasks import Array
 from trajstore.arguments import Count, check_fields
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import parameter_entry, parameter_table

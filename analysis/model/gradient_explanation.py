@@ -17,9 +17,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Wide
-from trajstore.analysis.scan.block_tasks import measure, table
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Wide, measure, table
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Positive

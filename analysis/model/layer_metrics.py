@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.analysis.scan.array_types import Wide
+from trajstore.analysis.scan.block_tasks import Wide
 from trajstore.values.native_types import unsigned_view
 
 __all__ = ["METRICS", "Layer", "Metric", "layer_of"]

@@ -19,9 +19,8 @@ from trajstore.analysis.model.attention_circuits import (
 )
 from trajstore.analysis.model.layer_metrics import METRICS, Metric, layer_of
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import Points, measure, table
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array, Points, measure, table
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import registered, takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, did_you_mean

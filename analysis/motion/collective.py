@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import (
+    Array,
     Points,
     in_halves,
     in_turn,
@@ -24,10 +24,9 @@ from trajstore.analysis.scan.block_tasks import (
     shared,
     table,
 )
-from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.facts import Fact, Facts, record_of
-from trajstore.analysis.scan.lattice_points import with_lattice_attributes
+from trajstore.analysis.scan.input_checks import Fact, Facts, record_of
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import tiles, with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import chosen_populations
 from trajstore.values.native_types import unsigned_view

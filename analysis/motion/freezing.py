@@ -13,11 +13,9 @@ import xarray as xr
 
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.consecutive_rows import moved_elements
-from trajstore.analysis.scan.facts import Fact, dataset
-from trajstore.analysis.scan.lattice_points import with_lattice_attributes
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold
+from trajstore.analysis.scan.rows import fold, moved_elements, with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 from trajstore.populations import populations

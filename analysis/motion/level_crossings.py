@@ -11,11 +11,10 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array, Wide
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, Wide, measure
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
-from trajstore.analysis.scan.running_state import fold
+from trajstore.analysis.scan.rows import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED

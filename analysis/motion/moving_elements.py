@@ -6,17 +6,16 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.consecutive_rows import (
+from trajstore.analysis.scan.block_tasks import Array, measure
+from trajstore.analysis.scan.input_checks import Fact, record_of
+from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import (
     changed_vectors,
     moved_elements,
     moved_vectors,
     tiles,
+    with_lattice_attributes,
 )
-from trajstore.analysis.scan.facts import Fact, record_of
-from trajstore.analysis.scan.lattice_points import with_lattice_attributes
-from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 
 _FACTS = {

@@ -9,11 +9,10 @@ import numpy as np
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.consecutive_rows import measure_rows
+from trajstore.analysis.scan.block_tasks import Array, measure
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import measure_rows
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.norms import result_dtype

@@ -10,7 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.velocity import speed
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact, dataset
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Bound, Positive

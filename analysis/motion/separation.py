@@ -8,9 +8,8 @@ import numpy as np
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
-from trajstore.analysis.scan.array_types import Wide
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Wide, measure
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.norms import vector_norm

@@ -12,17 +12,17 @@ import xarray as xr
 
 from trajstore.analysis.motion.norms import check_order, order_label
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.consecutive_rows import REGIMES, regime_of_hops
-from trajstore.analysis.scan.facts import Fact, dataset
-from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
-from trajstore.analysis.scan.lattice_points import (
+from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, Fact, dataset, flag_attributes
+from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.quantity import quantity, registered
+from trajstore.analysis.scan.rows import (
+    REGIMES,
     chosen_type,
     lattice_attributes,
     on_lattice,
+    regime_of_hops,
     with_lattice_attributes,
 )
-from trajstore.analysis.scan.population_statistics import count_by_population
-from trajstore.analysis.scan.quantity import quantity, registered
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument

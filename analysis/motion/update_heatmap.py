@@ -11,11 +11,10 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure, table
-from trajstore.analysis.scan.consecutive_rows import REGIMES
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array, measure, table
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import takes_scan
+from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 

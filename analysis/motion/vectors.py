@@ -10,8 +10,8 @@ import xarray as xr
 from trajstore.analysis.motion.collective import centroid, per_population
 from trajstore.analysis.motion.velocity import displacements
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, did_you_mean

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.analysis.scan.array_types import Array, Wide
+from trajstore.analysis.scan.block_tasks import Array, Wide
 from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.optimizer_rule import OptimizerRule
 

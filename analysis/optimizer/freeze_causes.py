@@ -13,13 +13,10 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import field, in_turn, measure
-from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
-from trajstore.analysis.scan.facts import Fact, dataset
-from trajstore.analysis.scan.flags import flag_attributes
-from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.block_tasks import Array, field, in_turn, measure
+from trajstore.analysis.scan.input_checks import Fact, dataset, flag_attributes
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import changed_vectors, lattice_attributes, moved_vectors, tiles
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import cast, spacing, unsigned_view

@@ -12,13 +12,11 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import chunks_of, measure
-from trajstore.analysis.scan.consecutive_rows import moved_elements, tiles
-from trajstore.analysis.scan.facts import Fact, dataset
-from trajstore.analysis.scan.lattice_points import chosen_type
+from trajstore.analysis.scan.block_tasks import Array, chunks_of, measure
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import chosen_type, moved_elements, tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.arguments import Count
 from trajstore.errors import InvalidArgument

@@ -8,8 +8,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.block_tasks import Array, measure
 from trajstore.store.reading.run_info import parameter_dataset
 
 

@@ -11,9 +11,8 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, measure
+from trajstore.analysis.scan.input_checks import Fact, dataset
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument

@@ -12,11 +12,10 @@ import xarray as xr
 from trajstore.analysis.optimizer.exact_recurrence import intended_change
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure, table
-from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array, measure, table
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import populations
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule

@@ -17,11 +17,10 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure, table
-from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.facts import Fact, Facts
+from trajstore.analysis.scan.block_tasks import Array, measure, table
+from trajstore.analysis.scan.input_checks import Fact, Facts
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import populations
 from trajstore.values.native_types import unsigned_view

@@ -11,9 +11,8 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.block_tasks import Array, measure
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.norms import hidden_sum

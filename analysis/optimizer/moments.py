@@ -17,10 +17,9 @@ from dask.highlevelgraph import HighLevelGraph
 
 from trajstore.analysis.optimizer.exact_recurrence import DECAY_RATES, follow
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import Points, last_row, last_rows, measure, waiting
-from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.block_tasks import Array, Points, last_row, last_rows, measure, waiting
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable

@@ -17,7 +17,7 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.page import drawn, html_table, summaries, verified, write_page
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import summary_table
-from trajstore.analysis.scan.window import rows_of_window
+from trajstore.analysis.scan.scan import rows_of_window
 from trajstore.analysis.several.divergence import divergence
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.store.reading.open_run import open_run

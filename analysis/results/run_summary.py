@@ -9,9 +9,8 @@ from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.facts import Fact
-from trajstore.analysis.scan.input_checks import hold_only_changes
+from trajstore.analysis.scan.block_tasks import Array
+from trajstore.analysis.scan.input_checks import Fact, hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types

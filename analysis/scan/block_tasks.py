@@ -1,11 +1,19 @@
-"""Kernels applied to blocks of rows or to single rows, last rows, and the order of tasks."""
+"""Kernels applied to blocks of rows or to single rows, last rows, and the order of tasks.
+
+Types of NumPy arrays.
+
+Computation with progress reports, on dask's local schedulers and on clusters.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import itertools
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,13 +23,19 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 from dask._task_spec import DataNode, Task, TaskRef, convert_legacy_graph
-from dask.base import clone_key
+from dask.base import clone_key, get_scheduler, unpack_collections
+from dask.callbacks import Callback
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.facts import Facts, dataset, record_of
+from trajstore.analysis.scan.input_checks import Facts, dataset, record_of
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+Groups = npt.NDArray[np.bool_]
+"""Members of each population, (population, token), or other flags."""
 
 # Pairs of vectors per task: rows with few tokens are combined to limit dask's overhead.
 _PAIRS_OF_A_TASK = 1 << 24
@@ -398,3 +412,73 @@ def _block_of(source: Any, number: int) -> Any:
 def chunks_of(nested: Any) -> list[Array]:
     """The chunks of a block, as a kernel gets them: one array, or nested lists."""
     return list(flatten([nested]))
+
+
+Report = Callable[[int, int], None]
+"""Called with the numbers of finished and of all tasks."""
+
+
+@contextlib.contextmanager
+def progress_of_tasks(report: Report | None) -> Iterator[None]:
+    """Report the tasks of dask's local schedulers while they run."""
+    if report is None:
+        yield
+        return
+
+    def forward(key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
+        done = len(state["finished"])
+        report(done, done + len(state["ready"]) + len(state["waiting"]) + len(state["running"]))
+
+    with Callback(posttask=forward):
+        yield
+
+
+def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any, ...]:
+    """Compute dask collections together in one pass, with the current scheduler.
+
+    Parameters
+    ----------
+    lazy : sequence
+        Dask collections, or dicts and lists that hold them. Other objects are returned unchanged.
+    report : callable, optional
+        Called with the numbers of finished and of all tasks.
+    """
+    client = _client()
+    if client is None or report is None:
+        with progress_of_tasks(report):
+            return tuple(dask.compute(*lazy))
+    from distributed.diagnostics.progressbar import ProgressBar
+
+    forward: Report = report
+
+    class Bar(ProgressBar):  # type: ignore[misc]
+        def _draw_bar(self, remaining: int, all: int, **_: Any) -> None:
+            forward(all - remaining, all)
+
+    collections, repack = unpack_collections(*lazy)
+    futures = client.compute(collections)
+    try:
+        if futures:
+            client.sync(Bar(futures, client.scheduler.address).listen)
+        return tuple(repack(client.gather(futures)))
+    except BaseException:
+        client.cancel(futures)
+        raise
+
+
+def return_memory() -> None:
+    """Return free memory to the operating system, if the C library supports it.
+
+    Call it between two computations of large blocks. glibc keeps freed memory between blocks in
+    use, and the next computation, with other block sizes, would allocate more.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
+        if trim is not None:
+            trim(0)
+
+
+def _client() -> Any | None:
+    """Client of the current dask cluster; None for a local scheduler."""
+    owner = getattr(get_scheduler(), "__self__", None)
+    return owner if hasattr(owner, "scheduler_info") else None

@@ -1,9 +1,14 @@
-"""Checks of the input: a single run, its variables, steps and optimizer."""
+"""Checks of the input: a single run, its variables, steps and optimizer.
+
+Tables of the variables of a result: their types and attributes.
+
+Values that are categories or have a special meaning, with CF attributes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -235,3 +240,95 @@ def rows_of_steps(ds: xr.Dataset, steps: Sequence[int] | int | None) -> npt.NDAr
     if steps is None:
         return np.arange(ds.sizes["step"])
     return np.array([row_of_step(ds, step) for step in np.atleast_1d(steps).tolist()], np.int64)
+
+
+NO_ROW_BEFORE = "no_row_before"
+"""Meaning of −1 in the first row of a quantity of changes between rows."""
+
+
+def flag_attributes(
+    meanings: Mapping[int, str] | Sequence[str], dtype: npt.DTypeLike = np.int64
+) -> dict[str, Any]:
+    """CF attributes with the meanings of some values of a variable.
+
+    Parameters
+    ----------
+    meanings : mapping of int to str, or sequence of str
+        Words without spaces, by value, or by position in a sequence. If all flagged values are
+        negative, the other values of the variable are numbers; otherwise all values are flags.
+    dtype : dtype
+        Type of the variable.
+
+    Examples
+    --------
+    >>> flag_attributes({-1: "never"})
+    {'flag_values': array([-1]), 'flag_meanings': 'never'}
+    """
+    known = meanings if isinstance(meanings, Mapping) else dict(enumerate(meanings))
+    return {
+        "flag_values": np.array([*known], dtype),
+        "flag_meanings": " ".join(known.values()),
+    }
+
+
+def flags_of(array: xr.DataArray) -> dict[int, str]:
+    """Meanings of flagged values; empty if all values are numbers."""
+    if "flag_values" not in array.attrs:
+        return {}
+    values = np.atleast_1d(array.attrs["flag_values"]).tolist()
+    return dict(zip(values, array.attrs["flag_meanings"].split(), strict=True))
+
+
+def is_category(array: xr.DataArray) -> bool:
+    """True if every value of a variable is a flag."""
+    return max(flags_of(array), default=-1) >= 0
+
+
+def with_flag(array: xr.DataArray, value: int, meaning: str) -> xr.DataArray:
+    """The variable with one additional flag."""
+    known = {value: meaning, **flags_of(array)}
+    return array.assign_attrs(flag_attributes(known, array.dtype))
+
+
+class Fact(NamedTuple):
+    """One variable of a result.
+
+    Attributes
+    ----------
+    type : str
+        NumPy type of one value. A type with a shape adds dimensions.
+    long_name : str
+    units : str, optional
+        Default: 1. None: no units.
+    flags : mapping of int to str, or sequence of str
+        As for `flag_attributes`.
+    """
+
+    type: str
+    long_name: str
+    units: str | None = "1"
+    flags: Mapping[int, str] | Sequence[str] = ()
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """CF attributes of the variable."""
+        units = {} if self.units is None else {"units": self.units}
+        flags = flag_attributes(self.flags, np.dtype(self.type).base) if self.flags else {}
+        return {"long_name": self.long_name, **units, **flags}
+
+
+Facts = Mapping[str, Fact]
+"""Variables of a result by name."""
+
+
+def record_of(facts: Facts) -> np.dtype[Any]:
+    """Structured type with one field per variable."""
+    return np.dtype([(name, fact.type) for name, fact in facts.items()])
+
+
+def dataset(
+    variables: Mapping[str, tuple[Any, Any, Fact]], coords: Mapping[Any, Any]
+) -> xr.Dataset:
+    """Dataset of variables: dimensions, data, and the fact that gives the attributes."""
+    found = {name: (dims, data, fact.attributes) for name, (dims, data, fact) in variables.items()}
+    return xr.Dataset(found, coords)

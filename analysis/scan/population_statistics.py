@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.flags import flags_of
+from trajstore.analysis.scan.input_checks import flags_of
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations import chosen_populations, members, own_masks, populations

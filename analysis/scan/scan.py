@@ -2,6 +2,8 @@
 
 Quantities that are computed together share one `Scan`. It creates each dask node once, so each
 chunk is read once.
+
+Windows of steps: the steps to return, or the only steps to use.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import dask.array as da
 import numpy as np
@@ -17,21 +19,29 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import block_tasks, input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import Points, field, measure, table
-from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
-from trajstore.analysis.scan.facts import Facts
+from trajstore.analysis.scan.block_tasks import Array, Points, field, measure, table
 from trajstore.analysis.scan.input_checks import (
+    Facts,
     check_every_step,
     check_single_run,
     hold_only_changes,
     with_own_attributes,
 )
-from trajstore.analysis.scan.lattice_points import chosen_type, place_on_lattice
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
+from trajstore.analysis.scan.rows import (
+    chosen_type,
+    measure_pairs,
+    measure_rows,
+    pair_dtype,
+    place_on_lattice,
+)
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations import check_dataset, row_vectors
 from trajstore.values.norms import result_dtype
+
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
+
 
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
@@ -267,7 +277,7 @@ class Scan:
         Parameters
         ----------
         measure : str
-            One of `trajstore.analysis.scan.consecutive_rows.MEASURES`.
+            One of `trajstore.analysis.scan.rows.MEASURES`.
         lattice : str
             Round W to this type first.
 
@@ -424,3 +434,46 @@ class Scan:
         self.require_rows(1, "a quantity of motion")
         data = measure(kernel, "sth", points, dtype=dtype, by_row=True)[1:]
         return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
+
+
+def rows_of_window(ds: xr.Dataset, steps: Steps) -> xr.Dataset:
+    """Rows of a Dataset in a window, as selected by `select_part`."""
+    if steps is None:
+        return ds
+    from trajstore.exchange.selection import select_part  # imports zarr
+
+    return select_part(ds, steps=steps)
+
+
+def windowed_scan(
+    ds: xr.Dataset,
+    steps: Steps = None,
+    *,
+    within: bool = False,
+    measures: Mapping[str, Sequence[str]] | None = None,
+) -> Scan:
+    """Prepare a scan of a run with a window of steps.
+
+    Parameters
+    ----------
+    ds : Dataset
+        The whole run.
+    steps : str, int, slice or iterable of int, optional
+        The window, as for `select_part`. Default: all steps.
+    within : bool
+        Use only the rows of the window, as if there were no others. By default the window selects
+        from the results of the whole run.
+    measures : mapping of str to sequence of str
+        As for `Scan`.
+
+    Raises
+    ------
+    InvalidArgument, StepNotFound
+        For `within` without a window, or if a step was not recorded.
+    """
+    if steps is None:
+        if within:
+            raise InvalidArgument("got within without steps; add steps, such as 100:200")
+        return Scan(ds, measures)
+    part = rows_of_window(ds, steps)
+    return Scan(part, measures) if within else Scan(ds, measures, part["step"].values)

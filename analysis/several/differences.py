@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.block_tasks import Array
+from trajstore.analysis.scan.input_checks import flag_attributes
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import comparable_settings
 from trajstore.values.native_types import unsigned_view

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import measure, table
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.several.differences import (
     DIFFERENCE,

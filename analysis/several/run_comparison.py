@@ -11,8 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.array_types import Array
-from trajstore.analysis.scan.block_tasks import field, measure
+from trajstore.analysis.scan.block_tasks import Array, field, measure
 from trajstore.analysis.several.differences import (
     DIFFERENCE,
     check_comparable,

@@ -16,7 +16,7 @@ from bits_and_calls import nightly_but
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.registry import QUANTITIES, answer
 from trajstore.analysis.results.write_results import describe
-from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flags_of, with_flag
+from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, flags_of, with_flag
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.selection import select_part

@@ -11,7 +11,7 @@ from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.page import _CURVES, Page
 from trajstore.analysis.figures.style import REGIME_COLORS
-from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.rows import REGIMES
 
 # Not imported here: most processes of a test run need none of them.
 HAS_PANEL = all(map(find_spec, ("datashader", "holoviews", "panel")))

@@ -14,7 +14,7 @@ from trajstore.analysis.scan.block_tasks import (
     read_again,
     table,
 )
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.input_checks import Fact
 
 
 @pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])

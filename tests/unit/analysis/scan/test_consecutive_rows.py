@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trajstore.analysis.scan import consecutive_rows
+from trajstore.analysis.scan import rows
 from trajstore.values.native_types import native_type, widen
 
 
@@ -34,9 +34,9 @@ def test_regimes_in_float32_are_those_in_float64(
     native: str, hidden: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, boundary = walk(np.random.default_rng(hidden * longest), hidden, native, longest)
-    short = consecutive_rows.measure_pairs(rows, boundary, ("regime",), native)["regime"]
-    monkeypatch.setattr(consecutive_rows, "_LONGEST_VECTOR", 0)
-    long = consecutive_rows.measure_pairs(rows, boundary, ("regime",), native)["regime"]
+    short = rows.measure_pairs(rows, boundary, ("regime",), native)["regime"]
+    monkeypatch.setattr(rows, "_LONGEST_VECTOR", 0)
+    long = rows.measure_pairs(rows, boundary, ("regime",), native)["regime"]
     np.testing.assert_array_equal(short, long)
     if hidden >= 8 and longest <= 12:
         assert len(np.unique(long)) >= 3  # or the test shows little
@@ -47,5 +47,5 @@ def test_motion_is_seen_in_vectors_of_any_length(hidden: int) -> None:
     tile = np.zeros((2, 3, hidden), np.float32)
     tile[1, 1, -1] = 1
     tile[1, 2] = 1
-    moved = consecutive_rows.measure_pairs(tile[1:], tile[:1], ("moved",), "float32")["moved"]
+    moved = rows.measure_pairs(tile[1:], tile[:1], ("moved",), "float32")["moved"]
     assert moved.tolist() == [[False, True, True]]

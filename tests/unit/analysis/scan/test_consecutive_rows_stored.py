@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows
+from trajstore.analysis.scan.rows import measure_pairs, measure_rows
 from trajstore.values.native_types import NATIVE_TYPES, native_type, widen
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ import pytest
 from lattice_models import TYPES, hops_of, nearest, regime_of, spacing_of
 
 from trajstore import analysis
-from trajstore.analysis.scan.lattice_points import on_lattice
+from trajstore.analysis.scan.rows import on_lattice
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 

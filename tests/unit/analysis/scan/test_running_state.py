@@ -8,7 +8,7 @@ import pytest
 from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis
-from trajstore.analysis.scan.running_state import fold
+from trajstore.analysis.scan.rows import fold
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trajstore import RunWriter, analysis, open_run
-from trajstore.analysis.scan.task_progress import compute_all
+from trajstore.analysis.scan.block_tasks import compute_all
 
 distributed = pytest.importorskip("distributed")
 

@@ -3,20 +3,36 @@
 The pass works on tiles that fit in the processor's cache. Regimes of 16-bit types are computed for
 all vectors at once. Other measures are computed only for vectors whose bits changed. The module
 uses NumPy only, not dask.
+
+W on a chosen lattice: values checked against their type, and rounded to another.
+
+Rounding equals a cast in torch. Thus float32 master weights on the lattice of bfloat16 are the
+values that the forward pass uses under autocast.
+
+Folds over blocks of rows, with a state that is passed from block to block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
+import xarray as xr
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
 
-from trajstore.analysis.scan.array_types import Array
+from trajstore.analysis.scan.block_tasks import Array, measure, per_row
+from trajstore.errors import InvalidArgument, did_you_mean
+from trajstore.schema import LATTICES
 from trajstore.values.native_types import (
     NATIVE_TYPES,
     binade,
+    cast,
+    is_of_type,
+    is_within,
     lattice_type,
     ordinal,
     ordinal_dtype,
@@ -332,3 +348,167 @@ def measure_rows(block: Array, reference: Array | None = None, order: float = 2)
         else:
             result[:, part] = step_norm(reference[part], block[:, part])
     return result
+
+
+def chosen_type(lattice: str, native: str) -> str:
+    """Name of the type that defines a lattice.
+
+    Parameters
+    ----------
+    lattice : str
+        One of `trajstore.schema.LATTICES`.
+    native : str
+        Type in which the trainer held the values.
+
+    Raises
+    ------
+    InvalidArgument
+        If the lattice is unknown, or the native type is not supported.
+    """
+    if lattice not in LATTICES:
+        expected = ", ".join(map(repr, LATTICES))
+        near = did_you_mean(lattice, LATTICES)
+        raise InvalidArgument(f"got lattice={lattice!r}{near}, expected one of {expected}")
+    lattice_type(native)
+    return native if lattice == "native" else lattice
+
+
+def on_lattice(values: Array, variable: str, native: str, chosen: str) -> Array:
+    """Values rounded to a lattice.
+
+    Parameters
+    ----------
+    values : ndarray of stored values, any shape
+    variable : str
+        Name for the error message.
+    native : str
+        Type in which the trainer held the values.
+    chosen : str
+        Type that defines the lattice.
+
+    Raises
+    ------
+    InvalidArgument
+        If a value is not representable in the type ``native``.
+    """
+    if not is_of_type(values, native):
+        wrong = (cast(values, native) != values) & ~np.isnan(values)
+        raise InvalidArgument(
+            f"the attribute native_dtype of {variable} is {native}, but "
+            f"{np.count_nonzero(wrong):,} of {values.size:,} checked values are not "
+            f"representable in {native}, the first is "
+            f"{values[wrong][0]!s}; set the attribute to the type of the trainer (stored as "
+            f"{values.dtype}), and select the lattice with lattice={native!r}"
+        )
+    return values if chosen == native else cast(values, chosen)
+
+
+def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) -> da.Array:
+    """Lazy `on_lattice` of blocks; the blocks themselves if no check or rounding is needed."""
+    if chosen == native and is_within(blocks.dtype, native):
+        return blocks
+    dtype = blocks.dtype if chosen == native else NATIVE_TYPES[chosen].stored
+    return measure(
+        on_lattice, "sth", blocks, variable=variable, native=native, chosen=chosen, dtype=dtype
+    )
+
+
+def with_lattice_attributes(result: xr.Dataset, lattice: str, **others: str) -> xr.Dataset:
+    """Add the lattice and other attributes to all variables of a result.
+
+    `Dataset.map` is not used, because it may restore previous attributes.
+    """
+    attributes = {**others, **lattice_attributes(lattice)}
+    return result.assign(
+        {name: array.assign_attrs(attributes) for name, array in result.data_vars.items()}
+    )
+
+
+def lattice_attributes(lattice: str) -> dict[str, str]:
+    """Attributes for the lattice of a result; empty for the native lattice."""
+    return {} if lattice == "native" else {"lattice": lattice}
+
+
+def _call(kernel: Callable[..., Any], options: dict[str, Any], *blocks: Any) -> Any:
+    with np.errstate(all="ignore"):  # NaN and infinity are valid results
+        return kernel(*blocks, **options)
+
+
+def fold(
+    kernel: Callable[..., Any],
+    first: da.Array,
+    *others: da.Array | Array,
+    finish: Callable[[Any], Array],
+    sizes: tuple[int, ...],
+    dtype: npt.DTypeLike = np.float64,
+    prepare: Callable[..., Any] | None = None,
+    whole_rows: bool = False,
+    **options: Any,
+) -> da.Array:
+    """Fold all rows, in order, to facts per token, or to one result of whole rows.
+
+    Parameters
+    ----------
+    kernel : callable
+        From the state (None at first) and a block of each array, or the result of `prepare`, to
+        the next state. It must not change the state, because dask may run a task twice.
+    first : dask Array, (step, token, …)
+        With one chunk along other dimensions, and at least one block.
+    *others : dask Array or ndarray
+        With as many chunks along step, and as many or one along token. An ndarray has one value per
+        row, as for `measure`.
+    finish : callable
+        From the last state to the result.
+    sizes : tuple of int
+        Sizes of the dimensions of the result, before token.
+    dtype : dtype
+        Type of the result.
+    prepare : callable, optional
+        From a block of each array to the input of `kernel`. It does the work that needs no state,
+        so that all workers are busy. Idle workers would read blocks ahead of the state and hold
+        them in memory.
+    whole_rows : bool
+        True for a single state and a result without tokens. A block is then a list of its chunks
+        along token.
+    **options
+        Passed to `prepare`; without it, to `kernel`. One task, not a copy in each task.
+    """
+    arrays = [
+        first,
+        *(per_row(first, each) if isinstance(each, np.ndarray) else each for each in others),
+    ]
+    names = [array.name for array in arrays]
+    name = f"fold-{tokenize(names, kernel, finish, sizes, prepare, whole_rows, options)}"
+    rows, pieces = first.numblocks[:2]
+    shared: Any = f"options-{name}"
+    tasks: dict[Any, Any] = {shared: options}
+    for at in range(1 if whole_rows else pieces):
+        last: Any = None
+        for number in range(rows):
+            blocks: list[Any] = [
+                [(array.name, number, part, 0) for part in range(pieces)]
+                if whole_rows
+                else _key(array, number, at)
+                for array in arrays
+            ]
+            own = shared
+            if prepare is not None:
+                prepared = (f"prepared-{name}", number, at)
+                tasks[prepared] = (_call, prepare, shared, *blocks)
+                blocks, own = [prepared], {}
+            tasks[f"state-{name}", number, at] = (_call, kernel, own, last, *blocks)
+            last = (f"state-{name}", number, at)
+        tasks[(name, *(0 for _ in sizes), *(() if whole_rows else (at,)))] = (
+            _call,
+            finish,
+            {},
+            last,
+        )
+    graph = HighLevelGraph.from_collections(name, tasks, arrays)
+    chunks = (*((size,) for size in sizes), *(() if whole_rows else (first.chunks[1],)))
+    return da.Array(graph, name, chunks, dtype=dtype)
+
+
+def _key(array: da.Array, number: int, at: int) -> tuple[Any, ...]:
+    """Key of a block of rows, and of one of its chunks along token, or the only one."""
+    return (array.name, number, min(at, array.numblocks[1] - 1), *(0 for _ in array.shape[2:]))
