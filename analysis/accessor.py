@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xarray as xr
 
 from trajstore.analysis import functions
-from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.analysis.several.many_runs import as_method
+from trajstore.analysis.motion.freezing import MIN_UNCHANGED
+from trajstore.analysis.several_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION
 from trajstore.store.reading.run_info import parameter_dataset

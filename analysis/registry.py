@@ -9,50 +9,13 @@ import numpy as np
 import xarray as xr
 
 # Importing these modules registers their quantities.
-from trajstore.analysis.cloud import (  # noqa: F401
-    alignments,
-    identical_vectors,
-    near_cells,
-    nearest_vectors,
-    projections,
-    shape,
-    sky_directions,
-)
-from trajstore.analysis.model import (  # noqa: F401
-    gradient_explanation,
-    layers,
-    logit_statistics,
-    mean_state_logits,
-)
-from trajstore.analysis.motion import (  # noqa: F401
-    autocorrelation,
-    collective,
-    freezing,
-    level_crossings,
-    moving_elements,
-    norms,
-    paths,
-    resume_discontinuities,
-    separation,
-    ulp_motion,
-    velocity,
-)
 from trajstore.analysis.motion.vectors import vectors_named
-from trajstore.analysis.optimizer import (  # noqa: F401
-    freeze_causes,
-    freeze_counterfactuals,
-    lost_updates,
-    moment_ratios,
-    moment_sizes,
-    moments,
-)
 from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, RUN, is_category, with_flag
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
 from trajstore.analysis.scan.population_statistics import category_counts
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
 from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
-from trajstore.analysis.several.divergence import divergence
-from trajstore.analysis.several.many_runs import over_runs
+from trajstore.analysis.several_runs import divergence, over_runs
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.populations import errors_about_rows, named_as_rows
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.analysis.commands.step_options import (
+from trajstore.analysis.commands.analyze import (
     OF_WHOLE_RUN,
     PARAMETER,
     UNCHANGED,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def _opened(paths: Sequence[str], common_steps: bool) -> list[xr.Dataset]:
     """Open runs, or the stores of evaluations."""
-    from trajstore.analysis.several.many_runs import each_run
+    from trajstore.analysis.several_runs import each_run
     from trajstore.store.reading.open_run import open_run
 
     if _is_evaluation(paths[0]):

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from trajstore.analysis.exploring.live_run import LiveRun
-from trajstore.analysis.exploring.page import Page
+from trajstore.analysis.exploring.page import LiveRun, Page
 from trajstore.analysis.exploring.plots import MANY
 from trajstore.analysis.figures.style import run_name
 from trajstore.errors import InvalidArgument, MissingExtra

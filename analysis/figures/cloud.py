@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud import identical_vectors, shape, sky_directions
+from trajstore.analysis.cloud import directions, identical_vectors, shape
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_counts,
@@ -229,7 +229,7 @@ def _sky(scan: Scan, options: Options) -> xr.Dataset:
     axis: Any = _AXES[options.plane]
     name = scan.ds.attrs.get("vectors")
     of: Any = "displacement" if name is None else "W"
-    found = sky_directions.sky(scan, axis, of)[["longitude", "latitude"]]
+    found = directions.sky(scan, axis, of)[["longitude", "latitude"]]
     return _thinned(with_members(found, scan, options)).assign_attrs(
         of=name or "W minus its first row",
         axis="h̄" if axis == "hidden_mean" else name or "W",

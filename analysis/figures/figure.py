@@ -20,10 +20,10 @@ from trajstore.analysis.figures.axes_marks import (
     widen_covered,
 )
 from trajstore.analysis.figures.style import STYLES, Look, run_name, style, titled_runs
-from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
+from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.scan.block_tasks import Report, compute_all
 from trajstore.analysis.scan.scan import Scan, windowed_scan
-from trajstore.analysis.several.many_runs import each_run
+from trajstore.analysis.several_runs import each_run
 from trajstore.errors import InvalidArgument, did_you_mean, needs_extra
 from trajstore.populations import (
     check_dataset,

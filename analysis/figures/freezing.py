@@ -29,7 +29,7 @@ from trajstore.analysis.figures.style import (
     Look,
     population_color,
 )
-from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
+from trajstore.analysis.motion import freezing, ulp_motion
 from trajstore.analysis.optimizer import freeze_causes
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.rows import REGIMES
@@ -164,7 +164,7 @@ def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
     of = "hop" if options.color == "hop" else "regime"
-    return update_heatmap.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
+    return ulp_motion.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
 @figure(_heatmap, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False)

@@ -27,17 +27,11 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.figure import Figure, Options, after_first_row, figure
 from trajstore.analysis.figures.style import Look, population_color, run_name, shades
-from trajstore.analysis.motion import (
-    collective,
-    norms,
-    resume_discontinuities,
-    ulp_motion,
-    velocity,
-)
-from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
+from trajstore.analysis.motion import collective, crossings, ulp_motion, vectors
+from trajstore.analysis.motion.paths import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import over_groups, statistics
 from trajstore.analysis.scan.scan import Scan
-from trajstore.analysis.several.divergence import divergence as divergence_of
+from trajstore.analysis.several_runs import divergence as divergence_of
 from trajstore.populations import chosen_populations, populations
 
 if TYPE_CHECKING:
@@ -87,17 +81,17 @@ def _zeros(data: xr.Dataset, look: Look) -> str:
 
 
 def _grad_norms(scan: Scan, options: Options) -> xr.Dataset:
-    lengths = norms.grad_norms(scan)
+    lengths = vectors.grad_norms(scan)
     lengths = lengths.assign_attrs(units=f"{lengths.attrs['units']} per unit of W")
     return after_first_row(_bands(lengths, scan, options), scan)
 
 
 def _displacement(scan: Scan, options: Options) -> xr.Dataset:
-    return after_first_row(_bands(norms.displacement(scan), scan, options), scan)
+    return after_first_row(_bands(vectors.displacement(scan), scan, options), scan)
 
 
 def _speed(scan: Scan, options: Options) -> xr.Dataset:
-    return _bands(velocity.speed(scan), scan, options)
+    return _bands(vectors.speed(scan), scan, options)
 
 
 _MARKERS = {"dead": "o", "live": "^", "all": "s", "mostly_dead": "D"}
@@ -200,7 +194,7 @@ _THRESHOLD = 8.0
 
 
 def _discontinuities(scan: Scan, options: Options) -> xr.Dataset:
-    return resume_discontinuities.discontinuities(scan, threshold=_THRESHOLD)
+    return crossings.discontinuities(scan, threshold=_THRESHOLD)
 
 
 @figure(_discontinuities, measures=("step_norm",), scales=False, of_populations=False)
@@ -376,7 +370,7 @@ def pooled_steps(counts: xr.DataArray) -> tuple[xr.DataArray, int]:
 
 def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
     (shown,) = options.populations(scan, ("all",))
-    pace = velocity.speed(scan)
+    pace = vectors.speed(scan)
     counts = log_histogram(pace, -12, 4, 12).sel(population=shown)
     return counts.assign_attrs(units=pace.attrs["units"])
 

@@ -29,12 +29,10 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.figure import MOST_CURVES, Figure, Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
-from trajstore.analysis.model import logit_statistics
-from trajstore.analysis.model.attention_circuits import CIRCUITS
-from trajstore.analysis.model.layer_metrics import METRICS
+from trajstore.analysis.model import predictions
+from trajstore.analysis.model.layers import CIRCUITS, METRICS, recorded_norm
 from trajstore.analysis.model.layers import layers as measured_layers
-from trajstore.analysis.model.layers import recorded_norm
-from trajstore.analysis.optimizer import lost_update_line
+from trajstore.analysis.optimizer import lost_updates
 from trajstore.analysis.optimizer import moment_sizes as optimizer_sizes
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.population_statistics import statistics
@@ -53,7 +51,7 @@ def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
             f"the softmax needs all {whole:,} tokens of the vocabulary, got {here:,}; "
             "select all tokens"
         )
-    return after_first_row(logit_statistics.logit_stats(scan), scan)
+    return after_first_row(predictions.logit_stats(scan), scan)
 
 
 @figure(_logit_stats, scales=False, of_populations=False)
@@ -84,7 +82,7 @@ def logit_stats(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _moments(scan: Scan, options: Options) -> xr.Dataset:
     (shown,) = options.populations(scan, ("all",))
-    plane = lost_update_line.moment_plane(scan).sel(population=shown)
+    plane = lost_updates.moment_plane(scan).sel(population=shown)
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 

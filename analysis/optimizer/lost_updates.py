@@ -1,23 +1,31 @@
-"""Fraction of intended changes that rounding discarded."""
+"""Fraction of intended changes that rounding discarded.
+
+Fraction of the updates of each parameter of the model that a step lost.
+
+The plane of √v and |m|, and the line below which updates are lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.exact_recurrence import intended_change
-from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
+from trajstore.analysis.optimizer.moments import Recurrence, intended_change, steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, measure, table
-from trajstore.analysis.scan.input_checks import Fact
-from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.quantity import quantity, takes_scan
 from trajstore.analysis.scan.rows import tiles
-from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.errors import InvalidArgument
 from trajstore.populations import populations
+from trajstore.store.reading.run_info import parameter_dataset
+from trajstore.values.native_types import spacing
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 _VARIABLES = (*MOMENTS, "W")
@@ -170,3 +178,190 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     )[1:]
     coords = {"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)}
     return table(found, _FACTS, ("step", "population", "variable"), coords)
+
+
+def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
+    """Fraction of a parameter's elements with a gradient ≠ 0 that a step did not change.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run of the tier ``everything``.
+    rows : sequence of int
+        Rows after the first. Each is read with the row before it, and no other row is.
+
+    Returns
+    -------
+    DataArray, float64 (row, parameter)
+        As ``param_update_lost``, from 0 to 1. NaN if the parameter has no gradient, or a gradient
+        of zeros or with NaN. Also NaN if no step was taken, the learning rate is 0, or the row
+        before is not the step before.
+    """
+    names = [entry["name"] for entry in ds.attrs["parameters"]]
+    small = [name for name in ("params_lr", "params_count", "lr", "skipped") if name in ds]
+    ds = ds[["W", "grad", "params", "params_grad", *small]]
+    counts, known = [], []
+    for row in rows:
+        pair = ds.isel(step=slice(row - 1, row + 1))
+        pair = pair.assign(pair[small].load())  # once, not for each parameter
+        ones = [parameter_dataset(pair, name) for name in names]
+        counts.append(da.stack([_lost_counts(one) for one in ones]))
+        known.append([_is_taken(one) for one in ones])
+    counted = xr.DataArray(da.stack(counts), dims=("row", "parameter", "kind"))
+    wanted, lost, nan = (counted.isel(kind=kind) for kind in range(3))
+    fraction: xr.DataArray = (lost / wanted.where(wanted > 0)).where((nan == 0) & np.array(known))
+    return fraction.assign_coords(parameter=names)
+
+
+def _lost_kernel(before: Array, after: Array, gradient: Array) -> Array:
+    wanted = gradient != 0
+    lost = wanted & (before == after)
+    return np.array([[[wanted.sum(), lost.sum(), np.isnan(gradient).sum()]]])
+
+
+def _lost_counts(pair: xr.Dataset) -> da.Array:
+    """Elements of a parameter with a gradient, of these the unchanged ones, and NaN: (3)."""
+    before, after = pair["W"].data
+    gradient = pair["grad"].data[1].rechunk(before.chunks)  # blocks are paired by position
+    counts = measure(
+        _lost_kernel,
+        "rck",
+        *((array, "rc") for array in (before, after, gradient)),
+        dtype=np.int64,
+        sizes={"r": 1, "c": 1, "k": 3},
+    )
+    return counts.sum((0, 1))
+
+
+def _is_taken(pair: xr.Dataset) -> bool:
+    """True if the optimizer took the step between two rows, with a rate that is not 0."""
+    last = pair.isel(step=1)
+    return bool(
+        np.diff(pair["step"].values) == 1
+        and ("lr" not in last or last["lr"].values != 0)
+        and ("skipped" not in last or last["skipped"].values != 1)
+    )
+
+
+_EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
+_LEVELS = (0.05, 0.5, 0.95)
+
+
+def _counts(first: Array, second: Array, groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Elements of each population, (population, class of √v, class of |m|)."""
+    classes = _EDGES.size - 1
+    result = np.empty((len(groups), classes, classes), np.int64)
+    root, size = np.sqrt(second.astype(np.float64)), np.abs(first.astype(np.float64))
+    for number, group in enumerate(groups):
+        result[number] = np.histogram2d(
+            root[group].ravel(), size[group].ravel(), bins=(_EDGES, _EDGES)
+        )[0]
+    return result
+
+
+def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.float64]:
+    """Half of each quantile of the spacings times a factor per class: (quantile, class)."""
+    found = spacing(W, native).astype(np.float64)
+    found = found[np.isfinite(found)]
+    spacings = np.quantile(found, _LEVELS) if found.size else np.full(len(_LEVELS), np.nan)
+    return np.asarray(0.5 * spacings[:, None] * per_spacing)
+
+
+@takes_scan
+def moment_plane(
+    scan: Scan, step: int | None = None, optimizer: Mapping[str, Any] | None = None
+) -> xr.Dataset:
+    """Distribution of Adam's moments at one step, and the line below which updates are lost.
+
+    Without weight decay, Adam's update is lr/(1 − β₁ᵗ)·``|m|`` / (√v/√(1 − β₂ᵗ) + ε). It is lost
+    if it is smaller than half the spacing of W, so for ``|m|`` below::
+
+        ½ ulp(W) · (1 − β₁ᵗ)/lr · (√v/√(1 − β₂ᵗ) + ε)
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
+    step : int, optional
+        Default: the last step.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
+
+    Returns
+    -------
+    Dataset
+        ``count``, int64 (population, root_class, size_class): elements with √v and ``|m|`` in each
+        class, with the class limits ``lower`` and ``upper`` as coordinates; ``elsewhere``, int64
+        (population): elements with a moment of 0, NaN, or outside the classes. ``threshold``,
+        float64 (quantile, root_class): the ``|m|`` of the line in the middle of each class of √v,
+        for the 5 %, 50 % and 95 % quantile of ulp(W) over all elements; NaN at step 0, infinite if
+        lr is 0. The coordinate ``step`` is the step.
+
+    Raises
+    ------
+    StepNotFound
+        If the step was not recorded.
+    VariableNotRecorded, InvalidArgument
+        As for `adam_update`; also for amsgrad, which divides by another moment.
+
+    Examples
+    --------
+    >>> found = moment_plane(ds, step=20).compute()
+    >>> found["count"].sel(population="dead").sum().item()
+    472
+    """
+    ds = scan.ds
+    input_checks.variables(ds, "W", "exp_avg", "exp_avg_sq", "lr")
+    scan.require_rows(1, "moment_plane")
+    rule, numbers = input_checks.adam_rule(ds, optimizer)
+    if rule.amsgrad:
+        raise InvalidArgument(
+            "moment_plane does not support amsgrad, which divides by the largest second moment so "
+            "far instead of v"
+        )
+    row = scan.rows - 1 if step is None else input_checks.row_of_step(ds, int(step))
+    names, groups = populations(ds)
+    first, second, W = (
+        scan.blocks(name)[row].rechunk(-1) for name in ("exp_avg", "exp_avg_sq", "W")
+    )
+    classes = _EDGES.size - 1
+    counts = measure(
+        _counts,
+        "pry",
+        (first, "th"),
+        (second, "th"),
+        groups=groups,
+        dtype=np.int64,
+        sizes={"p": len(names), "r": classes, "y": classes},
+    )
+    at = int(steps_taken(scan, "moment_plane")[row])
+    rule = rule.at(numbers[row])
+    middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        correction, root = rule.corrections(at)
+        below = correction / np.float64(ds["lr"].values[row]) * (middle / root + rule.eps)
+    thresholds = measure(
+        _thresholds,
+        "qr",
+        (W, "th"),
+        native=native_dtype(ds["W"]),
+        per_spacing=below,
+        dtype=np.float64,
+        sizes={"q": len(_LEVELS), "r": classes},
+    )
+    elsewhere = groups.sum(-1) * ds.sizes["hidden"] - counts.sum((1, 2))
+    lost = Fact("f8", "|m| below which an update is lost", "nat")
+    found = {
+        "count": (("population", "root_class", "size_class"), counts, Fact("i8", "elements")),
+        "elsewhere": ("population", elsewhere, Fact("i8", "elements outside the classes")),
+        "threshold": (("quantile", "root_class"), thresholds, lost),
+    }
+    coords = {
+        "step": at,
+        "population": names,
+        "quantile": list(_LEVELS),
+        "root": ("root_class", middle),
+        "lower": ("root_class", _EDGES[:-1]),
+        "upper": ("root_class", _EDGES[1:]),
+    }
+    return dataset(found, coords)

@@ -1,20 +1,31 @@
-"""Sizes of Adam's moments of each token, with bias correction."""
+"""Sizes of Adam's moments of each token, with bias correction.
+
+Ratios of the recorded moments to the exact ones.
+
+Exact quantiles of the ratios would need all elements of a row at once. Instead the distances of the
+ratios from 1 are counted in classes, 16 per factor of two. Counts can be added over any parts of
+the elements, in any order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.moments import steps_taken
+from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, measure
-from trajstore.analysis.scan.input_checks import Fact
+from trajstore.analysis.scan.block_tasks import Array, measure, table
+from trajstore.analysis.scan.input_checks import Fact, Facts
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan
+from trajstore.populations import populations
+from trajstore.values.native_types import unsigned_view
 from trajstore.values.norms import hidden_sum
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
@@ -91,3 +102,223 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         by_row=True,
     )
     return scan.of_tokens(found, _FACTS, first)
+
+
+_SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
+
+# Without its lowest 19 bits, a float32 is its exponent and four bits of mantissa.
+_SHIFT = 19
+_BIAS = 127
+_LEAST = (_BIAS - 24) << 4
+_MOST = (_BIAS + 24) << 4
+_SIDE = _MOST - _LEAST
+_NAN = 2 * _SIDE + 3
+
+CLASSES = _NAN + 1
+"""Number of classes: ratios from −∞ to below 1, 1 itself, above 1 to ∞, and NaN last."""
+
+
+def ratio_classes(ratios: Array) -> npt.NDArray[np.intp]:
+    """Class of each ratio, in the order of the ratios.
+
+    Parameters
+    ----------
+    ratios : ndarray of float64
+
+    Returns
+    -------
+    ndarray of int, same shape
+        Distances from 1 below 2⁻²⁴ count as 0; distances of 2²⁴ and above as infinite.
+    """
+    distance = (ratios - 1).astype(np.float32)
+    bits = unsigned_view(distance)
+    place = ((bits & np.uint32(0x7FFFFFFF)) >> np.uint32(_SHIFT)).astype(np.intp)
+    np.clip(place, _LEAST - 1, _MOST, out=place)
+    place -= _LEAST - 1
+    np.negative(place, out=place, where=(bits >> np.uint32(31)) != 0)
+    place += _SIDE + 1
+    place[np.isnan(distance)] = _NAN
+    return place
+
+
+def _middles() -> npt.NDArray[np.float64]:
+    """Representative ratio of each class except NaN."""
+    edges = (np.arange(_LEAST, _MOST + 1, dtype=np.uint32) << np.uint32(_SHIFT)).view(np.float32)
+    wide = edges.astype(np.float64)
+    above = np.concatenate([(wide[:-1] + wide[1:]) / 2, [np.inf]])
+    return 1 + np.concatenate([-above[::-1], [0], above])
+
+
+_MIDDLES = _middles()
+
+
+def quantiles_of_counts(counts: Array, levels: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Quantiles of the counted ratios.
+
+    Parameters
+    ----------
+    counts : ndarray of int, (…, class)
+    levels : ndarray of float64, (quantile,)
+        From 0 to 1.
+
+    Returns
+    -------
+    ndarray of float64, (…, quantile)
+        The ratio of rank ⌊level · (n − 1)⌋ of n, accurate to 1/32 of its distance from 1. NaN if a
+        NaN was counted, or nothing.
+    """
+    below = counts[..., :_NAN].cumsum(-1)
+    total = below[..., -1]
+    result = np.full((*total.shape, levels.size), np.nan)
+    for at in np.ndindex(total.shape):
+        if total[at] and not counts[at][_NAN]:
+            ranks = np.floor(levels * (total[at] - 1))
+            result[at] = _MIDDLES[np.searchsorted(below[at], ranks, side="right")]
+    return result
+
+
+def _count_kernel(
+    recorded: Array, exact: npt.NDArray[np.float64], group: Array, groups: int
+) -> npt.NDArray[np.int64]:
+    """Count of ratios of each group in each class: (row, 1, group · class)."""
+    rows, tokens, hidden = recorded.shape
+    result = np.zeros((rows, 1, groups * CLASSES), np.int64)
+    for part in tiles(1, tokens, hidden):
+        first = group[0, part] * CLASSES
+        for row in range(rows):
+            numerator, denominator = recorded[row, part].astype(np.float64), exact[row, part]
+            ratio = numerator / denominator
+            ratio[(numerator == 0) & (denominator == 0)] = 1
+            found = (ratio_classes(ratio) + first).ravel()
+            result[row, 0] += np.bincount(found, minlength=groups * CLASSES)
+    return result
+
+
+def _squares_kernel(recorded: Array, exact: npt.NDArray[np.float64]) -> npt.NDArray[np.void]:
+    rows, tokens, hidden = recorded.shape
+    result = np.empty((rows, tokens), _SQUARES)
+    for part in tiles(rows, tokens, hidden):
+        for name, block in (("recorded", recorded), ("exact", exact)):
+            wide = np.ascontiguousarray(block[:, part], np.float64)
+            result[name][:, part] = np.square(wide).sum(-1)
+    return result
+
+
+def _error_kernel(
+    counts: npt.NDArray[np.int64],
+    squares: npt.NDArray[np.void],
+    groups: npt.NDArray[np.bool_],
+    members: npt.NDArray[np.int64],
+    levels: npt.NDArray[np.float64],
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Ratio of norms and quantiles, (population)."""
+    numerator, denominator = (
+        np.sqrt([np.ascontiguousarray(squares[name][group]).sum() for group in groups])
+        for name in ("recorded", "exact")
+    )
+    ratio = np.where((numerator == 0) & (denominator == 0), 1, numerator / denominator)
+    whole = members @ counts.reshape(-1, CLASSES)
+    return {
+        "norm_ratio": np.where(groups.any(1), ratio, np.nan),
+        "ratio_quantiles": quantiles_of_counts(whole, levels),
+    }
+
+
+@quantity()
+def moment_error(
+    scan: Scan,
+    optimizer: Mapping[str, Any] | None = None,
+    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
+) -> xr.Dataset:
+    """Ratios of the recorded moments to exact moments without rounding.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With the variables that `exact_moments` needs, ``exp_avg`` and ``exp_avg_sq``.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
+    quantiles : float or sequence of float
+        From 0 to 1.
+
+    Returns
+    -------
+    Dataset, float64
+        ``norm_ratio`` (step, population, moment): ‖recorded‖/‖exact‖, with norms over all elements
+        of the population. ``ratio_quantiles`` (step, population, moment, quantile): quantiles of
+        recorded/exact per element, counted in classes. Each is accurate to 1/32 of its distance
+        from 1; distances below 2⁻²⁴ are 0, and distances of 2²⁴ and above are infinite. A ratio of
+        1 means no error; 0/0 counts as 1. All are NaN if an element is NaN, or the population has
+        no tokens. Without ``is_dead``, the only population is ``all``.
+
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        As for `exact_moments`; and if a quantile is not from 0 to 1.
+
+    Examples
+    --------
+    >>> error = moment_error(ds).norm_ratio.sel(moment="exp_avg_sq", population="dead")
+    >>> error.dims
+    ('step',)
+    """
+    levels = input_checks.quantile_levels(quantiles)
+    input_checks.variables(scan.ds, "grad", "clip_coef", *MOMENTS)
+    recurrence = Recurrence.of(scan, optimizer, "moment_error")
+    names, groups = populations(scan.ds)
+    facts = {
+        "norm_ratio": Fact("f8", "norm of the recorded moment over norm of the exact moment"),
+        "ratio_quantiles": Fact(
+            f"({levels.size},)f8", "quantiles of the recorded over the exact moment, by element"
+        ),
+    }
+    errors = da.concatenate(_errors(recurrence, groups, levels, facts))
+    dims = ("step", "population", "moment", "quantile")
+    coords = (scan.ds["step"], names, list(MOMENTS), levels)
+    return table(errors, facts, dims, dict(zip(dims, coords, strict=True)))
+
+
+def _errors(
+    recurrence: Recurrence,
+    groups: npt.NDArray[np.bool_],
+    levels: npt.NDArray[np.float64],
+    facts: Facts,
+) -> list[da.Array]:
+    """Ratio of norms and quantiles in each block of rows, (step, population, moment)."""
+    by_token = recurrence.gradient.chunks[1]
+    # Populations may overlap, so tokens are counted in disjoint sets: the members of each, and the
+    # set of each token.
+    members, kind = np.unique(groups, axis=1, return_inverse=True)
+    kinds = members.shape[1]
+    group = da.from_array(kind.reshape(1, -1, 1), chunks=((1,), by_token, (1,)))
+
+    def of_moment(recorded: da.Array, exact: da.Array) -> da.Array:
+        counts = measure(
+            _count_kernel,
+            "stc",
+            recorded,
+            exact,
+            (group, "ztx"),
+            groups=kinds,
+            dtype=np.int64,
+            sizes={"t": 1, "c": kinds * CLASSES},
+        )
+        squares = measure(_squares_kernel, "st", recorded, exact, dtype=_SQUARES)
+        return measure(
+            _error_kernel,
+            "sp",
+            (counts.sum(axis=1), "sc"),
+            squares.rechunk({1: -1}),
+            groups=groups,
+            members=members.astype(np.int64),
+            levels=levels,
+            dtype=facts,
+            sizes={"p": len(groups)},
+            by_row=True,
+        )
+
+    def compute(number: int, exact: Mapping[str, da.Array], _: list[da.Array]) -> da.Array:
+        pairs = ((recurrence.recorded(name).blocks[number], exact[name]) for name in MOMENTS)
+        return da.stack([of_moment(*pair) for pair in pairs], axis=2)
+
+    return recurrence.in_turn(compute)

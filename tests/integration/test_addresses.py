@@ -59,7 +59,7 @@ def test_commands_work_on_an_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "trajstore.analysis.report.page.drawn", lambda *arguments: ([], {})
+        "trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {})
     )  # takes long
     result = run(line)
     assert result.exit_code == 0, result.output
@@ -95,7 +95,7 @@ def test_sizes_that_a_web_server_does_not_say_are_unknown(
     run: Callable[[str], Result], here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test, as it ends the connections, and with them what ``memory://`` holds."""
-    monkeypatch.setattr("trajstore.analysis.report.page.drawn", lambda *arguments: ([], {}))
+    monkeypatch.setattr("trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {}))
     with web_server(here.parent) as (server, _):
         told = {}
         for command in ("info", "info --json", "report"):

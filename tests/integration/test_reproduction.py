@@ -14,7 +14,7 @@ from click.testing import CliRunner
 pytest.importorskip("torch")
 from small_trainings import TEXT, small_config, stop_after
 
-from trajstore.analysis.report.reproduction import reproduction
+from trajstore.analysis.results.verdicts import reproduction
 from trajstore.cli.main import main
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import fork, record, recorded_config

@@ -15,7 +15,7 @@ import xarray as xr
 import trajstore.analysis.figures
 from trajstore import analysis, open_run
 from trajstore.analysis.accessor import Drawing, Plots, TrajAccessor
-from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
+from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.registry import ACROSS_RUNS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 

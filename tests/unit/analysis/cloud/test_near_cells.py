@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from near_histories import near_histories
 
 from trajstore import analysis
-from trajstore.analysis.cloud import near_cells
+from trajstore.analysis.cloud import near_vectors
 from trajstore.analysis.registry import answer
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.native_types import ordinal
@@ -107,9 +107,9 @@ NUMBERS = st.integers(-4, 4).flatmap(
 )
 def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(near_cells, "_COMPARED", compared)
-        patch.setattr(near_cells, "_FEW", 2)
-        found = [tuple(sorted(pair)) for part in near_cells._pairs(cells, k) for pair in part]
+        patch.setattr(near_vectors, "_COMPARED", compared)
+        patch.setattr(near_vectors, "_FEW", 2)
+        found = [tuple(sorted(pair)) for part in near_vectors._pairs(cells, k) for pair in part]
     apart = np.abs(cells[:, None] - cells[None]).max(2)
     expected = np.argwhere(np.triu(apart <= k, 1)).tolist()
     assert sorted(found) == [tuple(pair) for pair in expected]
@@ -120,8 +120,8 @@ def test_small_parts_give_the_same_graph(make_run, monkeypatch: pytest.MonkeyPat
     ds = make_run(bits, is_dead=np.arange(60) % 3 == 0)
     graph = analysis.adjacency(ds).compute()
     assert int(graph.edges.max()) > 100
-    monkeypatch.setattr(near_cells, "_PAIRS", 10)
-    monkeypatch.setattr(near_cells, "_COMPARED", 70)
+    monkeypatch.setattr(near_vectors, "_PAIRS", 10)
+    monkeypatch.setattr(near_vectors, "_COMPARED", 70)
     xr.testing.assert_identical(analysis.adjacency(ds).compute(), graph)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from near_histories import near_histories
 
 from trajstore import analysis
-from trajstore.analysis.cloud import nearest_vectors
+from trajstore.analysis.cloud import near_vectors
 from trajstore.errors import StepNotFound
 
 
@@ -48,7 +48,7 @@ def test_small_parts_give_the_same_distances(make_run, monkeypatch: pytest.Monke
     bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
     ds = make_run(bits)
     nearest = analysis.nearest_distance(ds).compute()
-    monkeypatch.setattr(nearest_vectors, "_DISTANCES", 70)
+    monkeypatch.setattr(near_vectors, "_DISTANCES", 70)
     xr.testing.assert_identical(analysis.nearest_distance(ds).compute(), nearest)
 
 

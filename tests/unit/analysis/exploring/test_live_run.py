@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from growing_runs import begin, extend
 
-from trajstore.analysis.exploring.live_run import LiveRun
+from trajstore.analysis.exploring.page import LiveRun
 from trajstore.errors import InvalidArgument, RunNotFound
 
 

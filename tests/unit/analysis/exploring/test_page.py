@@ -8,8 +8,7 @@ import pytest
 from growing_runs import begin, extend
 
 from trajstore.analysis.exploring import plots
-from trajstore.analysis.exploring.live_run import LiveRun
-from trajstore.analysis.exploring.page import _CURVES, Page
+from trajstore.analysis.exploring.page import _CURVES, LiveRun, Page
 from trajstore.analysis.figures.style import REGIME_COLORS
 from trajstore.analysis.scan.rows import REGIMES
 

@@ -8,8 +8,8 @@ import xarray as xr
 from growing_runs import begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.exploring import run_history
-from trajstore.analysis.exploring.run_history import prepare
+from trajstore.analysis.exploring import plots
+from trajstore.analysis.exploring.plots import prepare
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
@@ -46,7 +46,7 @@ def test_the_history_equals_the_analysis(ds: xr.Dataset) -> None:
 def test_positions_of_long_runs_are_those_of_every_nth_row(
     ds: xr.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_history, "POSITION_BYTES", 6 * 128 * 8)
+    monkeypatch.setattr(plots, "POSITION_BYTES", 6 * 128 * 8)
     history = prepare(ds)
     assert history.position["step"].values.tolist() == [0, 4, 8, 12, 16, 20]
 
@@ -71,6 +71,6 @@ def test_a_run_that_cannot_be_explored_is_refused(
         prepare(ds.drop_vars("W"))
     with pytest.raises(InvalidArgument, match="at least 2 rows, got 1"):
         prepare(ds.isel(step=slice(1)))
-    monkeypatch.setattr(run_history, "MAP_BYTES", 1000)
+    monkeypatch.setattr(plots, "MAP_BYTES", 1000)
     with pytest.raises(InvalidArgument, match=r"21 rows of 128 tokens.*trajstore export"):
         prepare(ds)

@@ -8,11 +8,12 @@ import xarray as xr
 from growing_runs import HOSTILE, begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.exploring.run_history import RunHistory, prepare
-from trajstore.analysis.exploring.tokens import (
+from trajstore.analysis.exploring.plots import (
+    RunHistory,
     TokenList,
     cause_sentences,
     nearest,
+    prepare,
     token_history,
 )
 

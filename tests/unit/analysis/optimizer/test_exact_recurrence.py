@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trajstore import compiled_loop
-from trajstore.analysis.optimizer import exact_recurrence
+from trajstore.analysis.optimizer import moments
 from trajstore.compiled_loop import CompiledLoop
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -23,10 +23,10 @@ def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
 
     with monkeypatch.context() as patch:
         patch.setattr(compiled_loop, "_ENOUGH", 0)
-        patch.setattr(exact_recurrence, "_LOOP", Spy(exact_recurrence.__name__, "follow_rows"))
+        patch.setattr(moments, "_LOOP", Spy(moments.__name__, "follow_rows"))
         out = np.full(gradient.shape, -1.0)
         betas = np.linspace(0.9, 0.999, len(gradient))
-        exact_recurrence.follow(moment, betas, before, gradient, taken, out)
+        moments.follow(moment, betas, before, gradient, taken, out)
     return out, any(made)
 
 

@@ -6,7 +6,7 @@ import xarray as xr
 from parameter_tables import parameter_table
 
 from trajstore import analysis
-from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
+from trajstore.analysis.optimizer.lost_updates import lost_by_parameter
 
 SHAPES = {"W": [5, 3], "a": [2, 4], "bias": [3], "scalar": [], "fixed": [2, 2]}
 ROWS = 6

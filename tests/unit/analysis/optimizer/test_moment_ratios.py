@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trajstore.analysis.optimizer.moment_ratios import CLASSES, quantiles_of_counts, ratio_classes
+from trajstore.analysis.optimizer.moment_sizes import CLASSES, quantiles_of_counts, ratio_classes
 
 LEVELS = np.array([0, 0.05, 0.5, 0.95, 1])
 

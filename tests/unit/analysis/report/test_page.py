@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from example_run import OPTIMIZER
+from trajstore.analysis.report import write_report
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.figures import FIGURES
-from trajstore.analysis.report import page as report_page
-from trajstore.analysis.report import write_report
+from trajstore.analysis.results import report_page as report_page
 from trajstore.errors import InvalidArgument, RunExists, RunNotFound
 
 pytest.importorskip("jinja2")

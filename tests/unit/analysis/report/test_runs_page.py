@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from trajstore.analysis.report import write_runs_report
 
 from trajstore import RunWriter
 from trajstore.analysis.figures import FIGURES
-from trajstore.analysis.report import runs_page, write_runs_report
+from trajstore.analysis.results import report_page
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -19,7 +20,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture(autouse=True)
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: FIGURES[name] for name in ("loss", "freeze", "regimes", "divergence")}
-    monkeypatch.setattr(runs_page, "FIGURES", few)
+    monkeypatch.setattr(report_page, "FIGURES", few)
 
 
 def write(path: Path, *, later: float = 0, tokens: int = 3, lr: float = 0.1) -> str:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from trajstore import analysis
-from trajstore.analysis.results.summary_table import summary_table
+from trajstore.analysis.results.summary import summary_table
 
 
 def test_a_line_for_each_run(make_run, walk):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trajstore.analysis.several.differences import differences
+from trajstore.analysis.several_runs import differences
 
 
 def test_bits_are_counted_and_equal_ones_are_no_distance() -> None:

@@ -4,6 +4,10 @@ With logits z = W h and probabilities p = softmax(z) at each position, the mean 
 step over N targets has the derivative 1/N · Σ (p_v − [v is the target]) · h with respect to row v
 of W. A dead token is never a target, so its gradient is 1/N · Σ p_v · h. If W is also the input
 embedding, this adds nothing, because a dead token is never an input.
+
+Statistics of the recorded logits.
+
+Logits of the mean hidden state, and the tokens with the largest ones.
 """
 
 from __future__ import annotations
@@ -16,14 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.cloud.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Wide, measure, table
+from trajstore.analysis.scan.block_tasks import Array, Wide, measure, table
 from trajstore.analysis.scan.input_checks import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Positive
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.native_types import cast
+from trajstore.values.norms import hidden_sum
 
 _DIMS = ("step", "token", "example", "position", "hidden")
 _PER_GRADIENT = {
@@ -260,3 +266,154 @@ def _rows(ds: xr.Dataset, name: str, rows: npt.NDArray[np.int64]) -> da.Array:
     """Rows of a variable, one per chunk, with ordered dimensions."""
     array = ds[name].isel(step=rows).transpose(*_DIMS, missing_dims="ignore")
     return array.chunk({dim: 1 if dim == "step" else -1 for dim in array.dims}).data
+
+
+_FACTS = {
+    "logit_min": Fact("f8", "smallest logit", "nat"),
+    "logit_max": Fact("f8", "largest logit", "nat"),
+    "logit_range": Fact("f8", "largest minus smallest logit", "nat"),
+    "logit_std": Fact("f8", "standard deviation of the logits", "nat"),
+    "entropy": Fact("f8", "entropy of the softmax", "nat"),
+    "dead_mass": Fact("f8", "total probability of all dead tokens"),
+}
+
+
+def _statistics(
+    logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None = None
+) -> dict[str, npt.NDArray[Any]]:
+    """Statistics over the tokens, (row)."""
+    wide = logits.astype(np.float64)
+    low, high = wide.min(-1), wide.max(-1)
+    shifted = wide - high[:, None]
+    weights = np.exp(shifted)
+    total = weights.sum(-1, keepdims=True)
+    probabilities = weights / total
+    # 0 · log 0 is 0.
+    products = np.where(probabilities == 0, 0, probabilities * shifted)
+    return {
+        "logit_min": low,
+        "logit_max": high,
+        "logit_range": high - low,
+        "logit_std": wide.std(-1),
+        "entropy": np.log(total[:, 0]) - products.sum(-1),
+        "dead_mass": low * np.nan if dead is None else probabilities[:, dead].sum(-1),
+    }
+
+
+@quantity()
+def logit_stats(scan: Scan) -> xr.Dataset:
+    """Range, standard deviation and entropy of the prediction at each step.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``logits`` (step, token) of the whole vocabulary, which the softmax requires.
+
+    Returns
+    -------
+    Dataset, float64 (step)
+        ``logit_min``, ``logit_max``, ``logit_range``, ``logit_std`` (population standard
+        deviation), ``entropy`` of the softmax in nat, and ``dead_mass``, the total probability of
+        all dead tokens, if ``is_dead`` is recorded. NaN at row 0, before the first forward pass.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run holds no logits.
+
+    Examples
+    --------
+    >>> logit_stats(ds).dead_mass.isel(step=[1, -1]).values.round(3)
+    array([0.822, 0.747])
+    """
+    ds = scan.ds
+    input_checks.variables(ds, "logits")
+    logits = ds["logits"]
+    if set(logits.dims) != {"step", "token"}:
+        raise InvalidArgument(
+            f"logits has dimensions {', '.join(map(str, logits.dims))}, expected step, token"
+        )
+    logits = logits.drop_attrs().transpose("step", "token").chunk({"token": -1})
+    dead = np.asarray(ds["is_dead"].values, bool) if "is_dead" in ds.coords else None
+    found = measure(_statistics, "s", logits.data, dead=dead, dtype=_FACTS)
+    coords = {name: values for name, values in logits.coords.items() if "token" not in values.dims}
+    result = table(found, _FACTS, ("step",), coords)
+    return result if dead is not None else result.drop_vars("dead_mass")
+
+
+def _logits(now: Array, before: Array, state: Wide) -> Wide:
+    """Product of the previous row with the state."""
+    return hidden_sum(before.astype(np.float64) * state)
+
+
+def _top(logits: Wide, labels: npt.NDArray[np.int64], k: int) -> dict[str, Array]:
+    """The k largest logits and their tokens, NaN last."""
+    order = np.argsort(-logits, kind="stable")[:k]
+    largest = logits[order]
+    return {"top_logit": largest, "top_token": np.where(np.isnan(largest), -1, labels[order])}
+
+
+@quantity()
+def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
+    """Logits of the mean hidden state h̄ for each token, and the tokens with the largest ones.
+
+    This is the logit lens of h̄: the prediction at a position whose hidden state is the mean.
+    Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), the output matrix, and ``hidden_mean``.
+    k : int
+        Number of tokens in the list.
+
+    Returns
+    -------
+    Dataset
+        ``mean_logit``, float64 (step, token), W_{t−1}·h̄_t in nat, without a bias: the forward pass
+        of step t uses the W of the row before. NaN if that row is not the step before. Over (step,
+        rank): ``top_token``, int64, the recorded tokens with the largest logits, −1 if unknown, and
+        ``top_logit``, float64. Of equal logits, the first token comes first.
+
+    Raises
+    ------
+    InvalidArgument
+        If k is not from 1 to the number of tokens.
+    VariableNotRecorded
+        If ``hidden_mean`` was not recorded.
+
+    Examples
+    --------
+    >>> state = ds.W.mean("token").assign_attrs(units="1")  # in place of a recorded mean
+    >>> found = mean_logits(ds.assign(hidden_mean=state), k=1)
+    >>> bool(ds.is_dead.sel(token=found.top_token.isel(step=-1)).item())
+    False
+    """
+    input_checks.variables(scan.ds, "hidden_mean")
+    tokens = scan.ds.sizes["token"]
+    if not 1 <= k <= tokens:
+        raise InvalidArgument(f"got k={k}, expected 1 to {tokens}, the number of tokens")
+    scan.require_rows(1, "mean_logits")
+    points = scan.rows_of("W")
+    states = scan.ds["hidden_mean"].transpose("step", "hidden").astype(np.float64)
+    follows = np.diff(scan.steps, prepend=scan.steps[:1]) == 1
+    data = da.asarray(states.where(xr.DataArray(follows, dims="step")).data)
+    each = data.rechunk((points.blocks.chunks[0], -1))
+    logits = measure(_logits, "st", points, (each, "sh"), dtype=np.float64, by_row=True)
+    facts = {
+        "top_logit": Fact(f"({k},)f8", "largest logits of the mean hidden state", "nat"),
+        "top_token": Fact(
+            f"({k},)i8",
+            "tokens with the largest logits of the mean hidden state",
+            None,
+            {-1: "unknown"},
+        ),
+    }
+    labels, whole = token_labels(scan.ds), logits.rechunk({1: -1})
+    top = measure(_top, "s", whole, labels=labels, k=k, dtype=facts, by_row=True)
+    coords = {"step": scan.ds["step"], "rank": np.arange(1, k + 1)}
+    result = table(top, facts, ("step", "rank"), coords)
+    result["mean_logit"] = scan.wrap(logits, "W").assign_attrs(
+        long_name="logit of the mean hidden state", units="nat"
+    )
+    return result
