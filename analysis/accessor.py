@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xarray as xr
 
 from trajstore.analysis import functions
-from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.several_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
-from trajstore.schema import EVALUATION
-from trajstore.store.reading.run_info import parameter_dataset
+from trajstore.schema import EVALUATION, MIN_UNCHANGED
+from trajstore.store.reading.run_attributes import parameter_dataset
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation

@@ -49,7 +49,7 @@ from trajstore.analysis.results.summary import summary
 from trajstore.analysis.scan.population_statistics import by_population
 from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.several_runs import compare, divergence, each_run, over_runs
-from trajstore.codec.block_codec import register_accessors
+from trajstore.installation import register_accessors
 from trajstore.populations import with_populations
 
 register_accessors()

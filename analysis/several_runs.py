@@ -27,7 +27,7 @@ from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations import populations
 from trajstore.schema import NAMES, VARIABLES, variables_of
-from trajstore.store.reading.run_info import comparable_settings
+from trajstore.store.reading.run_attributes import comparable_settings
 from trajstore.values.native_types import unsigned_view
 
 P = ParamSpec("P")

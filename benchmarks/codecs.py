@@ -25,7 +25,7 @@ from trajstore.codec.chunk import Chain, Decoder
 from trajstore.codec.delta import fold
 from trajstore.codec.predicted_rows import coefficients_and_differences
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type
 
 NATIVE = native_type("bfloat16")

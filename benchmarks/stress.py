@@ -19,7 +19,7 @@ from measure import cache, machine, resident, save, table
 
 from trajstore import RunWriter
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ from sphinx.util.typing import stringify_annotation
 
 import trajstore.exchange.layouts
 from trajstore.exchange.layouts import LAYOUTS, MARKS, Column, Layout
+from trajstore.installation import __version__
 from trajstore.schema import VARIABLES
 from trajstore.trainers.config import RunConfig, _allowed, _literal
-from trajstore.version import __version__
 
 project = "trajstore"
 author = "The trajstore developers"

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
-from trajstore.store.metadata.metadata_form import checkpoint_folder
+from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
 from trajstore.trainers.runs.run_state import RunState
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from trajstore.codec.chunk import DIFFERENCES
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 
 
 def stored_forms(path: Path) -> dict[str, dict[str, int]]:

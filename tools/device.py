@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from trajstore import __version__
+from trajstore.installation import __version__
 from trajstore.trainers import PRESETS
 
 ROOT = Path(__file__).parent.parent

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from trajstore.trainers import evaluations as evaluations
     from trajstore.trainers.config import RunConfig as RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if as what_if
+    from trajstore.trainers.downloads import fetch as fetch
     from trajstore.trainers.evaluations.evaluate import evaluate as evaluate
-    from trajstore.trainers.fetch import fetch as fetch
     from trajstore.trainers.presets import PRESETS as PRESETS
     from trajstore.trainers.presets import preset as preset
     from trajstore.trainers.products import float32_products as float32_products
@@ -61,7 +61,7 @@ _HOME = {
     "checkout": "trajstore.trainers.step_models.step_model",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "evaluations": "trajstore.trainers.evaluations",
-    "fetch": "trajstore.trainers.fetch",
+    "fetch": "trajstore.trainers.downloads",
     "float32_products": "trajstore.trainers.products",
     "fork": "trajstore.trainers.runs.fork",
     "model_at": "trajstore.trainers.step_models.step_model",

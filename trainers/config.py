@@ -23,10 +23,10 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from trajstore.arguments import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument, did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.writing.commit import COMMIT_EVERY
+from trajstore.units import parse_bytes
 
 MAY_CHANGE = frozenset(
     {

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.fetch import cached
+from trajstore.trainers.downloads import cached
 
 ASCII_SIZE = 128
 

@@ -7,7 +7,7 @@ not need xarray, dask and the rest.
 from __future__ import annotations
 
 from trajstore import errors
-from trajstore.version import __version__
+from trajstore.installation import __version__
 
 TYPE_CHECKING = False  # importing typing would take most of the time of this module
 if TYPE_CHECKING:

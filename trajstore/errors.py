@@ -1,15 +1,18 @@
 """The exception tree. One class per reaction of the code that catches it.
 
-The known name that a mistyped name probably means.
-
-Imports of optional packages: if one is missing, the error names the extra to install.
+`did_you_mean` suggests the known name that a mistyped name probably means. `needs_extra` names the
+extra to install if an optional package is missing.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+TYPE_CHECKING = False  # importing typing would take most of the time of this module
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
 
 __all__ = [
     "ConfigError",
@@ -170,6 +173,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("moby-dick", ["gatsby", "duckling"])
     ''
     """
+    import difflib
+
     folded = {_folded(one): one for one in known}
     typed = _folded(name)
     nearest = [_SYNONYMS[typed]] if _SYNONYMS.get(typed) in folded else []
@@ -191,8 +196,7 @@ def _folded(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-@contextmanager
-def needs_extra(needing: str, extra: str, otherwise: str = "") -> Iterator[None]:
+class needs_extra:  # noqa: N801  # used like a function
     """Replace the error of a missing package by one that names its extra.
 
     A context manager, or a decorator of a function.
@@ -214,9 +218,25 @@ def needs_extra(needing: str, extra: str, otherwise: str = "") -> Iterator[None]
     Traceback (most recent call last):
     trajstore.errors.MissingExtra: a figure needs the extra plot: pip install -c ...
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "trajstore":
-            raise
-        raise MissingExtra(needing, extra, otherwise) from error
+
+    def __init__(self, needing: str, extra: str, otherwise: str = "") -> None:
+        self._missing = needing, extra, otherwise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, ModuleNotFoundError):
+            return
+        if (error.name or "").partition(".")[0] != "trajstore":
+            raise MissingExtra(*self._missing) from error
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        import functools
+
+        @functools.wraps(function)
+        def checked(*arguments: P.args, **options: P.kwargs) -> R:
+            with self:
+                return function(*arguments, **options)
+
+        return checked

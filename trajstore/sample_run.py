@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import RunExists
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.writer import RunWriter
 from trajstore.values.native_types import cast
 from trajstore.values.optimizer_rule import OptimizerRule, Rates

@@ -406,3 +406,8 @@ def resolve_variables(variables: str | tuple[str, ...] | list[str]) -> tuple[str
             "holds one of them"
         )
     return tuple(name for name in VARIABLES if name in wanted)
+
+
+MIN_UNCHANGED = 50
+"""Optimizer steps. In Lil Gatsby, 6 % of the tokens that are unchanged for 50 steps at the end of a
+recording move again when the training continues, and 19 % of those unchanged for one step."""

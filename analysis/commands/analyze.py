@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.cli.options import (
     COMMON_STEPS,
     JSON,
@@ -30,6 +29,7 @@ from trajstore.cli.output import (
     without_tokens,
 )
 from trajstore.errors import InvalidArgument, did_you_mean
+from trajstore.schema import MIN_UNCHANGED
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -65,7 +65,7 @@ PARAMETER = click.option(
 
 def of_parameter(ds: xr.Dataset, name: str | None) -> xr.Dataset:
     """The history of a parameter; without a name, the run itself."""
-    from trajstore.store.reading.run_info import parameter_dataset
+    from trajstore.store.reading.run_attributes import parameter_dataset
 
     return ds if name is None else parameter_dataset(ds, name)
 

@@ -53,7 +53,7 @@ def _opened(paths: Sequence[str], common_steps: bool) -> list[xr.Dataset]:
 
 
 def _is_evaluation(path: str) -> bool:
-    from trajstore.store.metadata.metadata_form import METADATA_KEY
+    from trajstore.store.storage.remote_path import METADATA_KEY
 
     metadata = Path(path, METADATA_KEY)
     return metadata.is_file() and f'"{EVALUATION}"'.encode() in metadata.read_bytes()
@@ -188,7 +188,7 @@ def plot(
     from trajstore.analysis.motion.vectors import vectors_named
     from trajstore.exchange.selection import select_part
     from trajstore.populations import with_populations
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.run_info import run_paths
     from trajstore.store.storage.remote_path import local_path
 
     check_matplotlib()

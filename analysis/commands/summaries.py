@@ -71,8 +71,8 @@ def summary(
     from trajstore.analysis.results.summary import summary_table
     from trajstore.store.metadata.zarr_json import notes_of
     from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.open_runs import run_paths
-    from trajstore.store.reading.run_info import run_labels
+    from trajstore.store.reading.run_attributes import run_labels
+    from trajstore.store.reading.run_info import run_paths
 
     given = given_populations(populations)
     paths = run_paths(runs)
@@ -185,7 +185,7 @@ def compare(run: str, other: str | None, over: float | None, as_json: bool) -> N
     from trajstore import analysis
     from trajstore.store.metadata.metadata_form import CONTENT
     from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.run_info import run_paths
 
     paths = run_paths([run]) if other is None else [run, other]
     if len(paths) != 2:
@@ -342,7 +342,7 @@ def report(
       trajstore report runs/
     """
     from trajstore.analysis.results.report_page import write_report, write_runs_report
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.run_info import run_paths
 
     paths = run_paths(runs)
     target = output or f"{file_stem(runs, paths)}.html"

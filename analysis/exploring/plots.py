@@ -28,8 +28,8 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Report, progress_of_tasks
 from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
-from trajstore.arguments import format_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.units import format_bytes
 
 POSITION_BYTES = 512 << 20
 MAP_BYTES = 2 << 30

@@ -27,7 +27,7 @@ from trajstore.analysis.figures.sheet import (
     save,
 )
 from trajstore.analysis.figures.style import STYLES, Look
-from trajstore.codec.block_codec import register_accessors
+from trajstore.installation import register_accessors
 
 __all__ = [
     "FIGURES",

@@ -20,7 +20,6 @@ from trajstore.analysis.figures.axes_marks import (
     widen_covered,
 )
 from trajstore.analysis.figures.style import STYLES, Look, run_name, style, titled_runs
-from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.scan.block_tasks import Report, compute_all
 from trajstore.analysis.scan.scan import Scan, windowed_scan
 from trajstore.analysis.several_runs import each_run
@@ -32,7 +31,8 @@ from trajstore.populations import (
     populations,
     row_words,
 )
-from trajstore.store.reading.run_info import SEED, differing_settings, run_labels
+from trajstore.schema import MIN_UNCHANGED
+from trajstore.store.reading.run_attributes import SEED, differing_settings, run_labels
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

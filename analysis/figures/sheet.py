@@ -67,7 +67,7 @@ from trajstore.analysis.figures.training import (
 from trajstore.analysis.scan.block_tasks import return_memory
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION, variables_of
-from trajstore.store.reading.run_info import run_labels
+from trajstore.store.reading.run_attributes import run_labels
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_file_target, staged_file
 

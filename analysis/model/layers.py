@@ -28,7 +28,11 @@ from trajstore.analysis.scan.quantity import registered, takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count, check_fields
 from trajstore.errors import InvalidArgument, did_you_mean
-from trajstore.store.reading.run_info import parameter_dataset, parameter_entry, parameter_table
+from trajstore.store.reading.run_attributes import (
+    parameter_dataset,
+    parameter_entry,
+    parameter_table,
+)
 from trajstore.values.native_types import unsigned_view
 from trajstore.values.optimizer_rule import VECTORS
 

@@ -30,10 +30,7 @@ from trajstore.analysis.scan.rows import (
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
 from trajstore.populations import populations
-
-MIN_UNCHANGED = 50
-"""Optimizer steps. In Lil Gatsby, 6 % of the tokens that are unchanged for 50 steps at the end of a
-recording move again when the training continues, and 19 % of those unchanged for one step."""
+from trajstore.schema import MIN_UNCHANGED
 
 _NEVER = {-1: "never"}
 _LAST = Fact("i8", "last step with motion", flags=_NEVER)

@@ -24,7 +24,7 @@ from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
 from trajstore.populations import populations
-from trajstore.store.reading.run_info import parameter_dataset
+from trajstore.store.reading.run_attributes import parameter_dataset
 from trajstore.values.native_types import spacing
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 

@@ -21,7 +21,6 @@ import xarray as xr
 from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, collect, draw_sheet
 from trajstore.analysis.figures.figure import compute_together, prepared
 from trajstore.analysis.figures.style import run_system
-from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.results.summary import Table, summary, summary_table, summary_tables
 from trajstore.analysis.results.verdicts import (
     discontinuity_verdict,
@@ -32,23 +31,23 @@ from trajstore.analysis.results.verdicts import (
 )
 from trajstore.analysis.scan.scan import Scan, rows_of_window
 from trajstore.analysis.several_runs import divergence
-from trajstore.arguments import format_bytes
 from trajstore.errors import InvalidArgument, VariableNotRecorded, needs_extra
+from trajstore.installation import __version__
 from trajstore.integrity.verify import verify
 from trajstore.populations import populations
+from trajstore.schema import MIN_UNCHANGED
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.open_runs import final_loss, run_table
-from trajstore.store.reading.run_info import (
+from trajstore.store.reading.run_attributes import (
     differing_settings,
-    information,
     run_labels,
-    run_status,
     settings,
     short_names,
 )
+from trajstore.store.reading.run_info import information, run_status
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
 from trajstore.store.writing.create import check_file_target, staged_file
-from trajstore.version import __version__
+from trajstore.units import format_bytes
 
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
@@ -347,12 +346,12 @@ def write_runs_report(
     runs : sequence of str
         At least two. Recordings in progress are fine.
     path, steps, within, min_unchanged, check, overwrite, report
-        As for `trajstore.analysis.report.write_report`.
+        As for `trajstore.analysis.results.report_page.write_report`.
 
     Raises
     ------
     RunNotFound, FormatError, InvalidArgument, RunExists, MissingExtra
-        As `trajstore.analysis.report.write_report`.
+        As `trajstore.analysis.results.report_page.write_report`.
     """
     options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
     return write_page(path, lambda: _runs_facts(runs, options, check, report), overwrite=overwrite)

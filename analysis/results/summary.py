@@ -23,7 +23,7 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations import populations, row_vectors
-from trajstore.store.reading.run_info import holds_all_parameters
+from trajstore.store.reading.run_attributes import holds_all_parameters
 from trajstore.values.norms import vector_norm
 
 _FACTS = {"centroid_norm": Fact("f8", "norm of the centroid")}

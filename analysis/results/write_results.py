@@ -19,10 +19,10 @@ from trajstore.analysis.scan.block_tasks import Report, compute_all
 from trajstore.analysis.scan.input_checks import flags_of, is_category
 from trajstore.errors import InvalidArgument, RunExists, needs_extra
 from trajstore.formats.safetensors import begin_safetensors
+from trajstore.installation import __version__
 from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
-from trajstore.version import __version__
 
 ENDINGS = (".zarr", ".nc", ".csv", ".safetensors")
 

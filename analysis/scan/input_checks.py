@@ -16,8 +16,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
-from trajstore.store.metadata.zarr_json import steps_of_another_optimizer
-from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
+from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule, steps_of_another_optimizer
 
 RUN = "run"
 """Name of the dimension of several runs."""

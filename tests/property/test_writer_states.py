@@ -31,7 +31,7 @@ from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.store.metadata.block_plan import BLOCKS
-from trajstore.store.metadata.metadata_form import METADATA_KEY
+from trajstore.store.storage.remote_path import METADATA_KEY
 
 
 class _Death(BaseException):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from trajstore import __version__
+from trajstore.installation import __version__
 
 ROOT = Path(__file__).parents[2]
 

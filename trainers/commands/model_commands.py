@@ -265,7 +265,7 @@ def annotate(
     import numpy as np
 
     from trajstore.exchange.token_tables import annotations_of
-    from trajstore.store.reading.open_run import open_group
+    from trajstore.store.reading.open_group import open_group
     from trajstore.store.writing.create import annotate_run, check_unlabeled
 
     if corpus is not None and tokenizer is None:

@@ -23,7 +23,6 @@ import click
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trajstore.arguments import format_bytes, format_duration
 from trajstore.cli.options import RUN
 from trajstore.cli.output import Bar, err, in_options, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
@@ -44,6 +43,7 @@ from trajstore.trainers.commands.configuration import (
     settings_of,
     stem_of,
 )
+from trajstore.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location, RunPath
@@ -385,7 +385,7 @@ def _report_early_stop(path: Location) -> Iterator[None]:
 
 
 def _is_there(path: Location) -> bool:
-    from trajstore.store.reading.open_runs import matrix_runs
+    from trajstore.store.reading.run_info import matrix_runs
 
     return path.exists() or (isinstance(path, Path) and bool(matrix_runs(path)))
 
@@ -393,7 +393,7 @@ def _is_there(path: Location) -> bool:
 def _forked(source: str, at: int, changes: list[str]) -> RunConfig:
     """Return the configuration of a fork, before its settings are checked."""
     from trajstore import trainers
-    from trajstore.store.reading.open_run import open_group
+    from trajstore.store.reading.open_group import open_group
 
     if "://" not in source:
         open_group(source)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trajstore.errors import ConfigError
 from trajstore.store.metadata.metadata_form import SEGMENTS, listed_segments
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
 from trajstore.trainers.recording.notes import class_path
 from trajstore.trainers.recording.step_gradients import clip_coefficient

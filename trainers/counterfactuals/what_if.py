@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import EXCHANGE_MEMORY, checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import VARIABLES
 from trajstore.store.metadata.metadata_form import FINGERPRINT
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
@@ -34,6 +34,7 @@ from trajstore.trainers.recording.options import Tokens, torch_threads
 from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer, replay_device
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, tensor_of
 from trajstore.trainers.replays.replay_result import CannotReplay
+from trajstore.units import EXCHANGE_MEMORY
 from trajstore.values.native_types import as_bits, native_type
 
 Array = npt.NDArray[Any]

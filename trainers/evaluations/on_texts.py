@@ -22,8 +22,8 @@ import xarray as xr
 
 from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.open_run import open_group
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.step_models.step_model import model_at, run_tokenizer
 from trajstore.trainers.step_models.step_state import RunParameters

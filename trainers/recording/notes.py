@@ -29,6 +29,7 @@ import zarr
 from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
+from trajstore.installation import __version__
 from trajstore.optimizer_advice import Advice, advise
 from trajstore.store.metadata.metadata_form import UNPROVEN
 from trajstore.store.metadata.zarr_json import notes_until
@@ -43,7 +44,6 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import is_compiled_call, name_outside_compile
-from trajstore.version import __version__
 
 _MOST_RANGES = 1000
 """Maximum number of ranges of a note, which every commit writes; the last one then grows."""

@@ -26,24 +26,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import (
-    ANY,
-    DEFAULT_MEMORY,
-    Bound,
-    Count,
-    check_fields,
-    exact,
-    exact_json,
-    parse_bytes,
-)
+from trajstore.arguments import ANY, Bound, Count, check_fields, exact, exact_json
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import EVERYTHING, STEP, TIERS, VARIABLES, Encoding, resolve_variables
-from trajstore.store.metadata.metadata_form import METADATA_KEY
-from trajstore.store.reading.open_run import open_group
-from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
 from trajstore.store.writing.commit import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_folder, check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
+from trajstore.units import DEFAULT_MEMORY, parse_bytes
 
 Tokens = str | npt.ArrayLike
 """``all``, ``dead``, ``live``, or ids."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from trajstore.arguments import format_bytes
 from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter
@@ -45,6 +44,7 @@ from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
 from trajstore.trainers.recording.torch_internals import versions
+from trajstore.units import format_bytes
 
 _UNSHARDED = (torch.Tensor, torch.nn.Parameter, JoinedVector)
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import xarray as xr
 
-from trajstore.arguments import exact, format_bytes, parse_bytes
+from trajstore.arguments import exact
 from trajstore.errors import InvalidArgument
 from trajstore.populations import with_populations
 from trajstore.schema import COORDINATES, POPULATION, STEP
@@ -43,6 +43,7 @@ from trajstore.trainers.recording.parameters import (
     RecordedParameter,
     hyperparameter_names,
 )
+from trajstore.units import format_bytes, parse_bytes
 from trajstore.values.native_types import widen
 from trajstore.values.norms import vector_norm
 

@@ -13,7 +13,7 @@ import torch
 from trajstore.errors import InvalidArgument, NothingToResume
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_to_host import (

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
 from trajstore.trainers.recording.step_gradients import clip_coefficient

@@ -13,10 +13,10 @@ from typing import Any
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument, NothingToResume, RunNotFound
 from trajstore.exchange.export_run import holds_exactly
 from trajstore.schema import TIERS, VARIABLES
-from trajstore.store.metadata.metadata_form import checkpoint_folder, listed_segments
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.metadata.metadata_form import listed_segments
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import Location, RunPath, checkpoint_folder, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.runs.checkpoint import CheckpointFolder

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import FormatError, RunExists, RunLocked
-from trajstore.store.metadata.metadata_form import CHECKPOINT, checkpoint_folder
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, sweep
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.storage.remote_path import Location
+from trajstore.store.storage.remote_path import CHECKPOINT, Location, checkpoint_folder
 from trajstore.threads import submit
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.run_state import RunState, rows_hold_state, stored_name

@@ -18,7 +18,7 @@ from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, variables_of
 from trajstore.store.metadata.metadata_form import listed_segments, segments_attribute
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter

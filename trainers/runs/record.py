@@ -12,8 +12,8 @@ from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.metadata_form import recorded_threads
-from trajstore.store.reading.open_run import open_group
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter

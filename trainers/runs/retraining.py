@@ -16,7 +16,7 @@ from trajstore.errors import NothingToResume, RecordingError
 from trajstore.populations import populations_from
 from trajstore.schema import resolve_variables
 from trajstore.store.metadata.metadata_form import Segment, trained_segments
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter

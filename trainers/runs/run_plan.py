@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.arguments import checks_types, format_bytes, parse_bytes
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import Advice, advise
 from trajstore.populations import populations_from
@@ -37,11 +37,12 @@ from trajstore.store.metadata.block_plan import plan as plan_layout
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.new_run import compact_rule
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.fetch import cached
+from trajstore.trainers.downloads import cached
 from trajstore.trainers.recording.options import check_all_tokens, read_tokens, select_tokens
 from trajstore.trainers.recording.planned_run import run_path
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.texts import load_corpus
+from trajstore.units import format_bytes, parse_bytes
 from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, VECTORS, OptimizerRule, numbers_of
 
 UNTIED = ("lm_head.weight", "transformer.wte.weight")

@@ -25,8 +25,9 @@ from safetensors.torch import save
 from torch.optim import Optimizer
 
 from trajstore.errors import FormatError
+from trajstore.installation import __version__
 from trajstore.schema import KEPT, kept_as
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
@@ -37,7 +38,6 @@ from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.step_models.step_state import RunParameters, state_dicts_at
 from trajstore.values.optimizer_rule import MOMENTUM
-from trajstore.version import __version__
 
 _FORMAT = 3
 

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
 from trajstore.errors import InvalidArgument, RunExists
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
 from trajstore.store.writing.create import staged_run
-from trajstore.trainers.fetch import cached
+from trajstore.trainers.downloads import cached
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.kept_state import set_random_state
 from trajstore.trainers.recording.notes import group_attributes

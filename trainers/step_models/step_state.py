@@ -19,8 +19,8 @@ from trajstore.arguments import ANY, checks_types, exact_step
 from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
 from trajstore.schema import KEPT, OPTIMIZER_STATE, STEP, kept_as
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_run import open_group, whole
-from trajstore.store.reading.run_info import attribute, own_type
+from trajstore.store.reading.open_group import open_group, whole
+from trajstore.store.reading.run_attributes import attribute, own_type
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
 from trajstore.trainers.recording.kept_state import ADAM_STATE

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from trajstore.arguments import EXCHANGE_MEMORY, format_bytes
 from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
 from trajstore.cli.output import BytesProgress, out, print_json, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument
+from trajstore.units import EXCHANGE_MEMORY, format_bytes
 
 if TYPE_CHECKING:
     from trajstore.exchange.named_arrays import TableLine
@@ -82,7 +82,7 @@ def export(
       trajstore export damaged.zarr --format run --fill-damaged -o filled.zarr
     """
     from trajstore.exchange.export import export as write
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.run_info import run_paths
 
     if options["layout"] == "native" and options["encoding"] is None:
         format_name = format_name or _format_of(output)

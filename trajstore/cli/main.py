@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from trajstore.errors import TrajstoreError, did_you_mean
-from trajstore.version import __version__
+from trajstore.installation import __version__
 
 FIRST = """\
 First steps:

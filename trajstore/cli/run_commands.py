@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.arguments import format_bytes
 from trajstore.cli.options import JSON, RUN, RUNS, SELECT
 from trajstore.cli.output import (
     BytesProgress,
@@ -30,8 +29,7 @@ from trajstore.cli.output import (
 )
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.schema import STEP
-from trajstore.store.metadata.metadata_form import listed_segments
-from trajstore.store.reading.run_info import attribute
+from trajstore.units import format_bytes
 
 if TYPE_CHECKING:
     from trajstore.integrity.repair import Repair
@@ -56,8 +54,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
       trajstore info gatsby.zarr
       trajstore info runs/
     """
-    from trajstore.store.reading.open_runs import run_paths
-    from trajstore.store.reading.run_info import information
+    from trajstore.store.reading.run_info import information, run_paths
 
     paths = run_paths(runs)
     if len(paths) == 1:
@@ -68,7 +65,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
             print_information(paths[0], facts)
         return
     from trajstore.store.reading.open_runs import final_loss, run_table  # imports xarray
-    from trajstore.store.reading.run_info import differing_settings
+    from trajstore.store.reading.run_attributes import differing_settings
 
     found = {}
     for run in paths:
@@ -96,6 +93,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
 
 def print_information(run: str, facts: dict[str, Any]) -> None:
     """Print what `trajstore.store.reading.run_info.information` found."""
+    from trajstore.store.reading.run_attributes import attribute
     from trajstore.store.reading.run_info import run_status
 
     steps = facts["steps"]
@@ -180,6 +178,8 @@ def _print_forms(facts: dict[str, Any]) -> None:
 
 def _segments(facts: dict[str, Any]) -> list[str]:
     """Settings that differ between the segments of a run; empty if it has one segment."""
+    from trajstore.store.metadata.metadata_form import listed_segments
+
     last = facts["steps"]["last"] if facts["steps"] else 0
     segments = [each for each in listed_segments(facts) if each["step"] < last]
     if not segments:
@@ -262,7 +262,7 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
             raise InvalidArgument(f"--{option} needs --gradients; leave it out or give both")
     chosen = options.pop("selected") | options
     from trajstore.integrity.verify import verify as check
-    from trajstore.store.reading.open_runs import all_matrix_runs
+    from trajstore.store.reading.run_info import all_matrix_runs
 
     reports: dict[str, dict[str, Any]] = {}
     clean = True
@@ -296,7 +296,7 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
 
 def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
     """Result of an installed replay, with ``clean`` and ``facts()``."""
-    from trajstore.store.reading.open_run import unzipped
+    from trajstore.store.reading.open_group import unzipped
 
     (installed,) = entry_points(group="trajstore.replays", name=name)
     replay = installed.load()

@@ -22,7 +22,6 @@ import asyncio
 import os
 import re
 import reprlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -57,6 +56,7 @@ from trajstore.codec.selected_parts import (
     within_hull,
 )
 from trajstore.errors import FormatError
+from trajstore.installation import register_accessors
 from trajstore.threads import default_threads, submit
 from trajstore.values.native_types import narrow
 
@@ -199,27 +199,6 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not exist
 async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     """Result of a call in one of the threads that decode."""
     return await asyncio.wrap_future(submit(_threads(), work, *arguments))
-
-
-_registered = False
-
-
-def register_accessors() -> None:
-    """Register the installed accessors, once, if this process has imported xarray.
-
-    The codec of runs calls this function when zarr opens an array, since `xr.open_zarr` imports
-    nothing else of this package. ``ds.NAME`` imports the class of an accessor at its first use.
-    """
-    global _registered  # noqa: PLW0603
-    xarray: Any = sys.modules.get("xarray")
-    if _registered or not hasattr(xarray, "register_dataset_accessor"):
-        return
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group="trajstore.accessors"):
-        if not hasattr(xarray.Dataset, point.name):
-            xarray.register_dataset_accessor(point.name)(lambda ds, point=point: point.load()(ds))
-    _registered = True
 
 
 BLOCK = "trajstore.block"

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.arguments import EXCHANGE_MEMORY, Count, checks_types, format_bytes, parse_bytes
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
 from trajstore.exchange.export_layout import (
     layout_file,
@@ -40,6 +40,7 @@ from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
+from trajstore.installation import __version__
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
@@ -53,7 +54,7 @@ from trajstore.store.writing.create import (
 )
 from trajstore.strict_json import parse
 from trajstore.threads import Progress
-from trajstore.version import __version__
+from trajstore.units import EXCHANGE_MEMORY, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch

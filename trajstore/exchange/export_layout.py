@@ -31,9 +31,9 @@ from trajstore.exchange.layouts import (
 from trajstore.exchange.selection import Selection
 from trajstore.exchange.usual_names import Scalar, named, scalar_of
 from trajstore.formats.safetensors import Tensor, constant
+from trajstore.installation import __version__
 from trajstore.schema import NAMES, VARIABLES
-from trajstore.store.reading.run_info import attribute
-from trajstore.version import __version__
+from trajstore.store.reading.run_attributes import attribute
 
 
 def file_numbers(

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.arguments import parse_bytes
 from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.computed_rows import ComputedUnit, unit_of
@@ -33,7 +32,7 @@ from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE, RunMetadata, notes_of, notes_until
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.lock import is_written_to
@@ -44,6 +43,7 @@ from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.threads import Progress, in_parallel
+from trajstore.units import parse_bytes
 from trajstore.values.native_types import native_type, widen
 
 Array = npt.NDArray[Any]

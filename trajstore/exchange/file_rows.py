@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import format_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.file_numbers import STARTING_STEP
 from trajstore.exchange.imported_file import ImportedVariable, ImportOptions, RunPart
@@ -24,6 +23,7 @@ from trajstore.exchange.named_arrays import NamedArray
 from trajstore.exchange.usual_names import ARRAY_KINDS
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES
+from trajstore.units import format_bytes
 
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3

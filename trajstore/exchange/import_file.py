@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import EXCHANGE_MEMORY, Count, checks_types, parse_bytes
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.assembled_run import read_arrays
 from trajstore.exchange.import_whole import read_whole, whole_layout
@@ -35,13 +35,14 @@ from trajstore.exchange.layouts import Layout
 from trajstore.exchange.named_arrays import TableLine, abridged
 from trajstore.formats.array_file import ArrayFile
 from trajstore.formats.open_file import open_file
+from trajstore.installation import __version__
 from trajstore.schema import row_lengths
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress
+from trajstore.units import EXCHANGE_MEMORY, parse_bytes
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
-from trajstore.version import __version__
 
 OnLabels = Callable[[list[str]], object]
 """Called with the labels of the runs of a file."""

@@ -20,7 +20,7 @@ from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.formats.safetensors import Tensor, Where, constant
 from trajstore.schema import TRAJECTORIES, VARIABLES
-from trajstore.store.reading.run_info import attribute
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions
 from trajstore.values.native_types import convert, is_nan, native_type, spacing
 from trajstore.values.optimizer_rule import MOMENTS

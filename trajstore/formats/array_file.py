@@ -23,8 +23,8 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import format_bytes
 from trajstore.errors import FormatError, RunNotFound, TrajstoreError
+from trajstore.units import format_bytes
 from trajstore.values.native_types import NATIVE_TYPES, widen
 
 Array = npt.NDArray[Any]

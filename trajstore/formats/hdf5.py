@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import DEFAULT_MEMORY, format_bytes
 from trajstore.errors import FormatError, InvalidArgument, needs_extra
 from trajstore.formats.array_file import ArrayFile, check_expansion
 from trajstore.formats.safetensors import Tensor, Where, counted
 from trajstore.threads import Progress, in_parallel
+from trajstore.units import DEFAULT_MEMORY, format_bytes
 from trajstore.values.native_types import NATIVE_TYPES
 
 Array = npt.NDArray[Any]

@@ -29,11 +29,15 @@ from trajstore.codec.open_block import OpenBlock
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.metadata_faults import CheckedMetadata, Problem
 from trajstore.schema import NAMES, STEP, VARIABLES, along_token
-from trajstore.store.metadata.metadata_form import chunk_key
 from trajstore.store.metadata.zarr_json import is_series, open_metadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.atomic import OpenObject, opened, size_of
-from trajstore.store.storage.remote_path import REMOTE_REQUESTS, ObjectReplaced, RemotePath
+from trajstore.store.storage.remote_path import (
+    REMOTE_REQUESTS,
+    ObjectReplaced,
+    RemotePath,
+    chunk_key,
+)
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, narrow
 

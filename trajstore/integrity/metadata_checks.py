@@ -34,7 +34,6 @@ from trajstore.store.metadata.metadata_form import (
     CONTENT,
     COPY,
     FINGERPRINT,
-    METADATA_KEY,
     REQUIRED,
     fingerprint_of,
     is_length,
@@ -43,10 +42,10 @@ from trajstore.store.metadata.metadata_form import (
     root_of,
 )
 from trajstore.store.metadata.zarr_json import fixed_attributes, is_series, with_rows
-from trajstore.store.reading.open_run import similar_runs
+from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import metadata_in
-from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
 from trajstore.strict_json import MISSING, JsonObject, changes, parse, utc_now
 
 _MOST_MISSING = 1 << 16

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from trajstore.schema import STEP, TRAJECTORIES, belongs, variables_of
 from trajstore.store.metadata.metadata_form import (
     COPY,
-    METADATA_KEY,
     REQUIRED,
     attribute_faults,
     root_faults,
@@ -30,7 +29,7 @@ from trajstore.store.metadata.zarr_json import (
     is_series,
 )
 from trajstore.store.reading.array_reader import StoredArray
-from trajstore.store.storage.remote_path import Location
+from trajstore.store.storage.remote_path import METADATA_KEY, Location
 from trajstore.store.writing.resumed_run import fingerprint_at
 from trajstore.strict_json import MISSING, JsonObject, changes, parse
 

@@ -34,13 +34,7 @@ from trajstore.integrity.metadata_faults import (
 )
 from trajstore.integrity.verify import CheckedRun, check_run, find_leftovers
 from trajstore.schema import NAMES, STEP, TRAJECTORIES, belongs, coordinate, variables_of
-from trajstore.store.metadata.metadata_form import (
-    CONTENT,
-    FINGERPRINT,
-    METADATA_KEY,
-    Status,
-    is_moment,
-)
+from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT, Status, is_moment
 from trajstore.store.metadata.zarr_json import (
     RunMetadata,
     fixed_attributes,
@@ -57,7 +51,14 @@ from trajstore.store.storage.atomic import (
     sweep,
 )
 from trajstore.store.storage.lock import RemoteLock, RunLock, is_written_to, taken_over
-from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, key_within, location
+from trajstore.store.storage.remote_path import (
+    METADATA_KEY,
+    Location,
+    RemotePath,
+    RunPath,
+    key_within,
+    location,
+)
 from trajstore.strict_json import JsonObject, same
 from trajstore.threads import Progress
 

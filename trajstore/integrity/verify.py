@@ -26,34 +26,32 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from trajstore.arguments import Count, checks_types, format_bytes
+from trajstore.arguments import Count, checks_types
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.formats.safetensors import Entry, SafetensorsFile
 from trajstore.integrity.array_checks import CheckedChunks, check_chunks, check_coordinates
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.metadata_faults import CheckedMetadata, Problem, digests_of
-from trajstore.store.metadata.metadata_form import (
-    CHECKPOINT,
-    CONTENT,
-    FINGERPRINT,
-    METADATA_KEY,
-    block_of,
-    checkpoint_folder,
-)
+from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT
 from trajstore.store.metadata.zarr_json import is_series
-from trajstore.store.reading.open_run import unzipped
+from trajstore.store.reading.open_group import unzipped
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import (
+    CHECKPOINT,
+    METADATA_KEY,
     Location,
     RemotePath,
     RunPath,
+    block_of,
+    checkpoint_folder,
     key_within,
     local_file,
     location,
 )
 from trajstore.threads import Progress
+from trajstore.units import format_bytes
 from trajstore.values.native_types import NATIVE_TYPES, convert, is_nan
 
 _NAMED = 5

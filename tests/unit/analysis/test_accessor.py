@@ -15,9 +15,9 @@ import xarray as xr
 import trajstore.analysis.figures
 from trajstore import analysis, open_run
 from trajstore.analysis.accessor import Drawing, Plots, TrajAccessor
-from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.registry import ACROSS_RUNS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+from trajstore.schema import MIN_UNCHANGED
 
 
 def test_the_accessor_describes_a_run(small_run: tuple[Path, Any]) -> None:

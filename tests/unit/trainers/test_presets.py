@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 from trajstore import analysis, open_run
 from trajstore.trainers import plan, preset, record
-from trajstore.trainers.fetch import CACHE_VARIABLE
+from trajstore.trainers.downloads import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trajstore.arguments import DEFAULT_MEMORY, format_bytes
 from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.chunk import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
@@ -23,6 +22,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, VARIABLES, Variable
 from trajstore.store.metadata.zarr_json import MOST_CHUNKS
 from trajstore.threads import encoding_threads
+from trajstore.units import DEFAULT_MEMORY, format_bytes
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
 

@@ -49,7 +49,6 @@ from trajstore.store.metadata.metadata_form import (
     CHANGING,
     COPY,
     EXPLAINED,
-    METADATA_KEY,
     NOTES,
     RUNS,
     UNPROVEN,
@@ -61,6 +60,7 @@ from trajstore.store.metadata.metadata_form import (
     differing,
     root_of,
 )
+from trajstore.store.storage.remote_path import METADATA_KEY
 from trajstore.strict_json import MISSING, JsonObject, utc_now
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType
 
@@ -564,26 +564,3 @@ def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str])
 
 def _dump(metadata: Mapping[str, Any]) -> bytes:
     return json.dumps(metadata, indent=1, allow_nan=False).encode()
-
-
-def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
-    """Last step of an optimizer other than that of the run's attributes; 0 if there is none.
-
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of a run. All forks in its history count.
-    """
-    provenance = attributes.get("provenance")
-    fork = provenance.get("fork") if isinstance(provenance, Mapping) else None
-    last, common = 0, None
-    while isinstance(fork, Mapping):
-        step = fork.get("step")
-        if not isinstance(step, int):
-            break
-        # Of an earlier fork, the run holds only the steps until here.
-        common = step if common is None else min(common, step)
-        if fork.get("optimizer") is not None:
-            last = max(last, common)
-        fork = fork.get("forked_before")
-    return last

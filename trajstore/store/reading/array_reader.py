@@ -26,9 +26,8 @@ from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
-from trajstore.store.metadata.metadata_form import METADATA_KEY
 from trajstore.store.storage.atomic import opened
-from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
 

@@ -13,11 +13,9 @@ from trajstore.codec.block import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import STEP, belongs, coordinate, variables_of
 from trajstore.store.metadata.metadata_form import (
-    METADATA_KEY,
     REQUIRED,
     Fault,
     attribute_faults,
-    chunk_key,
     other_format,
     root_faults,
     run_identity,
@@ -30,7 +28,14 @@ from trajstore.store.metadata.zarr_json import (
     open_metadata,
 )
 from trajstore.store.storage.atomic import metadata_in
-from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath, key_within
+from trajstore.store.storage.remote_path import (
+    METADATA_KEY,
+    REMOTE_REQUESTS,
+    Location,
+    RemotePath,
+    chunk_key,
+    key_within,
+)
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 

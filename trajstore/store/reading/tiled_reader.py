@@ -28,7 +28,7 @@ from trajstore.schema import (
     variables_of,
 )
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_run import open_group, whole
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, convert, native_type

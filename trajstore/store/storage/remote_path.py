@@ -16,6 +16,7 @@ Requests to obstore: one-line errors, one retry, and a store for zarr.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -579,3 +580,31 @@ def _store(root: str) -> Any:
     if scheme == "hf":
         root, options["default_headers"] = hub_url(root), hub_headers()
     return make(root, client_options=options, retry_config=RETRIES)
+
+
+Place = TypeVar("Place", bound=Location)
+
+METADATA_KEY = "zarr.json"
+"""Key of the metadata of a group or an array."""
+
+CHECKPOINT = re.compile(r"step-(\d{8,})\.safetensors")
+"""File name of a checkpoint; the group is its step."""
+
+
+def chunk_key(name: str, block: int, ndim: int, part: int = 0) -> str:
+    """Key of the shard of a block, or of one part of its tokens: ``W/c.3.0.0``."""
+    return f"{name}/" + ".".join(["c", str(block), str(part), *["0"] * (ndim - 2)][: ndim + 1])
+
+
+def block_of(leaf: str, ndim: int) -> tuple[int, int] | None:
+    """Block and part of a shard, from its file name; None if it is not the name of a shard."""
+    numbers = leaf.split(".")[1:3] if leaf.count(".") == ndim else []
+    if not numbers or not all(number.isdecimal() for number in numbers):
+        return None
+    block, part = int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
+    return (block, part) if leaf == chunk_key("", block, ndim, part)[1:] else None
+
+
+def checkpoint_folder(run: Place) -> Place:
+    """Folder of a run's checkpoints: ``NAME.ckpt``, next to the run."""
+    return cast(Place, run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt"))

@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 
 from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
-from trajstore.store.metadata.metadata_form import METADATA_KEY, ShardDigest, Status, block_digest
+from trajstore.store.metadata.metadata_form import ShardDigest, Status, block_digest
 from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.lock import taken_over
-from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
+from trajstore.store.storage.remote_path import METADATA_KEY, REMOTE_REQUESTS, Location, RemotePath
 from trajstore.store.writing.new_run import holds_run
 from trajstore.store.writing.resumed_run import (
     ResumedRun,

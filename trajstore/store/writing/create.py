@@ -29,9 +29,9 @@ import numpy.typing as npt
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, COORDINATES, STEP, VARIABLES, along_token
-from trajstore.store.metadata.metadata_form import METADATA_KEY, Status, run_identity
+from trajstore.store.metadata.metadata_form import Status, run_identity
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.open_run import is_run, open_group, whole
+from trajstore.store.reading.open_group import is_run, open_group, whole
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
     check_writable,
@@ -45,7 +45,14 @@ from trajstore.store.storage.atomic import (
     sweep,
 )
 from trajstore.store.storage.lock import RunLock, check_unlocked
-from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, local_path, location
+from trajstore.store.storage.remote_path import (
+    METADATA_KEY,
+    Location,
+    RemotePath,
+    RunPath,
+    local_path,
+    location,
+)
 from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
 from trajstore.store.writing.resumed_run import (
     ResumedRun,

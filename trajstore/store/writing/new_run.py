@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import DEFAULT_MEMORY, exact, exact_json
+from trajstore.arguments import exact, exact_json
 from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.errors import InvalidArgument
+from trajstore.installation import __version__
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
@@ -40,7 +41,7 @@ from trajstore.schema import (
     variables_of,
 )
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
-from trajstore.store.metadata.metadata_form import METADATA_KEY, attribute_faults, chunk_key
+from trajstore.store.metadata.metadata_form import attribute_faults
 from trajstore.store.metadata.zarr_json import (
     ArrayFacts,
     RunMetadata,
@@ -48,12 +49,12 @@ from trajstore.store.metadata.zarr_json import (
     recorded_attributes,
     stored_values,
 )
-from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, chunk_key, location
 from trajstore.store.writing.resumed_run import ResumedRun, TokenShare, has_tokens, in_all_processes
 from trajstore.strict_json import utc_now
+from trajstore.units import DEFAULT_MEMORY
 from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
-from trajstore.version import __version__
 
 
 def plan_shared(

@@ -25,33 +25,34 @@ from typing import Any
 import numpy.typing as npt
 import zarr
 
-from trajstore.arguments import exact_json, parse_bytes
+from trajstore.arguments import exact_json
 from trajstore.errors import FormatError, InvalidArgument, RecordingError
 from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.metadata_form import (
-    METADATA_KEY,
     Fingerprint,
     ShardDigest,
     block_digest,
-    block_of,
     coordinate_digests,
     run_identity,
 )
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
 from trajstore.store.reading.checked_metadata import check_own_metadata
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (
+    METADATA_KEY,
     REMOTE_REQUESTS,
     Location,
     RemotePath,
     RunPath,
+    block_of,
     location,
 )
 from trajstore.threads import encoding_threads, in_parallel
+from trajstore.units import parse_bytes
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
 

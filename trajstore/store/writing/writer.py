@@ -19,14 +19,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.arguments import (
-    DEFAULT_MEMORY,
-    Count,
-    Example,
-    checks_types,
-    exact_step,
-    parse_bytes,
-)
+from trajstore.arguments import Count, Example, checks_types, exact_step
 from trajstore.errors import InvalidArgument, WriterClosed, did_you_mean
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
@@ -52,6 +45,7 @@ from trajstore.store.writing.resumed_run import (
     in_all_processes,
     resumed_run,
 )
+from trajstore.units import DEFAULT_MEMORY, parse_bytes
 from trajstore.values.native_types import as_bits
 
 

@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 from growing_runs import HOSTILE, TOKENS, begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.motion.freezing import MIN_UNCHANGED
 from trajstore.analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.analysis.scan.rows import REGIMES
 from trajstore.cli import output
 from trajstore.cli.main import main
+from trajstore.schema import MIN_UNCHANGED
 
 
 def call(*arguments: Any, rc: int = 0) -> Result:

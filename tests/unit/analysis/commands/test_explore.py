@@ -32,9 +32,7 @@ def test_the_page_is_opened_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> Non
     folder = "trajstore.analysis.exploring"
     monkeypatch.setattr(f"{folder}.server.check_panel", lambda: None)
     monkeypatch.setattr(f"{folder}.server.serving", serving)
-    monkeypatch.setattr(
-        f"{folder}.live_run.LiveRun", lambda run, report: contextlib.nullcontext(run)
-    )
+    monkeypatch.setattr(f"{folder}.page.LiveRun", lambda run, report: contextlib.nullcontext(run))
     monkeypatch.setattr("webbrowser.open", opened.append)
     done = CliRunner().invoke(main, ["explore", "run.zarr", "--port", "0", "--open"])
     assert done.exit_code == 128 + signal.SIGTERM, done.output

@@ -52,3 +52,52 @@ def test_clusters(run, population):
         assert (largest[:9] == 1).all()
         np.testing.assert_array_equal(largest[9:], part.group_sizes[9:, 0])
     assert ax.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("plane", ["principal", "hidden_mean"])
+def test_trajectory_draws_the_scores_with_start_and_end(plane, run):
+    rng = np.random.default_rng(1)
+    run = run.assign(hidden_mean=(("step", "hidden"), rng.normal(size=(23, 6))))
+    first = None if plane == "principal" else plane
+    found = analysis.pca(run, components=2, first=first).compute()
+    ax = FIGURES["trajectory"](run, Canvas().subplots(), plane=plane)
+    for paths, members in zip(
+        ax.collections, (~run.is_dead.values, run.is_dead.values), strict=True
+    ):
+        shown = np.stack([path.vertices for path in paths.get_paths()], 1)
+        np.testing.assert_allclose(shown, found.scores.values[:, members])
+    start, end = ax.lines[1:3]
+    live = found.scores.values[:, ~run.is_dead.values]
+    np.testing.assert_allclose(start.get_xydata(), live[0])
+    np.testing.assert_allclose(end.get_xydata(), live[-1])
+    assert (
+        f"{(found.spectrum[0] / found.spectrum.sum()).item():.1%} of the variance"
+        in ax.get_xlabel()
+    )
+
+
+def test_cells_count_all_of_many_tokens(run, monkeypatch):
+    monkeypatch.setattr("trajstore.analysis.figures.cloud.LINES", 5)
+    ax = FIGURES["trajectory"](run, Canvas().subplots())
+    assert [mesh.get_array().sum() for mesh in ax.collections] == [7 * 23, 4 * 23]
+    assert "number of tokens × steps in a cell" in ax.get_legend().get_title().get_text()
+
+
+def test_the_note_counts_omitted_steps(run, monkeypatch):
+    monkeypatch.setattr("trajstore.analysis.figures.cloud._POINTS", 100)
+    ax = FIGURES["trajectory"](run, Canvas().subplots())
+    assert "1 of every 3 steps" in ax.get_legend().get_title().get_text()
+    assert len(ax.collections[0].get_paths()[0].vertices) == 8
+    sky = FIGURES["sky"](run, Canvas().add_subplot(projection="mollweide"))
+    assert "1 of every" in sky.get_legend().get_title().get_text()
+
+
+def test_the_outermost_token_of_each_part_is_named(run):
+    texts = ["a", "$x$", " ", "\n", "é", "f", "g", "h", "i", "j", "k"]
+    run = run.assign_coords(token_text=("token", texts))
+    place = np.zeros((23, 11, 6), np.float32)
+    place[:, 6:, 0] = np.arange(23)[:, None] * 0.1  # five go to one place, along one axis
+    place[:, :6] = np.arange(6)[:, None] * 3 + place[:, 6:7] * np.arange(6)[:, None]
+    ax = FIGURES["trajectory"](run.assign(W=(run.W.dims, place)), Canvas().subplots())
+    written = {text.get_text() for text in ax.texts}
+    assert written == {"a", "$x$", "' '", "'\\n'", "'\\xe9'", "f", "g +4"}

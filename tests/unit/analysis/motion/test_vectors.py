@@ -1,11 +1,14 @@
+""""""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from trajstore import analysis
 from trajstore.analysis.registry import answer
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 DEAD = np.array([True, False, True, True, False, False])
 
@@ -88,3 +91,112 @@ def test_invalid_vectors(run):
         run.traj.vectors("exp_avg")
     with pytest.raises(VariableNotRecorded, match="hidden_mean"):
         run.drop_vars("hidden_mean").traj.vectors("hidden_mean")
+
+
+def norm(vectors: np.ndarray, order: float = 2) -> np.ndarray:
+    """The direct computation in float64."""
+    with np.errstate(all="ignore"):
+        wide = np.abs(vectors.astype(np.float64))
+        if order == 2:
+            return np.sqrt((wide**2).sum(-1)).astype(np.float32)
+        return (wide.sum(-1) if order == 1 else wide.max(-1)).astype(np.float32)
+
+
+@pytest.mark.parametrize("order", [1, 2, np.inf])
+def test_gradient_norms(bits, chunks, order, make_run):
+    ds = make_run(bits, grad=bits, chunks=chunks)
+    got = analysis.grad_norms(ds, ord=order)
+    assert got.name == "grad_norms"
+    assert got.chunks is not None, "lazy"
+    assert got.dims == ("step", "token")
+    assert got.dtype == np.float32
+    assert got.token.values.tolist() == ds.token.values.tolist()
+    np.testing.assert_array_equal(got, norm(ds.grad.values, order))
+
+
+def test_displacement_from_a_step(bits, chunks, make_run):
+    steps = np.arange(len(bits)) ** 2 + 3
+    ds = make_run(bits, steps=steps, chunks=chunks)
+    row = len(bits) // 2
+    got = analysis.displacement(ds, since=int(steps[row]))
+    W = ds.W.values.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(got, norm(W - W[row]))
+    assert got.step.values.tolist() == steps.tolist()
+
+
+def test_displacement_from_the_previous_row(bits, chunks, make_run):
+    ds = make_run(bits, chunks=chunks)
+    got = analysis.displacement(ds, since="previous")
+    with np.errstate(invalid="ignore"):
+        expected = norm(np.diff(ds.W.values.astype(np.float64), axis=0))
+    np.testing.assert_array_equal(got, expected)
+    assert got.step.values.tolist() == ds.step.values[1:].tolist()
+
+
+def test_dimensions_in_any_order_and_tokens_selected(make_run, walk):
+    ds = make_run(walk(12, 9, 8), grad=walk(12, 9, 8, 1), chunks=(5, 4, -1))
+    plain = analysis.grad_norms(ds)
+    turned = analysis.grad_norms(ds.transpose("hidden", "token", "step"))
+    xr.testing.assert_identical(turned.compute(), plain.compute())
+    some = ds.isel(token=[7, 1, 4]).sel(step=slice(3, 8))
+    picked = plain.isel(token=[7, 1, 4]).sel(step=slice(3, 8))
+    xr.testing.assert_identical(analysis.grad_norms(some).compute(), picked.compute())
+
+
+def test_other_types(make_run, walk):
+    values = np.random.default_rng(0).normal(size=(6, 5, 4))
+    for name in ("float16", "float32"):
+        stored = values.astype(name).astype(np.float32)
+        ds = make_run(stored, grad=stored, native=name)
+        np.testing.assert_array_equal(analysis.grad_norms(ds), norm(stored))
+    ds = make_run(values, grad=values, native="float64")
+    got = analysis.grad_norms(ds)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, np.linalg.norm(values, axis=-1), rtol=1e-15)
+
+
+def test_a_stored_summary_is_used_and_agrees_to_the_last_bit(make_run, walk):
+    ds = make_run(walk(20, 6, 8), grad=walk(20, 6, 8, 1))
+    computed = analysis.grad_norms(ds).compute()
+    with_stored = ds.assign(grad_token_norm=computed.rename("grad_token_norm"))
+    xr.testing.assert_identical(analysis.grad_norms(with_stored).compute(), computed)
+    # Without gradients, only the stored norms remain.
+    xr.testing.assert_identical(
+        analysis.grad_norms(with_stored.drop_vars("grad")).compute(), computed
+    )
+    with pytest.raises(VariableNotRecorded, match="grad"):
+        analysis.grad_norms(with_stored.drop_vars("grad"), ord=1)
+
+
+def test_a_stored_way_is_not_used_where_rows_are_left_out(make_run, walk):
+    ds = make_run(walk(21, 6, 8))
+    way = analysis.displacement(ds, since="previous").reindex(step=ds.step)
+    stored = ds.assign(W_step_norm=way.astype(np.float32))
+    for rows in (slice(None), slice(4, 9), slice(None, None, 5), [0, 3, 4, 11]):
+        expected = analysis.displacement(ds.isel(step=rows), since="previous")
+        got = analysis.displacement(stored.isel(step=rows), since="previous")
+        xr.testing.assert_identical(got.compute(), expected.compute())
+    only_stored = stored.drop_vars("W").sel(step=slice(3, 9))
+    np.testing.assert_array_equal(
+        analysis.displacement(only_stored, since="previous"), way.sel(step=slice(4, 9))
+    )
+
+
+def test_missing_gradients_and_wrong_steps_are_refused(make_run, walk):
+    ds = make_run(walk(6, 3, 4), steps=np.arange(6) * 10)
+    imported = ds.assign_attrs(imported={"file": "f"})
+    with pytest.raises(VariableNotRecorded, match="because the imported file does not"):
+        analysis.grad_norms(imported)
+    with pytest.raises(VariableNotRecorded, match=r"grad.*weights\+grads"):
+        analysis.grad_norms(ds)
+    with pytest.raises(StepNotFound, match=r"step 24 .* 20 and 30"):
+        analysis.displacement(ds, since=24)
+    with pytest.raises(InvalidArgument, match="'yesterday'"):
+        analysis.displacement(ds, since="yesterday")
+    with pytest.raises(InvalidArgument, match="order 3"):
+        analysis.grad_norms(ds.assign(grad=ds.W), ord=3)
+    with pytest.raises(InvalidArgument, match="do not increase"):
+        analysis.displacement(ds.isel(step=[0, 2, 1]))
+    with pytest.raises(InvalidArgument, match="token, hidden, expected step"):
+        analysis.displacement(ds.assign(W=ds.W.isel(step=0, drop=True)))

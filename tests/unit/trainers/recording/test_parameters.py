@@ -11,13 +11,28 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, batches  # noqa: E402
+from list_recorder import (  # noqa: E402
+    HIDDEN,
+    VOCAB,
+    Lists,
+    batches,
+)
 from loops_of_others import about, read  # noqa: E402
+from muon_runs import SmallGPT, muon_and_adamw, train  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.optim.lr_scheduler import CosineAnnealingLR  # noqa: E402
 
-from trajstore.errors import RecordingError  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
+from trajstore import open_run, verify  # noqa: E402
+from trajstore.errors import (  # noqa: E402
+    InvalidArgument,
+    RecordingError,
+)
+from trajstore.trainers import (  # noqa: E402
+    capture,
+    replay,
+)
+from trajstore.trainers.recording.parameters import JoinedOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -64,7 +79,7 @@ class Pairs(nn.Module):
         return -(self.inputs(input_ids) * self.outputs(labels)).sum(-1).sigmoid().log().mean()
 
 
-def train(
+def train_of_parameters(
     model: Any, record: Callable[..., Any], kind: Any = torch.optim.SGD, **options: Any
 ) -> None:
     optimizer = kind(model.parameters(), lr=0.1)
@@ -89,7 +104,7 @@ def test_the_embedding_and_its_logits_are_found(
     unembed: str, has_logits: bool, note: str, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
     model = OwnModel(unembed)
-    train(model, record)
+    train_of_parameters(model, record)
     ds = read(tmp_path)
     assert ds.attrs["recording"]["parameter"] == "embedding.weight"
     assert about(notes, note)
@@ -101,14 +116,14 @@ def test_the_embedding_and_its_logits_are_found(
 def test_what_makes_no_logits_has_no_note_about_them(
     record: Any, notes: list[str], tmp_path: Path
 ) -> None:
-    train(Pairs(), record, is_dead=np.zeros(VOCAB, bool), strict=True)
+    train_of_parameters(Pairs(), record, is_dead=np.zeros(VOCAB, bool), strict=True)
     assert notes == ["no parameter= was given, so W is inputs.weight (17 × 8), and not "
                      "outputs.weight (17 × 8)"]  # fmt: skip
     assert {"W", "grad", "loss"} <= set(read(tmp_path))
 
 
 def test_an_inner_matrix_has_no_logits(record: Any, notes: list[str], tmp_path: Path) -> None:
-    train(OwnModel("functional"), record, parameter="inner.0.weight")
+    train_of_parameters(OwnModel("functional"), record, parameter="inner.0.weight")
     assert "logits" not in read(tmp_path)
     assert not about(notes, "logits")
 
@@ -116,19 +131,19 @@ def test_an_inner_matrix_has_no_logits(record: Any, notes: list[str], tmp_path: 
 def test_only_an_embedding_that_is_trained_is_chosen(record: Any, notes: list[str]) -> None:
     model = OwnModel("untied")
     model.embedding.requires_grad_(False)
-    train(model, record)
+    train_of_parameters(model, record)
     assert about(notes, "W is pos_emb.weight (34 × 8)")
     model.pos_emb.requires_grad_(False)
     with pytest.raises(
         RecordingError, match=r"no embedding that the optimizer trains.*head\.weight"
     ):
-        train(model, record, overwrite=True)
+        train_of_parameters(model, record, overwrite=True)
 
 
 def test_a_model_that_names_its_embeddings_has_no_note(
     tiny: Any, record: Any, notes: list[str]
 ) -> None:
-    train(Losses(tiny), record)
+    train_of_parameters(Losses(tiny), record)
     assert not about(notes, "no parameter= was given")
 
 
@@ -148,13 +163,13 @@ def test_the_input_embedding_of_a_classifier(record: Any, notes: list[str]) -> N
     model = OwnModel("functional")
     model.get_output_embeddings = lambda: None
     model.get_input_embeddings = lambda: model.pos_emb
-    train(model, record)
+    train_of_parameters(model, record)
     assert about(notes, "W is pos_emb.weight")
 
 
 def test_state_that_an_optimizer_lacks_is_no_news(record: Any, notes: list[str]) -> None:
     for kind in (torch.optim.SGD, torch.optim.Adagrad):
-        train(OwnModel("untied"), record, kind, overwrite=True)
+        train_of_parameters(OwnModel("untied"), record, kind, overwrite=True)
     assert not about(notes, "exp_avg")
 
 
@@ -170,3 +185,270 @@ def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "batches": [tuple(batch.values()) for batch in batches(2)],
     })  # fmt: skip
     assert {"W", "exp_avg", "grad", "logits", "loss"} <= set(read(tmp_path))
+
+
+HIDDEN_OF_JOINED_OPTIMIZER, HEAD, NORM = (
+    "blocks.0.mlp.weight",
+    "head.weight",
+    "blocks.0.norm.weight",
+)
+
+
+@pytest.fixture
+def model() -> Any:
+    return SmallGPT()
+
+
+@pytest.mark.parametrize("first", ["Muon", "AdamW"])
+def test_each_matrix_has_the_values_of_its_own_optimizer(
+    first: str, model: Any, tmp_path: Path, notes: list[str]
+) -> None:
+    pair = muon_and_adamw(model)
+    ordered = pair if first == "Muon" else pair[::-1]
+    plans = {one: CosineAnnealingLR(one, 8) for one in pair}
+    lists = {name: Lists(model.get_parameter(name)) for name in (HIDDEN_OF_JOINED_OPTIMIZER, HEAD)}
+    owned = dict(zip(lists.values(), pair, strict=True))
+    options = {"parameter": list(lists), "max_grad_norm": 0.5, "on_note": notes.append}
+    with capture(model, iter(pair), tmp_path / "run.zarr", **options):
+        for batch in batches(5):
+            output = model(**batch)
+            output["loss"].backward()
+            for one in owned:
+                one.add(grad=one.parameter.grad, loss=output["loss"])
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for one in owned:
+                one.add(grad_norm=norm, clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+            for optimizer in ordered:
+                optimizer.step()
+                optimizer.zero_grad()
+                for one in (one for one in owned if owned[one] is optimizer):
+                    one.add(lr=float(optimizer.param_groups[0]["lr"]))
+                plans[optimizer].step()
+            for one, optimizer in owned.items():
+                one.after_step(optimizer)
+    for name, one in lists.items():
+        ds = one.agree_with(tmp_path / f"run.{name}.zarr")
+        assert ds.attrs["optimizer"]["class"].endswith(type(owned[one]).__name__)
+    muon = open_run(tmp_path / f"run.{HIDDEN_OF_JOINED_OPTIMIZER}.zarr")
+    assert "momentum_buffer" in muon
+    assert "exp_avg" not in muon
+    found = [replay(tmp_path / f"run.{name}.zarr") for name in lists]
+    assert [(one.clean, one.replayed) for one in found] == [(True, 5)] * 2
+    expected = ("never decay", "weight decay", "labels", "logits")
+    assert [note for note in notes if not any(words in note for words in expected)] == []
+
+
+def test_all_parameters_of_both(model: Any, tmp_path: Path) -> None:
+    pair = muon_and_adamw(model)
+    path = tmp_path / "run.zarr"
+    gradients: list[Any] = []
+    one = model.blocks[1].mlp.weight
+    one.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
+    with capture(model, pair, path, variables="everything,norms", parameter=HEAD):
+        train(model, pair, batches(4))
+    ds = open_run(path).load()
+    groups = ds.attrs["optimizer"]["groups"]
+    assert [each["name"] for each in groups] == ["Muon", "AdamW", "AdamW"]
+    highest = [group["highest"] for group in (*pair[0].param_groups, *pair[1].param_groups)]
+    np.testing.assert_array_equal(ds.params_lr.values[1], highest)
+    muon = ds.traj.parameter("blocks.1.mlp.weight")
+    np.testing.assert_array_equal(muon.grad[1:], torch.stack(gradients).float())
+    assert muon.lr.values[1] == highest[0]
+    assert not {"skipped", "exp_avg", "exp_avg_sq"} & {*muon}
+    assert {"params_momentum_buffer", "params_exp_avg"} <= set(ds.data_vars)
+    updates = ds.param_update_norm.sel(parameter="blocks.1.mlp.weight").values
+    changes = np.linalg.norm(np.diff(muon.W, axis=0).reshape(4, -1), axis=1)
+    np.testing.assert_allclose(updates[1:], changes, rtol=2**-8)  # a difference of bfloat16
+    assert np.isfinite(ds.param_update_lost.values[1:]).all()
+    assert np.isfinite(ds.param_grad_norm.values[1:]).all()
+    assert verify(path).clean
+
+
+def test_the_optimizers_have_to_take_turns(model: Any, tmp_path: Path) -> None:
+    muon, adamw = muon_and_adamw(model)
+    model(**batches(1)[0])["loss"].backward()
+    with capture(model, [muon, adamw], tmp_path / "run.zarr"):
+        muon.step()
+        with pytest.raises(RecordingError, match=r"Muon steps again before AdamW has .*ends_step"):
+            muon.step()
+    with (
+        pytest.raises(RecordingError, match="no step of AdamW was taken"),
+        capture(model, [muon, adamw], tmp_path / "run.zarr"),
+    ):
+        muon.step()
+
+
+def test_what_cannot_be_joined(model: Any) -> None:
+    muon, adamw = muon_and_adamw(model)
+    with pytest.raises(RecordingError, match=r"a parameter is in several of .* Muon and AdamW 1"):
+        JoinedOptimizer([muon, adamw, torch.optim.AdamW(model.head.parameters())])
+    with pytest.raises(RecordingError, match=r"ends_step: got Muon, expected .* AdamW"):
+        JoinedOptimizer([adamw], muon)
+    with pytest.raises(RecordingError, match="got no optimizer"):
+        JoinedOptimizer([])
+    with pytest.raises(RecordingError, match=r"expected a torch\.optim\.Optimizer"):
+        JoinedOptimizer([adamw, "muon"])
+
+
+def test_one_optimizer_ends_a_step(model: Any, tmp_path: Path, notes: list[str]) -> None:
+    muon, adamw = muon_and_adamw(model)
+    head = Lists(model.head.weight)
+    options = {"parameter": HEAD, "variables": "everything", "on_note": notes.append}
+    turns = [1, 0, 2, 1]  # of AdamW
+    path = tmp_path / "run.zarr"
+    data = iter(batches(5))
+    with capture(model, [muon, adamw], path, ends_step=muon, **options):
+        for count in turns:
+            for number in range(count or 1):
+                model(**next(data))["loss"].backward()
+                if number == 0:
+                    head.add(grad=head.parameter.grad)
+                if count:
+                    adamw.step()
+                    adamw.zero_grad()
+            muon.step()
+            model.zero_grad()
+            head.after_step(adamw)
+    ds = head.agree_with(path).load()
+    np.testing.assert_array_equal(ds.skipped, [np.nan, 0, 1, np.nan, 0])
+    np.testing.assert_array_equal(np.isnan(ds.lr), [True, False, False, True, False])
+    assert ds.params_count.sel(parameter=HEAD).values.tolist() == [0, 1, 1, 3, 4]
+    found = replay(path)
+    assert found.clean
+    assert found.replayed == 3, "all but two of several optimizer steps each"
+    assert about(notes, "between the steps of the optimizers", "grad_norm is NaN")
+
+
+def test_a_backward_pass_between_the_steps(model: Any, tmp_path: Path) -> None:
+    muon, adamw = muon_and_adamw(model)
+    hidden, norm = model.blocks[0].qkv.weight, model.blocks[0].norm.weight
+    path = tmp_path / "run.zarr"
+    consumed: dict[Any, list[Any]] = {hidden: [], norm: []}
+    with capture(model, [muon, adamw], path, variables="everything,norms", parameter=HEAD):
+        for batch in batches(3):
+            for optimizer, own in ((muon, hidden), (adamw, norm)):
+                model.zero_grad()
+                model(**batch)["loss"].backward()
+                consumed[own].append(own.grad.float().clone())
+                optimizer.step()
+    ds = open_run(path).load()
+    for name, own in (("blocks.0.qkv.weight", hidden), ("blocks.0.norm.weight", norm)):
+        gradients = torch.stack(consumed[own])
+        np.testing.assert_array_equal(ds.traj.parameter(name).grad[1:].squeeze(), gradients)
+        lengths = gradients.flatten(1).norm(dim=1)
+        norms = ds.param_grad_norm.sel(parameter=name)[1:]
+        np.testing.assert_allclose(norms, lengths, rtol=1e-5)
+    assert np.isnan(ds.grad_norm).all()
+
+
+def spoiled(model: Any, name: str) -> None:
+    model.get_parameter(name).grad[0] = float("inf")
+
+
+def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
+    model = SmallGPT().float()  # a scaler does not unscale gradients of 16 bits
+    pair = muon_and_adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    lists = {name: Lists(model.get_parameter(name)) for name in (HIDDEN_OF_JOINED_OPTIMIZER, HEAD)}
+    overflows = [
+        (),
+        (),
+        (HIDDEN_OF_JOINED_OPTIMIZER, HEAD),
+        (HIDDEN_OF_JOINED_OPTIMIZER,),
+        (HEAD,),
+        (),
+    ]
+    options = {"parameter": list(lists), "on_note": notes.append}  # the scaler is found
+    with capture(model, pair, tmp_path / "run.zarr", max_grad_norm=0.5, **options):
+        for batch, names in zip(batches(6), overflows, strict=True):
+            model.zero_grad()
+            scaler.scale(model(**batch)["loss"]).backward()
+            for name in names:
+                spoiled(model, name)
+            for optimizer in pair:
+                scaler.unscale_(optimizer)
+            if not names:
+                for one in lists.values():
+                    one.add(grad=one.parameter.grad)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer in pair:
+                scaler.step(optimizer)
+            scaler.update()
+            for name, one in lists.items():
+                one.add(W=one.parameter, skipped=torch.tensor(float(name in names)))
+                if names:
+                    one.add(grad=torch.full_like(one.parameter, float("nan")))
+                else:
+                    one.add(clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+    for name, one in lists.items():
+        factors = one.rows.pop("clip_coef")
+        gradients = one.rows.pop("grad")
+        path = tmp_path / f"run.{name}.zarr"
+        ds = one.agree_with(path).load()
+        steps = [1, 2, 6]
+        np.testing.assert_array_equal(ds.clip_coef.sel(step=steps), torch.stack(factors))
+        for step in steps:
+            np.testing.assert_array_equal(ds.grad.sel(step=step), gradients[step])
+        assert name == HIDDEN_OF_JOINED_OPTIMIZER or replay(path).replayed == 6
+    assert about(notes, "skipped the step of Muon only")
+    assert about(notes, "skipped the step of AdamW only")
+
+
+def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"variables": "everything", "parameter": HIDDEN_OF_JOINED_OPTIMIZER}
+    data = batches(6)
+    for stop in (6, 3):
+        model = SmallGPT()
+        pair = muon_and_adamw(model)
+        with capture(model, pair, tmp_path / f"{stop}.zarr", **options):
+            train(model, pair, data[:stop])
+    options |= {"resume": True, "first_step": 3}
+    with (
+        pytest.raises(InvalidArgument, match="resume with the model and the optimizers"),
+        capture(model, pair[::-1], tmp_path / "3.zarr", **options),
+    ):
+        pass
+    with capture(model, pair, tmp_path / "3.zarr", **options):
+        train(model, pair, data[3:], first=3)
+    whole, resumed = (open_run(tmp_path / f"{stop}.zarr").load() for stop in (6, 3))
+    assert whole.equals(resumed)
+
+
+def test_hyperparameters_are_those_of_the_own_optimizer(
+    model: Any, tmp_path: Path, notes: list[str]
+) -> None:
+    pair = muon_and_adamw(model)
+    with capture(
+        model,
+        pair,
+        tmp_path / "run.zarr",
+        parameter=HIDDEN_OF_JOINED_OPTIMIZER,
+        on_note=notes.append,
+    ):
+        for number, batch in enumerate(batches(3)):
+            pair[1].param_groups[0]["eps"] = 1e-8 + number
+            pair[0].param_groups[0]["momentum"] = 0.85 + 0.02 * number
+            model(**batch)["loss"].backward()
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    numbers = open_run(tmp_path / "run.zarr").hyperparameters
+    assert numbers.sel(hyperparameter="momentum")[1:].values.tolist() == [0.85, 0.87, 0.89]
+    assert not any("changed" in note for note in notes)
+
+
+def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, tmp_path: Path) -> None:
+    class Other:
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    other, pair = Other(), muon_and_adamw(model)
+    with capture(model, pair, tmp_path / "run.zarr", parameter=HIDDEN_OF_JOINED_OPTIMIZER):
+        torch.amp.GradScaler("cpu", enabled=False).step(other)
+        model(**batches(1)[0])["loss"].backward()
+        for optimizer in pair:
+            optimizer.step()
+    assert other.steps == 1
+    assert open_run(tmp_path / "run.zarr").sizes["step"] == 2

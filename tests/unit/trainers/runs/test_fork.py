@@ -30,7 +30,7 @@ from trajstore.errors import (  # noqa: E402
     StepNotFound,
 )
 from trajstore.exchange.export_run import branch_run  # noqa: E402
-from trajstore.store.metadata.metadata_form import checkpoint_folder  # noqa: E402
+from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402

@@ -10,7 +10,7 @@ from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import COORDINATES
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import plan, record
-from trajstore.trainers.fetch import CACHE_VARIABLE
+from trajstore.trainers.downloads import CACHE_VARIABLE
 from trajstore.trainers.presets import preset
 
 pytestmark = pytest.mark.torch

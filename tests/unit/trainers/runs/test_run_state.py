@@ -16,7 +16,7 @@ from altered_runs import rewrite  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
-from trajstore.store.metadata.metadata_form import checkpoint_folder  # noqa: E402
+from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 
 pytestmark = pytest.mark.torch

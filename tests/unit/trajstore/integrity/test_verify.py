@@ -1,7 +1,10 @@
+""""""
+
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import zipfile
@@ -10,17 +13,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
+from bits_and_calls import nightly_but
+from checkpoints import write_checkpoint
 from click.testing import CliRunner
+from compact_runs import sample_part
 from damage import contents, cut, edit, flip, put, shard_index, wide_run, write_shard
+from tamperings import READERS, TAMPERINGS, Tampering, World, all_metadata, make_world, take
 
+import trajstore
 from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.cli.main import main
+from trajstore.codec.computed_rows import cache as computed
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.integrity import metadata_checks as inspection
-from trajstore.integrity.verify import Verification
+from trajstore.integrity import verify as checkpoint_files
+from trajstore.integrity.verify import Verification, check_checkpoints
+from trajstore.store.storage.remote_path import checkpoint_folder
 
 DATA = Path(__file__).parents[3] / "data"
 
@@ -496,3 +510,376 @@ def test_without_a_whole_copy_of_the_metadata_a_backup_is_needed(run: Path, name
     done = repair(run)
     assert (done.actions, len(done.unrepaired)) == ((), len(problems) + 1)
     assert contents(run) == before
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "run.ckpt" / "step-00000007.safetensors"
+    write_checkpoint(path)
+    return path
+
+
+def messages(path: Path) -> list[str]:
+    found = list(check_checkpoints(path.parent.with_name("run.zarr")))
+    assert {(problem.array, problem.path) for problem in found} <= {(None, path)}
+    return [problem.message for problem in found]
+
+
+def test_checkpoints_are_in_a_folder_beside_the_run() -> None:
+    assert checkpoint_folder(Path("/a/b.c.zarr")) == Path("/a/b.c.ckpt")
+    assert checkpoint_folder(Path("/a/b.c")) == Path("/a/b.c.ckpt")
+
+
+def test_a_broken_tensor_is_named_with_its_bytes(checkpoint: Path) -> None:
+    name = "random.state"
+    with SafetensorsFile(checkpoint) as file:
+        entry = file.entries[name]
+    flip(checkpoint, 8 * entry.begin + 5)
+    (problem,) = check_checkpoints(checkpoint.parent.with_name("run.zarr"))
+    assert f"the tensor {name} does not fit its checksum" in problem.message
+    assert (problem.first_byte, problem.stop_byte) == (entry.begin, entry.end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.weight": {"dtype": "int32", "shape": [3, 4], "crc32c": 0}}, "type and shape"),
+        ({"model.weight": {"dtype": "float32", "shape": [4, 3], "crc32c": 0}}, "type and shape"),
+        ({"more": {"dtype": "float32", "shape": [1], "crc32c": 0}}, "more is missing"),
+    ],
+)
+def test_tensors_must_be_as_described(
+    checkpoint: Path, changes: dict[str, object], message: str
+) -> None:
+    write_checkpoint(checkpoint, **changes)
+    assert len(messages(checkpoint)) == 1
+    assert message in messages(checkpoint)[0]
+
+
+def test_a_truncated_checkpoint_is_found(checkpoint: Path) -> None:
+    for size in (-1, 5):
+        cut(checkpoint, size)
+        assert len(messages(checkpoint)) == 1
+
+
+def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
+    """Anywhere: in the length, the header, its padding, the description and the tensors."""
+    size = 8 * checkpoint.stat().st_size
+    for bit in random.Random(5).sample(range(size), 400):
+        flip(checkpoint, bit)
+        assert messages(checkpoint), f"bit {bit}"
+        flip(checkpoint, bit)
+
+
+def test_a_file_without_a_description_is_no_checkpoint(checkpoint: Path) -> None:
+    header = json.dumps({"__metadata__": {}}).encode()
+    checkpoint.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "description" in messages(checkpoint)[0]
+
+
+def test_files_of_somebody_else_are_no_checkpoints(checkpoint: Path) -> None:
+    for name in ("model.safetensors", "step-7.safetensors", "my-step-00000007"):
+        (checkpoint.parent / name).write_bytes(b"mine")
+    assert messages(checkpoint) == []
+
+
+def test_a_checkpoint_that_vanishes_during_the_check_is_ignored(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is opened, and afterwards, as a recording removes the older ones."""
+
+    class Goes(SafetensorsFile):
+        def __init__(self, path: Path) -> None:
+            if path.name == "step-00000008.safetensors":
+                path.unlink()
+            super().__init__(path)
+            path.unlink()
+
+    write_checkpoint(checkpoint.with_name("step-00000008.safetensors"))
+    monkeypatch.setattr(checkpoint_files, "SafetensorsFile", Goes)
+    assert messages(checkpoint) == []
+    assert list(checkpoint.parent.iterdir()) == []
+
+
+def test_what_cannot_be_read_is_reported_and_stays(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint.with_name("step-00000009.safetensors")
+    folder.mkdir()
+    (problem,) = check_checkpoints(checkpoint.parent.with_name("run.zarr"))
+    assert (problem.path, problem.remedy) == (folder, "none")
+    assert "no file" in problem.message
+    folder.rmdir()
+
+    class Refused(SafetensorsFile):
+        def __init__(self, path: Path) -> None:
+            raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(checkpoint_files, "SafetensorsFile", Refused)
+    (problem,) = check_checkpoints(checkpoint.parent.with_name("run.zarr"))
+    assert (problem.path, problem.remedy) == (checkpoint, "none")
+    assert "Input/output error" in problem.message
+
+
+def written(path: Path, *, wrong: bool) -> Path:
+    rng = np.random.default_rng(0)
+    types = {"W": "float32", "cells": "bfloat16"}
+    with RunWriter.create(path, token=[5, 7, 9], hidden=4, variables=types, block_rows=2) as run:
+        for step in range(5):
+            W = rng.normal(size=(3, 4)).astype("f4")
+            W[0, 0] = np.nan
+            cells = W.astype(ml_dtypes.bfloat16)
+            if wrong and step >= 3:
+                cells[1, 2] = 0.5
+            run.append(step=step, W=W, cells=cells)
+    return path
+
+
+def test_cells_are_those_of_W(tmp_path: Path) -> None:
+    assert verify(written(tmp_path / "run.zarr", wrong=False)).clean
+    (problem,) = verify(written(tmp_path / "wrong.zarr", wrong=True)).problems
+    assert str(problem).startswith(
+        "cells: 2 values are not W rounded to bfloat16, the first at step 3 of token 7"
+    )
+    assert problem.remedy == "none"
+
+
+FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "60"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = wide_run(tmp_path_factory.mktemp("flips") / "run.zarr")
+    write_checkpoint(path.with_name("run.ckpt") / "step-00000008.safetensors")
+    return path
+
+
+def kinds(run: Path) -> dict[str, list[Path]]:
+    """Files of a run, by kind, so that small kinds get their share of flips."""
+    coordinates = ("token", "is_dead", "token_count", "token_text", "parameter")
+    chunks = sorted(run.glob("*/c.*"))
+    return {
+        "shard": [path for path in chunks if path.parent.name not in coordinates],
+        "coordinate": [path for path in chunks if path.parent.name in coordinates],
+        "metadata file of an array": sorted(run.glob("*/zarr.json")),
+        "root": [run / "zarr.json"],
+        "checkpoint": sorted(run.with_suffix(".ckpt").iterdir()),
+    }
+
+
+def values(opener: Callable[[Path], xr.Dataset], run: Path) -> dict[str, Any]:
+    """Every variable as a reader gets it; None where it gets an error."""
+    try:
+        ds = opener(run)
+    except Exception:  # whatever xarray and zarr raise
+        return {}
+    found: dict[str, Any] = {}
+    for name in ds.variables:
+        try:
+            array = ds[name].values
+            found[str(name)] = array.tobytes() if array.dtype.kind in "bif" else array.tolist()
+        except Exception:  # likewise
+            found[str(name)] = None
+    return found
+
+
+def harmless(before: bytes, after: bytes) -> bool:
+    """Whether a metadata file has the same values, but for a digit of the last commit's time."""
+    old, new = json.loads(before), json.loads(after)
+    if "updated" in old["attributes"]:
+        new["attributes"]["updated"] = old["attributes"]["updated"]
+    return json.dumps(new) == json.dumps(old)
+
+
+def longer(before: bytes, after: bytes) -> bool:
+    """Whether an array's own metadata file has got more rows, and nothing else has changed."""
+    old, new = json.loads(before), json.loads(after)
+    ahead = new["shape"][0] > old["shape"][0]
+    return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
+
+
+@pytest.fixture(params=["delta", "compact"])
+def either(
+    request: pytest.FixtureRequest, run: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Run of either encoding, without rows that were computed before."""
+    if request.param == "delta":
+        return run
+    monkeypatch.setattr(computed, "_most", 0)
+    path = run.with_name("replay.zarr")
+    write_checkpoint(path.with_suffix(".ckpt") / "step-00000008.safetensors")
+    return sample_part(sample, path)
+
+
+@pytest.mark.nightly
+def test_every_flipped_bit_is_found_or_harmless(either: Path) -> None:
+    run = either
+    clean = verify(run)
+    assert clean.clean
+    assert clean.notes == ()
+    readers = (open_run, xr.open_zarr)
+    good = {reader: values(reader, run) for reader in readers}
+    rng = random.Random(f"flips of {run.name}")
+    for number in range(FLIPS):
+        kind, paths = list(kinds(run).items())[number % 5]
+        path = rng.choice(paths)
+        before = path.read_bytes()
+        bit = rng.randrange(8 * len(before))
+        flip(path, bit)
+        where = f"bit {bit} of {path}"
+        found = verify(run)
+        if not found.clean:
+            assert any(
+                path in (problem.path, problem.path / "zarr.json") or path.suffix == ".json"
+                for problem in found.problems
+            ), where
+        elif found.notes:
+            assert kind == "metadata file of an array", where
+            assert longer(before, path.read_bytes()), where
+        else:
+            assert kind in ("root", "metadata file of an array"), where
+            assert harmless(before, path.read_bytes()), where
+        if kind in ("shard", "coordinate"):
+            for reader in readers:
+                for name, got in values(reader, run).items():
+                    assert got is None or got == good[reader][name], f"{where}: {name}"
+        flip(path, bit)
+    assert verify(run) == clean
+    assert {reader: values(reader, run) for reader in readers} == good
+
+
+def test_each_harmless_change_is_what_it_is_said_to_be(run: Path) -> None:
+    """The list in docs/reference/integrity.md, one by one."""
+    root = run / "zarr.json"
+    text = root.read_bytes()
+    cases = {
+        "updated": text.replace(b'"updated": "20', b'"updated": "30'),
+        "spelling": text.replace(b"1.5e-05", b"1.5E-05", 1),
+    }
+    for name, changed in cases.items():
+        assert changed != text, name
+        root.write_bytes(changed)
+        assert verify(run).clean, name
+        assert harmless(text, changed)
+    root.write_bytes(text)
+    path = run / "W" / "zarr.json"
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b"\n  11,", b"\n  15,", 1))
+    assert longer(text, path.read_bytes())
+    found = verify(run)
+    assert found.clean
+    assert found.notes[0].startswith("W is 4 rows ahead")
+    path.write_bytes(text)
+
+
+NAMES = ("W", "grad", "loss", "step", "token", "is_dead", "token_count", "token_text")
+OPENERS: dict[str, Callable[[Path], xr.Dataset]] = {
+    "plain": xr.open_zarr,
+    "ours": trajstore.open_run,
+}
+
+FIRST = {item.kind: item for item in reversed(TAMPERINGS)}.values()
+
+
+class Whole:
+    """Runs, and what the one that is tampered with holds."""
+
+    def __init__(self, folder: Path, encoding: str) -> None:
+        self.world = make_world(folder, encoding)
+        self.truth = xr.open_zarr(self.world.run).load()
+
+
+@pytest.fixture(
+    scope="module", params=["delta", pytest.param("compact", marks=pytest.mark.nightly)]
+)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory.mktemp("tampering"), request.param)
+
+
+@pytest.fixture
+def run_of_verify_tampering(tmp_path: Path) -> Callable[[World], Path]:
+    """Makes a copy, of hard links: whoever changes a file replaces it."""
+    return lambda world: Path(
+        shutil.copytree(world.run, tmp_path / "run.zarr", copy_function=os.link)
+    )
+
+
+def is_misled(opened: Callable[[Path], xr.Dataset], path: Path, truth: xr.Dataset) -> bool:
+    """Whether any values are others than were recorded, and no error; fewer rows are none."""
+    try:
+        ds = opened(path)
+    except Exception:  # whatever zarr and xarray raise
+        return False
+    for name in NAMES:
+        try:
+            values = ds[name].values
+        except Exception:  # an error is no wrong number, whoever raises it; the next may be one
+            continue
+        expected = truth[name][: len(values)] if "step" in truth[name].dims else truth[name]
+        if ds[name].dims != expected.dims or values.dtype != expected.dtype:
+            return True
+        if values.tolist() != expected.values.tolist():
+            return True
+    return False
+
+
+def is_noticed(path: Path) -> bool:
+    """Whether `verify` finds something, or refuses the run as one of another format."""
+    try:
+        return not trajstore.verify(path, threads=1).clean
+    except FormatError as error:
+        return "has store format 1" in str(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "item", nightly_but(TAMPERINGS, *FIRST), ids=lambda item: f"{item.kind}: {item.name}"
+)
+def test_verify_notices_each_tampering_and_readers_are_misled_as_documented(
+    item: Tampering, whole: Whole, run_of_verify_tampering: Callable[[World], Path]
+) -> None:
+    path = run_of_verify_tampering(whole.world)
+    item.act(path, whole.world)
+    assert is_noticed(path)
+    misled = {reader: is_misled(OPENERS[reader], path, whole.truth) for reader in READERS}
+    assert misled == {reader: item.misleads(reader) for reader in READERS}
+
+
+def test_the_runs_are_sound_and_each_case_has_a_name_of_its_own(whole: Whole) -> None:
+    world = whole.world
+    for path in (world.run, world.shorter, world.before, world.other):
+        assert trajstore.verify(path).clean
+    for opened in OPENERS.values():
+        assert not is_misled(opened, world.run, whole.truth)
+    assert is_misled(xr.open_zarr, world.other, whole.truth)
+    assert is_misled(xr.open_zarr, world.before, whole.truth)
+    assert len(TAMPERINGS) == len({(item.kind, item.name) for item in TAMPERINGS})
+
+
+def test_an_older_run_as_a_whole_is_the_older_run(
+    whole: Whole, run_of_verify_tampering: Callable[[World], Path]
+) -> None:
+    """Nothing in a run can say that there was a later one; who kept its fingerprint knows."""
+    world = whole.world
+    path = run_of_verify_tampering(world)
+    take(path, world.shorter, [
+        str(file.relative_to(world.shorter)) for file in world.shorter.rglob("*") if file.is_file()
+    ])  # fmt: skip
+    assert trajstore.verify(path).clean
+    fingerprints = {
+        xr.open_zarr(where).attrs["fingerprint"] for where in (path, world.shorter, world.run)
+    }
+    assert len(fingerprints) == 2
+
+
+def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continues(
+    whole: Whole, run_of_verify_tampering: Callable[[World], Path]
+) -> None:
+    world = whole.world
+    path = run_of_verify_tampering(world)
+    all_metadata(path, world.shorter)
+    assert any("older metadata" in str(item) for item in trajstore.verify(path).problems)
+    with trajstore.RunWriter.resume(path, rows=9) as writer:
+        assert trajstore.verify(path).clean
+        writer.close("interrupted")
+    assert trajstore.verify(path).clean

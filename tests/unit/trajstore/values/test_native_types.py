@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import re
@@ -10,10 +12,19 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import (
     NATIVE_TYPES,
     NativeType,
+    as_bfloat16,
     as_bits,
+    cast,
+    convert,
+    is_bfloat16,
     is_nan,
+    is_of_type,
     is_zero_or_nan,
+    narrow,
     native_type,
+    ordinal,
+    ordinal_dtype,
+    spacing,
     widen,
 )
 
@@ -98,3 +109,125 @@ def test_as_bits_keeps_the_shape_of_scalars_and_strided_arrays() -> None:
 def test_an_unknown_type_names_the_known_ones() -> None:
     with pytest.raises(InvalidArgument, match=re.escape(", ".join(NATIVE_TYPES))):
         native_type("float8")
+
+
+EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_widening_keeps_every_bit_pattern(name: str) -> None:
+    native, wide = NATIVE_TYPES[name], NATIVE_TYPES["float32"]
+    stored = widen(EVERY_16_BITS, native)
+    bits, changed = convert(stored, native, wide)
+    assert (bits == stored.view(np.uint32)).all()
+    assert changed == 0
+    assert (narrow(stored, native) == EVERY_16_BITS).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)]
+)
+def test_rounding_is_to_nearest_even_and_counted(name: str, dtype: type) -> None:
+    random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    ties = ((np.arange(1 << 16, dtype=np.uint32)) << 16) | 0x8000
+    wide = np.concatenate([random, ties, ties + 1, ties - 1]).view(np.float32)
+    bits, changed = convert(wide, NATIVE_TYPES["float32"], NATIVE_TYPES[name])
+    with np.errstate(all="ignore"):
+        expected = wide.astype(dtype)
+    nan = np.isnan(wide)
+    assert (bits[~nan] == expected.view(np.uint16)[~nan]).all()
+    assert np.isnan(bits.view(dtype)[nan].astype(np.float32)).all()
+    back = cast(wide.reshape(2, -1), name).ravel()
+    assert (back.view(np.uint32) == widen(bits, NATIVE_TYPES[name]).view(np.uint32)).all()
+    assert changed == np.count_nonzero((back != wide) & ~nan)
+    assert is_of_type(back, name)
+    assert not is_of_type(wide, name)
+    assert is_of_type(wide, "float32")
+    assert is_of_type(back[~nan].astype(np.float64), name)
+    assert not is_of_type(wide[~nan].astype(np.float64), name)
+
+
+def test_float64_is_rounded_to_float32_and_counted() -> None:
+    values = np.array([0.1, 0.5, np.nan, np.inf])
+    bits, changed = convert(values, NATIVE_TYPES["float64"], NATIVE_TYPES["float32"])
+    assert (bits.view(np.float32)[[0, 1, 3]] == values.astype(np.float32)[[0, 1, 3]]).all()
+    assert changed == 1
+
+
+def test_one_value_that_is_not_bfloat16_is_found() -> None:
+    wide = widen(EVERY_16_BITS, NATIVE_TYPES["bfloat16"]).view(np.uint32).reshape(256, 256)
+    assert is_bfloat16(wide)
+    assert (as_bfloat16(wide).ravel() == EVERY_16_BITS).all()
+    wide = wide.copy()
+    wide[255, 255] |= 1
+    assert not is_bfloat16(wide)
+    native = NATIVE_TYPES["bfloat16"]
+    with pytest.raises(InvalidArgument, match="1 of 65536"):
+        convert(wide.view(np.float32), native, native)
+
+
+PATTERNS = np.arange(1 << 16, dtype=np.uint16)
+BFLOAT16 = (PATTERNS.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_spacing_of_every_bfloat16_is_the_distance_to_its_larger_neighbor():
+    # Positive patterns in order are the values in order.
+    finite = np.abs(BFLOAT16[:0x7F80].astype(np.float64))
+    expected = np.append(np.diff(finite), 2.0**120)  # the next value would be 2^128
+    for sign in (0, 0x8000):
+        got = spacing(BFLOAT16[sign : sign + 0x7F80], "bfloat16")
+        np.testing.assert_array_equal(got, expected)
+    assert np.isnan(spacing(BFLOAT16[0x7F80:0x8000], "bfloat16")).all()
+    assert np.isnan(spacing(BFLOAT16[0xFF80:], "bfloat16")).all()
+    assert spacing(np.zeros(1, np.float32), "bfloat16")[0] == np.float32(2.0**-133)
+
+
+def test_spacing_of_every_float16_is_that_of_numpy():
+    values = PATTERNS.view(np.float16)
+    values = values[np.abs(values) < np.finfo(np.float16).max]  # numpy needs a next value
+    # At negative powers of two, numpy means the neighbor nearer to zero.
+    expected = np.spacing(np.abs(values)).astype(np.float32)
+    np.testing.assert_array_equal(spacing(values.astype(np.float32), "float16"), expected)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_spacing_of_wide_types_is_that_of_numpy(name):
+    width = np.dtype(name).itemsize
+    patterns = np.random.default_rng(0).integers(0, 2 ** (8 * width - 1), 10_000, f"u{width}")
+    values = patterns.view(name)
+    values = values[np.abs(values) < np.finfo(name).max]
+    values = np.append(values, np.array([0, 1, np.finfo(name).tiny / 2], name))
+    np.testing.assert_array_equal(spacing(values, name), np.abs(np.spacing(values)))
+
+
+def test_ordinals_of_every_bfloat16_count_the_values_in_order():
+    finite = np.isfinite(BFLOAT16)
+    distinct = np.unique(BFLOAT16[finite].astype(np.float64))  # −0 and +0 are one
+    rank = np.searchsorted(distinct, BFLOAT16[finite].astype(np.float64))
+    got = ordinal(BFLOAT16[finite], "bfloat16")
+    np.testing.assert_array_equal(got - got.min(), rank)
+    assert ordinal(np.float32([0.0, -0.0]), "bfloat16").tolist() == [0, 0]
+    assert (np.diff(ordinal(BFLOAT16[0x7F7E:0x7F82], "bfloat16")) == 1).all()  # inf, then NaN
+
+
+def test_ordinals_of_every_float16_count_the_values_in_order():
+    values = PATTERNS.view(np.float16)
+    values = values[np.isfinite(values)]
+    rank = np.searchsorted(np.unique(values.astype(np.float64)), values.astype(np.float64))
+    got = ordinal(values.astype(np.float32), "float16")
+    np.testing.assert_array_equal(got - got.min(), rank)
+
+
+def test_ordinals_of_float32_follow_nextafter():
+    rng = np.random.default_rng(1)
+    values = rng.integers(0, 1 << 32, 5_000, np.uint32).view(np.float32)
+    values = np.append(values[np.isfinite(values)], np.float32([0, -0.0, 1, -1]))
+    up = np.nextafter(values, np.float32(np.inf))
+    assert (ordinal(up, "float32") - ordinal(values, "float32") == 1).all()
+
+
+def test_a_type_without_a_lattice_is_named():
+    with pytest.raises(InvalidArgument, match=r"'int8'.*bfloat16"):
+        spacing(np.zeros(1, np.float32), "int8")
+    with pytest.raises(InvalidArgument, match="64-bit"):
+        ordinal_dtype("float64")

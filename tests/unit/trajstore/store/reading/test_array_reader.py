@@ -20,7 +20,7 @@ from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import FormatError
 from trajstore.store.metadata.block_plan import plan
 from trajstore.store.reading.array_reader import StoredArray, block_form, stored_array
-from trajstore.store.reading.open_run import open_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type, widen
 
 SHAPE = (11, 300, 3)

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from growing_runs import begin
 
 from trajstore import RunWriter, analysis, open_run, open_runs
 from trajstore.errors import InvalidArgument, RunNotFound
+from trajstore.store.reading.open_runs import final_loss, run_table
+from trajstore.store.reading.run_info import information, run_paths
 
 CONFIG = {"initialization": {"sigma": 1e-5}, "optimizer": {"name": "adam"}, "data": {"name": "x"}}
 
@@ -142,3 +147,72 @@ def test_runs_of_one_name_have_their_paths(tmp_path: Path) -> None:
     assert open_runs(same).run.values.tolist() == [str(path) for path in same]
     with pytest.raises(RunNotFound, match="got no runs"):
         open_runs([])
+
+
+def made(path: Path) -> Path:
+    begin(path).close()
+    return path
+
+
+def test_names_patterns_and_folders(tmp_path: Path) -> None:
+    odd = made(tmp_path / "odd [1].zarr")
+    assert run_paths([odd, odd, str(tmp_path / "*.zarr")]) == [str(odd)]
+    runs = [made(tmp_path / "runs" / f"seed={seed}.zarr") for seed in (2, 10)]
+    assert run_paths(tmp_path / "runs") == [str(run) for run in runs]
+    assert run_paths(runs[0]) == [str(runs[0])]
+    assert run_paths(tmp_path / "later.zarr") == [str(tmp_path / "later.zarr")]
+
+
+def test_the_matrices_of_a_training_have_one_name(tmp_path: Path) -> None:
+    matrices = {"E.weight": "un.E.weight.zarr", "W": "un.W.zarr", "V": "un.copy of V.zarr"}
+    for parameter, name in matrices.items():
+        with RunWriter.create(
+            tmp_path / name, token=[0], hidden=1, variables={"W": "float32"},
+            attributes={"recording": {"parameter": parameter}},
+        ):  # fmt: skip
+            pass
+    (tmp_path / "un.notes.zarr").mkdir()  # it is no run
+    name = tmp_path / "un.zarr"
+    assert run_paths(name) == [str(tmp_path / "un.E.weight.zarr"), str(tmp_path / "un.W.zarr")]
+    made(name)
+    assert run_paths(name) == [str(name)]
+
+
+def test_a_pattern_without_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match=r"there is no run at .*none"):
+        run_paths(tmp_path / "none*.zarr")
+
+
+def write_of_run_table(
+    path: Path, rows: int = 3, *, loss: bool = True, **optimizer: object
+) -> Path:
+    types = {"W": "float32", "loss": "float32"} if loss else {"W": "float32"}
+    config = {"training": {"seed": rows}, "optimizer": optimizer}
+    with RunWriter.create(path, token=[0], hidden=1, variables=types, config=config) as run:
+        for step in range(rows):
+            known = {"loss": np.float32(step or "nan")} if loss else {}
+            run.append(step=step, W=np.zeros((1, 1), "f4"), **known)
+    return path
+
+
+def test_a_line_says_what_a_run_is_and_what_differs(tmp_path: Path) -> None:
+    paths = [
+        write_of_run_table(tmp_path / "a.zarr", lr=0.1),
+        write_of_run_table(tmp_path / "b.zarr", 1, lr=0.1, state_dtype="float32"),
+        write_of_run_table(tmp_path / "c.zarr", 0, lr=0.1, loss=False),
+    ]
+    losses = [final_loss(path) for path in paths]
+    assert losses == [2.0, None, None], "the first row has none yet"
+    found = {
+        path.name: information(path) | {"final_loss": loss}
+        for path, loss in zip(paths, losses, strict=True)
+    }
+    columns, rows = run_table(found)
+    assert columns == [
+        "run", "status", "rows", "last step", "seed", "state_dtype", "final loss", "on disk",
+    ]  # fmt: skip
+    assert [row[:-1] for row in rows] == [
+        ["a.zarr", "complete", "3", "2", "3", "unset", "2.0000"],
+        ["b.zarr", "complete", "1", "0", "1", "float32", ""],
+        ["c.zarr", "complete", "0", "", "0", "unset", ""],
+    ]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from trajstore.store.reading.run_info import SEED, differing_settings, run_labels
+from trajstore.store.reading.run_attributes import SEED, differing_settings, run_labels
 
 ONE = {"config": {"training": {"seed": 1, "steps": 9}, "optimizer": {"lr": 1e-3}}}
 

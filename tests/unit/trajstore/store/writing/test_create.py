@@ -1,5 +1,8 @@
+""""""
+
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,12 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
+import zarr
+from bits_and_calls import Cli
+from click.testing import CliRunner
 from disk import Disk
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.errors import RunLocked
+from trajstore.cli.main import main
+from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.writing.create import staged_file, staged_folder, staged_run
+from trajstore.store.writing.create import annotate_run, staged_file, staged_folder, staged_run
 
 
 def write(path: Path, value: int, **options: Any) -> None:
@@ -128,3 +136,140 @@ def test_verify_names_what_the_dead_have_left(tmp_path: Path, dead: int) -> None
     notes = " ".join(verify(run).notes)
     assert f"{folder.name} (2 KiB)" in notes
     assert ".run.zarr.lock (2 B)" in notes
+
+
+ROWS, BLOCK = 10, 4
+
+
+def write_of_annotated_run(path: Path, **coordinates: Any) -> Path:
+    variables = {"W": "bfloat16", "logits": "float32", "loss": "float32"}
+    with RunWriter.create(
+        path, token=[3, 5, 7], hidden=2, variables=variables, block_rows=BLOCK,
+        config={"a": 1}, **coordinates,
+    ) as run:  # fmt: skip
+        for step in range(ROWS):
+            run.append(step, W=np.full((3, 2), step, "f4"), logits=np.ones(3, "f4"), loss=1.0)
+    return path
+
+
+def root(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "zarr.json").read_bytes())["attributes"]
+    return found
+
+
+def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) -> None:
+    run = write_of_annotated_run(tmp_path / "run.zarr")
+    (run / "notes.txt").write_text("mine")
+    notes = [{"note": "a test", "first_step": 1, "last_step": 3, "count": 2}]
+    with RunWriter.resume(run) as writer:
+        writer.notes = notes
+    inodes = {file: (run / file).stat().st_ino for file in ("W/c.0.0.0", "loss/c.1")}
+    before = root(run)
+    told = {
+        "is_dead": [True, False, False],
+        "token_count": [0, 2, 1],
+        "token_text": ["a", "b", "ü"],
+    }
+    assert annotate_run(run, **told) == tuple(told)  # type: ignore[arg-type]
+    recorded = write_of_annotated_run(tmp_path / "recorded.zarr", **told)
+    assert verify(run).clean, [*map(str, verify(run).problems)]
+    assert root(run)["notes"] == notes
+    (run / "notes.txt").unlink()
+    assert verify(run).notes == verify(recorded).notes
+    xr.testing.assert_identical(
+        open_run(run).load().drop_attrs(), open_run(recorded).load().drop_attrs()
+    )
+    for name in ("W", "logits", "is_dead", "token_text"):
+        one, other = (zarr.open_group(path)[name].attrs.asdict() for path in (run, recorded))
+        assert one == other
+    after = root(run)
+    assert after["content_digest"] == root(recorded)["content_digest"] != before["content_digest"]
+    assert after["fingerprint"] != before["fingerprint"]
+    changed = ("content_digest", "fingerprint", "updated")
+    assert {k: v for k, v in after.items() if k not in changed} == {
+        k: v for k, v in before.items() if k not in changed
+    }
+    assert inodes == {file: (run / file).stat().st_ino for file in inodes}
+    with RunWriter.resume(run) as more:
+        more.append(ROWS, W=np.ones((3, 2), "f4"), logits=np.ones(3, "f4"), loss=1.0)
+    assert verify(run).clean
+
+
+def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    with RunWriter.create(
+        run, token=[3, 5, 7], hidden=2, variables={"W": "bfloat16", "param_norm": "float32"},
+        parameter=["a", "b"], populations={"is_odd": [True, True, False]}, block_rows=BLOCK,
+    ) as writer:  # fmt: skip
+        for step in range(ROWS):
+            writer.append(step, W=np.ones((3, 2), "f4"), param_norm=np.ones(2, "f4"))
+    annotate_run(run, token_text=["a", "b", "c"])
+    ds = open_run(run)
+    assert set(ds.coords) == {"step", "token", "parameter", "is_odd", "token_text"}
+    assert ds.is_odd.values.tolist() == [True, True, False]
+    assert verify(run).clean
+
+
+def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    run = write_of_annotated_run(tmp_path / "run.zarr", is_dead=[True, False, False])
+    with pytest.raises(RunExists, match="already has is_dead"):
+        annotate_run(run, is_dead=[False] * 3)
+    annotate_run(run, is_dead=[False] * 3, overwrite=True)
+    assert not open_run(run).is_dead.values.any()
+    assert verify(run).clean
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "got no coordinate"),
+        ({"is_dead": [True]}, "got 1 values, expected 3"),
+        ({"is_dead": [True] * 3, "token_count": [0, 1, 0]}, "position 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    run = write_of_annotated_run(tmp_path / "run.zarr")
+    before = root(run)
+    with pytest.raises(InvalidArgument, match=message):
+        annotate_run(run, **given)
+    assert root(run) == before
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_a_run_that_is_recorded_is_left_alone(tmp_path: Path) -> None:
+    run = write_of_annotated_run(tmp_path / "run.zarr")
+    with RunLock.acquire(run), pytest.raises(RunLocked):
+        annotate_run(run, is_dead=[True] * 3)
+
+
+def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:
+    run = write_of_annotated_run(tmp_path / "run.zarr")
+    np.save(tmp_path / "dead_mask.npy", np.arange(10) % 5 == 3)
+    done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
+    assert "1 of 3 tokens are dead" in done.stdout
+    assert open_run(run).is_dead.values.tolist() == [True, False, False]
+    for wrong in (["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
+        assert CliRunner().invoke(main, wrong).exit_code == 2
+
+
+def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
+    pytest.importorskip("transformers")
+    run = write_of_annotated_run(tmp_path / "run.zarr")
+    (tmp_path / "text").write_text("\x03\x03\x07 and more")
+    trajstore_cli("annotate", run, "--corpus", tmp_path / "text", "--tokenizer", "ascii")
+    ds = open_run(run)
+    assert ds.token_count.values.tolist() == [2, 0, 1]
+    assert ds.is_dead.values.tolist() == [False, True, False]
+    assert ds.token_text.values.tolist() == [r"\x03", r"\x05", r"\x07"]
+
+
+def test_an_annotated_run_survives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_of_annotated_run(tmp_path / "run.zarr", fsync=False)
+    disk = Disk(monkeypatch)
+    annotate_run(run, token_text=["a", "b", "c"])
+    assert disk.survives(run)
+    assert disk.early == []

@@ -1,0 +1,185 @@
+""""""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore import analysis
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+
+@pytest.fixture
+def run(make_run, walk):
+    bits = walk(8, 6, 3)
+    bits[:, 4] = 0x8000  # without direction
+    bits[3:, 5, 1] = 0x7FC0
+    rng = np.random.default_rng(5)
+    grad = rng.normal(size=bits.shape).astype(np.float32)
+    grad[0] = np.nan
+    ds = make_run(bits, grad=grad, is_dead=np.arange(6) % 2 == 0, chunks=(4, 3, -1))
+    return ds.assign(hidden_mean=(("step", "hidden"), rng.normal(size=(8, 3)).astype("f4")))
+
+
+def vectors(ds, name, of=None):
+    W = ds.W.values.astype(np.float64)
+    if name == "delta":
+        return np.concatenate([np.full((1, *W.shape[1:]), np.nan), np.diff(W, axis=0)])
+    if name == "previous":
+        earlier = vectors(ds, of)[:-1]
+        return np.concatenate([np.full((1, *W.shape[1:]), np.nan), earlier])
+    if name == "centroid":
+        return np.broadcast_to(W.mean(1, keepdims=True), W.shape)
+    if name == "bulk":
+        return np.broadcast_to(vectors(ds, "delta").mean(1, keepdims=True), W.shape)
+    if name == "hidden_mean":
+        return np.broadcast_to(ds.hidden_mean.values[:, None].astype(np.float64), W.shape)
+    return ds[name].values.astype(np.float64)
+
+
+@pytest.mark.parametrize("of", ["W", "delta", "grad"])
+@pytest.mark.parametrize("other", ["hidden_mean", "centroid", "bulk", "grad", "delta", "previous"])
+def test_alignment_equals_a_plain_computation(of, other, run):
+    if of == other:
+        with pytest.raises(InvalidArgument, match="two different vectors"):
+            analysis.alignment(run, other, of)
+        return
+    got = analysis.alignment(run, other, of, quantiles=[0.5, 1]).compute(scheduler="sync")
+    one, second = vectors(run, of), vectors(run, other, of)
+    with np.errstate(all="ignore"):
+        expected = (one * second).sum(-1) / np.linalg.norm(one, axis=-1)
+        expected /= np.linalg.norm(second, axis=-1)
+    np.testing.assert_allclose(got.cosine, expected, rtol=1e-9, atol=1e-12)
+    turned = np.degrees(np.arccos(np.clip(expected, -1, 1)))
+    np.testing.assert_allclose(got.angle, turned, atol=1e-5)
+    dead = run.is_dead.values
+    for name, group in {"dead": dead, "live": ~dead, "all": dead | True}.items():
+        for row, cosines in enumerate(expected[:, group]):
+            reported = got.sel(population=name).isel(step=row)
+            known = cosines[~np.isnan(cosines)]
+            assert reported.aligned_tokens == known.size
+            if known.size:
+                np.testing.assert_allclose(reported.alignment, known.mean(), atol=1e-12)
+                quantiles = [np.median(known), known.max()]
+                np.testing.assert_allclose(reported.alignment_quantiles, quantiles, atol=1e-12)
+            else:
+                assert reported.alignment.isnull()
+
+
+def test_the_centroid_of_a_population(run):
+    run = run.isel(token=slice(0, 4))
+    got = analysis.alignment(run, population="dead").compute()
+    W = run.W.values.astype(np.float64)
+    mean = W[:, ::2].mean(1)
+    cosine = np.einsum("sth,sh->st", W, mean) / np.linalg.norm(W, axis=-1)
+    cosine /= np.linalg.norm(mean, axis=-1)[:, None]
+    np.testing.assert_allclose(got.cosine, cosine, rtol=1e-9)
+    np.testing.assert_allclose(got.alignment, cosine[:, ::2].mean(1), rtol=1e-9)
+
+
+def test_a_wrong_vector_or_quantile_is_refused(run):
+    with pytest.raises(InvalidArgument, match="other='sun'"):
+        analysis.alignment(run, "sun")
+    with pytest.raises(InvalidArgument, match="quantiles"):
+        analysis.alignment(run, quantiles=[2])
+    with pytest.raises(VariableNotRecorded, match="hidden_mean"):
+        analysis.alignment(run.drop_vars("hidden_mean"), "hidden_mean")
+    with pytest.raises(VariableNotRecorded, match="grad"):
+        analysis.alignment(run.drop_vars("grad"), "grad")
+
+
+@pytest.fixture(params=["wandering", "one token", "one step", "not finite"])
+def run_of_projections(request, make_run, walk) -> xr.Dataset:
+    bits = walk(9, 7, 4)
+    if request.param == "one token":
+        bits = bits[:, :1]
+    elif request.param == "one step":
+        bits = bits[:1]
+    elif request.param == "not finite":
+        bits[2, 1, 0] = 0x7FC0
+    return make_run(bits, steps=np.arange(len(bits)) * 2, chunks=(4, 3, -1))
+
+
+def test_projection_on_given_axes(run_of_projections: xr.Dataset) -> None:
+    W = run_of_projections.W.values.astype(np.float64)
+    axes = np.array([[1.0, 2, 0, -1], [1, 2, 0, -1.5], [2, 4, 0, -2]])  # axes 0 and 2 are parallel
+    got = analysis.projection(run_of_projections, axes).compute()
+    with np.errstate(invalid="ignore"):
+        along = W @ (axes / np.linalg.norm(axes, axis=1, keepdims=True)).T
+        Q, _ = np.linalg.qr(axes[:2].T)
+        across = np.linalg.norm(W - W @ Q @ Q.T, axis=-1)
+    np.testing.assert_allclose(got.projection, along, rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(got.across, across, rtol=1e-7, atol=1e-12)
+
+
+def test_projection_on_an_axis_of_each_step(run_of_projections: xr.Dataset) -> None:
+    W = run_of_projections.W.values.astype(np.float64)
+    mean = W.mean(1)
+    got = analysis.projection(run_of_projections).compute()
+    with np.errstate(invalid="ignore"):
+        along = np.einsum("sth,sh->st", W, mean / np.linalg.norm(mean, axis=1, keepdims=True))
+    np.testing.assert_allclose(got.projection.sel(axis="centroid"), along, rtol=1e-9)
+    h = run_of_projections.assign(hidden_mean=(("step", "hidden"), mean))
+    h.hidden_mean[0] = np.nan
+    reported = analysis.projection(h, "hidden_mean").compute()
+    assert reported.projection[0].isnull().all()
+    np.testing.assert_allclose(reported.projection[1:], got.projection[1:], rtol=1e-9)
+    given = analysis.projection(run_of_projections, h.hidden_mean.drop_vars("step")).compute()
+    np.testing.assert_array_equal(given.across, reported.across)
+
+
+def test_an_axis_of_no_length_has_no_direction(make_run, walk) -> None:
+    got = analysis.projection(make_run(walk(2, 3, 4)), np.zeros(4)).compute()
+    assert got.projection.isnull().all()
+    assert got.across.isnull().all()
+
+
+def test_wrong_axes_are_refused(make_run, walk) -> None:
+    ds = make_run(walk(3, 4, 2))
+    with pytest.raises(InvalidArgument, match="axes='centre'"):
+        analysis.projection(ds, "centre")
+    with pytest.raises(InvalidArgument, match=r"shape \(3,\)"):
+        analysis.projection(ds, [1, 2, 3])
+    with pytest.raises(InvalidArgument, match="hidden=2"):
+        analysis.projection(ds, xr.DataArray([1.0, 2, 3], dims="hidden"))
+    with pytest.raises(VariableNotRecorded, match="hidden_mean"):
+        analysis.projection(ds, "hidden_mean")
+
+
+@pytest.mark.parametrize(
+    ("axis", "of"), [("centroid", "W"), ("hidden_mean", "W"), ("centroid", "displacement")]
+)
+def test_sky_equals_a_plain_computation(axis, of, make_run, walk):
+    dead = np.arange(7) % 3 == 0
+    bits = walk(9, 7, 5)
+    bits[:, 6] = 0
+    ds = make_run(bits, is_dead=dead, chunks=(4, 3, -1))
+    mean = np.random.default_rng(2).normal(size=(9, 5)).astype("f4")
+    mean[0] = np.nan
+    ds = ds.assign(hidden_mean=(("step", "hidden"), mean))
+    got = analysis.sky(ds, axis, of, "dead").compute(scheduler="sync")
+    W = ds.W.values.astype(np.float64)
+    own = W[:, dead].reshape(-1, 5)
+    pole = own.mean(0) if axis == "centroid" else np.nanmean(mean.astype(np.float64), 0)
+    pole /= np.linalg.norm(pole)
+    across = own - own @ pole[:, None] * pole
+    _, vectors = np.linalg.eigh(np.cov(across.T))
+    W = W - W[0] if of == "displacement" else W
+    x, y = W @ vectors[:, -1], W @ vectors[:, -2]
+    with np.errstate(invalid="ignore"):
+        latitude = 90 - np.degrees(np.arccos(W @ pole / np.linalg.norm(W, axis=-1)))
+    np.testing.assert_allclose(got.latitude, latitude, atol=1e-5)
+    signs = np.sign((got.sky_axes.values[1:] * vectors[:, [-1, -2]].T).sum(-1))
+    longitude = np.degrees(np.arctan2(y * signs[1], x * signs[0]))
+    moving = np.linalg.norm(W, axis=-1) > 0
+    np.testing.assert_allclose(got.longitude.values[moving], longitude[moving], atol=1e-6)
+    assert np.isnan(got.longitude.values[~moving]).all()
+
+
+def test_a_wrong_axis_or_dimension_is_refused(make_run, walk):
+    ds = make_run(walk(3, 4, 3))
+    with pytest.raises(InvalidArgument, match="at least 3 dimensions, got 2"):
+        analysis.sky(ds.isel(hidden=slice(2)))
+    with pytest.raises(VariableNotRecorded, match="hidden_mean"):
+        analysis.sky(ds, "hidden_mean")

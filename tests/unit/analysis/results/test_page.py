@@ -1,0 +1,197 @@
+"""The report prints results, loads nothing, and shows control characters as symbols."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from example_run import OPTIMIZER
+
+from trajstore import RunWriter, analysis, open_run
+from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.results import report_page as report_page
+from trajstore.analysis.results.report_page import write_report
+from trajstore.errors import InvalidArgument, RunExists, RunNotFound
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+
+ODD = "<script>alert(1)</script>"
+ANSI = "\x1b[31mred\x07"
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text between them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def shown(self) -> str:
+        return " ".join(self.text.split())
+
+
+def small_run(path: Path, rows: int = 4, **attributes: Any) -> Path:
+    with RunWriter.create(
+        path,
+        token=np.arange(3),
+        hidden=2,
+        variables={"W": "float32", "loss": "float32"},
+        is_dead=np.array([True, False, False]),
+        token_text=[ODD, ANSI, "c"],
+        attributes=attributes,
+        block_rows=2,
+    ) as writer:
+        for step in range(rows):
+            W = np.full((3, 2), min(step, 2), "f4")
+            writer.append(step, W=W, loss=np.float32("nan" if not step else 3 / step))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw four kinds only: the tests of the figures draw all of them."""
+    few = {name: FIGURES[name] for name in ("loss", "grad_norms", "freeze", "param_update_lost")}
+    monkeypatch.setattr(report_page, "FIGURES", few)
+
+
+def test_verdicts_are_those_of_the_analysis(example_run: Path, tmp_path: Path) -> None:
+    html = write_report(example_run, tmp_path / "page.html", min_unchanged=3).read_text()
+    page = Page(html)
+    ds = open_run(example_run)
+    rest = analysis.freeze(ds, min_unchanged=3).compute()
+    dead = ds.is_dead.values
+    assert "118 dead tokens" in page.shown
+    when = rest.frozen_since.values[dead].max()
+    assert (
+        f"All tokens were frozen at step {when} (unchanged for the last 3 steps or more)"
+        in page.shown
+    )
+    cause = analysis.freeze_cause(ds).values[:, dead]
+    still = cause[cause > 0]
+    share = f"{(still == analysis.CAUSES.index('lost_update')).mean():.1%}"
+    assert (
+        f"Causes of {still.size:,} steps without change (tokens × steps): {share} lost"
+        in page.shown
+    )
+    norms = analysis.grad_norms(ds).values[1:, dead]
+    assert (norms > 0).all()
+    assert f"No gradient was zero, of {norms.size:,} gradients" in page.shown
+    assert "Not verified." in page.shown
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "link", "iframe", "object", "a"}
+    sources = [a[key] for _, a in page.elements for key in ("src", "srcset") if key in a]
+    assert len(sources) == 2 * 3  # the run lacks param_update_lost
+    assert all(str(source).startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?:|@import|url\(", html)
+
+
+def test_a_window_is_of_the_figures_or_of_the_whole_page(
+    example_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = {"loss": FIGURES["loss"], "freeze": FIGURES["freeze"]}
+    monkeypatch.setattr(report_page, "FIGURES", only)
+
+    def shown_text(name: str, **options: Any) -> str:
+        return Page(write_report(example_run, tmp_path / name, **options).read_text()).shown
+
+    shown = shown_text("shown.html", steps="12:19")
+    assert "The figures show a window of steps; all other numbers describe the whole run." in shown
+    assert "No token was frozen (unchanged for the last 50 steps or more)." in shown
+    assert "Displacement from step 0 to 20" in shown
+    within = shown_text("within.html", steps="12:19", within=True, min_unchanged=1)
+    assert "figures use steps 12 to 18 alone." in within
+    assert "unchanged for the last 1 step or more" in within
+    assert "Displacement from step 12 to 18" in within
+
+
+def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
+    config = {"data": {"corpus": ODD, "most": None, "size": 1e-05}, "training": {"on": True}}
+    run = small_run(
+        tmp_path / "<b>run.zarr",
+        config=config,
+        optimizer=OPTIMIZER,
+        provenance={ANSI: ODD, "what_if": {"settings": ["a=1"], "caveat": "These are open loop."}},
+    )
+    html = write_report(run, tmp_path / "page.html", check=True).read_text()
+    page = Page(html)
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert "b" not in {tag for tag, _ in page.elements}
+    assert page.text.count(ODD) >= 3  # token, corpus, provenance: as text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", html)
+    assert "␛[31mred␇" in page.text
+    assert "This is a what-if run (a=1): These are open loop." in page.shown
+    assert "Every stored byte was compared with its checksum: sound; 4 rows" in page.shown
+    assert "grad_norms: " in page.shown
+    assert "This run begins with rows of another run" in page.shown
+    assert "run.toml" not in page.shown
+
+
+@pytest.mark.parametrize("name", ["my text.txt", "gatsby stand-in (embedded)"])
+def test_how_a_run_is_made_again(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "drawn", lambda *arguments: ([], {}))  # takes long
+    config = {"data": {"corpus": ODD, "most": None, "size": 1e-05}, "training": {"on": True}}
+    text = {"name": name, "bytes": 12345, "sha256": "ab" * 32}
+    run = small_run(tmp_path / "run.zarr", config=config, provenance={"corpus": text})
+    page = Page(write_report(run, tmp_path / "page.html").read_text())
+    toml = page.text.split("as run.toml:")[1].split("Provenance")[0]
+    assert tomllib.loads(toml) == {
+        "data": {"corpus": ODD, "size": 1e-05}, "training": {"on": True}
+    }  # fmt: skip
+    given = name == "my text.txt"
+    assert ("--config run.toml --corpus 'my text.txt' -o again.zarr" in page.shown) == given
+    assert (f"The text has 12,345 bytes, SHA-256 {'ab' * 32}." in page.shown) == given
+    assert ("--config run.toml -o again.zarr" in page.shown) != given
+
+
+def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
+    page = Page(write_report(small_run(tmp_path / "a.zarr"), tmp_path / "a.html").read_text())
+    assert "The run has no recorded configuration" in page.shown
+    assert "Not computed: causes, because" in page.shown
+    page = Page(
+        write_report(small_run(tmp_path / "b.zarr", rows=0), tmp_path / "b.html").read_text()
+    )
+    assert "0 rows" in page.shown
+    assert "none of these figures can be drawn" in page.shown
+
+
+def test_a_report_needs_a_run_and_a_new_html_file(example_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"expected NAME\.html"):
+        write_report(example_run, tmp_path / "page.pdf")
+    with pytest.raises(RunNotFound):
+        write_report(tmp_path / "none.zarr", tmp_path / "page.html")
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    with pytest.raises(RunExists, match="already exists"):
+        write_report(example_run, page)
+    assert page.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_run_of_changes_alone_has_a_summary_without_centroids(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    with RunWriter.create(
+        run, token=np.arange(3), hidden=2, variables={"delta": "float32"}, block_rows=2
+    ) as writer:
+        for step in range(4):
+            writer.append(step, delta=np.full((3, 2), float(step), "f4"))
+    page = Page(write_report(run, tmp_path / "page.html").read_text())
+    assert "Displacement from step 0 to 3" in page.shown
+    assert "Norm of the centroid" not in page.shown

@@ -1,0 +1,269 @@
+""""""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore import RunWriter, analysis, open_run, open_runs
+from trajstore.analysis.registry import answer
+from trajstore.analysis.several_runs import differences
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+
+def test_bits_are_counted_and_equal_ones_are_no_distance() -> None:
+    nan, infinity = np.float32("nan"), np.float32("inf")
+    first = np.array([[0.0, 1.0, nan, infinity], [0.0, 1.0, 2.0, 3.0]], "f4")
+    second = np.array([[-0.0, 1.0, nan, infinity], [0.0, 4.0, 2.0, 7.0]], "f4")
+    found = differences(first, second)
+    assert found["differing"].tolist() == [1, 2]
+    assert found["square"].tolist() == [0, 25]
+    assert np.isnan(differences(first, first[::-1])["square"]).all()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    rng = np.random.default_rng(1)
+    folder = tmp_path_factory.mktemp("runs")
+    found = [folder / f"{number}.zarr" for number in range(3)]
+    for path, block_rows in zip(found, (4, 3, 7), strict=True):
+        with RunWriter.create(
+            path,
+            token=np.arange(6),
+            hidden=3,
+            variables={"W": "float32"},
+            is_dead=np.arange(6) < 2,
+            block_rows=block_rows,
+        ) as run:
+            for step in range(9):
+                run.append(step=step, W=rng.normal(size=(6, 3)).astype("float32"))
+    return found
+
+
+def test_against_its_definition_and_compare(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    lazy = analysis.divergence(ds)
+    assert all(array.chunks is not None for array in lazy.data_vars.values())
+    got = lazy.compute()
+    W = ds.W.values.astype("float64")
+    norms = np.sqrt(((W - W[0]) ** 2).sum(-1))
+    for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
+        part = got.sel(population=name)
+        expected = np.sqrt((norms[:, :, group] ** 2).sum(-1))
+        np.testing.assert_allclose(part.distance, expected, rtol=1e-13)
+        np.testing.assert_allclose(part.mean_distance, norms[:, :, group].mean(-1), rtol=1e-13)
+    assert not got.isel(run=0).distance.any()
+    for number in (1, 2):
+        compared = analysis.compare(open_run(paths[0]), open_run(paths[number]))
+        distance = compared.distance.sel(variable="W")
+        np.testing.assert_allclose(got.distance[number].sel(population="all"), distance, rtol=1e-13)
+        assert got.first_difference[number] == compared.first_difference.sel(variable="W")
+
+
+def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
+    one = open_run(paths[0])
+    W = one.W.values.copy()
+    W[4:, 0, 1] += 1
+    W[6:, 3:, :] = -W[6:, 3:, :]  # −0 and 0 differ in a bit, but have distance 0
+    W[7, 5, 0] = np.nan
+    one = one.assign(W=one.W.where(one.token != 3, 0))
+    W[6:, 3] = -0.0
+    W[:6, 3] = 0
+    other = one.assign(W=(one.W.dims, W)).isel(step=slice(1, 9)).chunk(step=2, token=4)
+    lazy = analysis.divergence(one, other)
+    assert all(array.chunks is not None for array in lazy.data_vars.values())
+    got = lazy.compute()
+    assert got.step.values.tolist() == list(range(1, 9))
+    assert got.first_difference == 4
+    assert "run" not in got.dims
+    before, after = one.W.values[1:], W[1:]
+    differs = before.view("u4") != after.view("u4")
+    square = (before.astype("f8") - after) ** 2
+    for name, group in {"dead": slice(0, 2), "live": slice(2, 6)}.items():
+        part = got.sel(population=name)
+        distance = np.sqrt(square[:, group].sum((1, 2)))
+        np.testing.assert_allclose(part.distance, distance, rtol=1e-13)
+        np.testing.assert_array_equal(part.differing, differs[:, group].mean((1, 2)))
+    xr.testing.assert_identical(one.traj.divergence(other).compute(), got)
+
+
+def test_what_two_runs_must_share(paths: list[Path]) -> None:
+    one, two = open_run(paths[0]), open_run(paths[1])
+    with pytest.raises(InvalidArgument, match="open all runs together"):
+        analysis.divergence(open_runs(paths), one)
+    with pytest.raises(InvalidArgument, match="token has length 6 and 4"):
+        analysis.divergence(one, two.isel(token=slice(0, 4)))
+    with pytest.raises(InvalidArgument, match="different dead tokens"):
+        analysis.divergence(one, two.assign_coords(is_dead=~two.is_dead))
+    with pytest.raises(InvalidArgument, match="no common step"):
+        analysis.divergence(one.isel(step=[0]), two.isel(step=[1]))
+    same = analysis.divergence(one, one).compute()
+    assert same.first_difference == -1
+    assert not same.distance.any()
+    assert not same.differing.any()
+
+
+def test_chunks_change_nothing(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    expected = ds.traj.divergence().compute()
+    for step, token in ((2, 4), (9, 1)):
+        got = ds.chunk(step=step, token=token).traj.divergence().compute()
+        xr.testing.assert_identical(got, expected)
+
+
+def test_without_populations_or_W(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    assert ds.drop_vars("is_dead").traj.divergence().population.values.tolist() == ["all"]
+    with pytest.raises(VariableNotRecorded, match="W"):
+        ds.drop_vars("W").traj.divergence()
+
+
+@pytest.fixture
+def paths_of_many_runs(example_run: Path, tmp_path: Path) -> list[Path]:
+    return [example_run, shutil.copytree(example_run, tmp_path / "two.zarr")]
+
+
+@pytest.mark.parametrize("name", ["freeze", "freeze_cause", "clusters", "pca", "logit_stats"])
+def test_the_results_are_those_of_each_run(name: str, paths_of_many_runs: list[Path]) -> None:
+    got = getattr(open_runs(paths_of_many_runs).traj, name)()
+    expected = getattr(analysis, name)(open_run(paths_of_many_runs[0]))
+    xr.testing.assert_identical(got.isel(run=1, drop=True).load(), expected.load())
+
+
+def test_several_quantities_of_several_runs(paths_of_many_runs: list[Path]) -> None:
+    ds = open_runs(paths_of_many_runs)
+    got = answer(ds, ["speed", "freeze"])
+    xr.testing.assert_equal(
+        got.isel(run=0, drop=True).load(),
+        analysis.compute(open_run(paths_of_many_runs[0]), ["speed", "freeze"]).load(),
+    )
+    bands = answer(ds, ["speed"], by_population=True)
+    assert bands["mean"].dims == ("run", "step", "population")
+
+
+def test_wrong_calls_with_several_runs_are_errors(paths_of_many_runs: list[Path]) -> None:
+    one, several = open_run(paths_of_many_runs[0]), open_runs(paths_of_many_runs)
+    with pytest.raises(InvalidArgument, match="got several runs, expected one"):
+        analysis.speed(several)
+    with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
+        analysis.divergence(one)
+    with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
+        answer(one, ["divergence"])
+    with pytest.raises(InvalidArgument, match="cannot be combined"):
+        answer(several, ["divergence", "speed"])
+    sizes = iter((3, 4))
+    with pytest.raises(InvalidArgument, match="cannot be joined"):
+        several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
+
+
+@pytest.fixture
+def pair(make_run, walk):
+    bits = walk(12, 5, 4)
+    loss = np.linspace(3, 2, 12).astype(np.float32)
+    loss[0] = np.nan
+    a = make_run(bits, grad=bits.copy(), loss=loss)
+    other = bits.copy()
+    other[7, 2, 1] ^= 1
+    other[9, 4] ^= 2
+    b = make_run(other, grad=bits.copy(), loss=np.where(np.arange(12) < 10, loss, 0))
+    return a, b
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_where_runs_part_and_how_far_they_go(pair, in_blocks):
+    a, b = pair
+    if in_blocks:
+        a = a.chunk(step=3, token=2)
+        b = b.chunk(step=5, token=3)
+    got = analysis.compare(a, b).compute()
+    assert got.first_difference.to_series().to_dict() == {"W": 7, "grad": -1, "loss": 10}
+    for name in ("W", "loss"):
+        difference = a[name].values.astype(np.float64) - b[name].values
+        expected = np.sqrt(np.nansum(difference.reshape(12, -1) ** 2, axis=1))
+        np.testing.assert_allclose(got.distance.sel(variable=name), expected, rtol=1e-12)
+    assert got.differs.sel(variable="W").values.nonzero()[0].tolist() == [7, 9]
+
+
+def test_bits_count_not_values(make_run):
+    a = np.array([0x0000, 0x7FC0, 0x7F80, 0x3F80], np.uint16).reshape(1, 1, 4)
+    same = analysis.compare(make_run(a), make_run(a.copy())).compute()
+    assert same.first_difference.item() == -1
+    assert same.distance.item() == 0
+    zero, payload = a.copy(), a.copy()
+    zero[0, 0, 0] = 0x8000
+    payload[0, 0, 1] = 0x7FC1
+    assert analysis.compare(make_run(a), make_run(zero)).first_difference == 0
+    different = analysis.compare(make_run(a), make_run(payload))
+    assert different.first_difference == 0
+    assert np.isnan(different.distance).all()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_nan_in_the_first_row_of_a_later_run_is_no_difference(pair, swapped):
+    a, b = pair
+    for run, part in ((b, 10), (a, -1)):
+        late = run.isel(step=slice(4, None))
+        later = late.step > late.step[0]
+        late = late.assign(loss=late.loss.where(later), grad=late.grad.where(later))
+        got = analysis.compare(*((late, a) if swapped else (a, late)))
+        assert got.first_difference.sel(variable=["grad", "loss"]).values.tolist() == [-1, part]
+        assert not got.differs.sel(step=4, variable=["grad", "loss"]).any()
+    late.loss[0] = 99
+    assert analysis.compare(a, late).first_difference.sel(variable="loss") == 4
+
+
+def test_the_first_step_at_which_losses_differ_by_more_than_a_fraction(pair):
+    a, b = pair
+    b = b.assign(loss=a.loss * xr.where(b.step < 6, 1.005, 1.02))
+    assert analysis.compare(a, b, over=0.01).first_over == 6
+    assert analysis.compare(a, b, over=0.001).first_over == 1
+    got = analysis.compare(a, b, over=0.05)
+    assert got.first_over == -1
+    assert np.isnan(got.loss_difference[0])
+    np.testing.assert_allclose(got.loss_difference[6:], 0.02, rtol=1e-5)
+    assert "loss_difference" not in analysis.compare(a, b)
+    with pytest.raises(InvalidArgument, match="got over=-1, expected a fraction such as"):
+        analysis.compare(a, b, over=-1)
+    with pytest.raises(VariableNotRecorded, match="loss"):
+        analysis.compare(a, b.drop_vars("loss"), over=0.01)
+
+
+def test_only_common_steps_and_variables_are_compared(pair):
+    a, b = pair
+    got = analysis.compare(a.isel(step=slice(0, 9)), b.isel(step=slice(4, None, 2)).drop_vars("W"))
+    assert got.step.values.tolist() == [4, 6, 8]
+    assert got["variable"].values.tolist() == ["grad", "loss"]
+
+
+def test_settings_that_differ_are_named(pair):
+    a, b = pair
+    a.attrs["config"] = {"training": {"seed": 1, "steps": 5}, "model": {"hidden": 4}}
+    b.attrs["config"] = {"training": {"seed": 2, "steps": 5}, "data": {"corpus": "x"}}
+    got = analysis.compare(a, b).attrs["differing_settings"]
+    assert got == ["config.data.corpus", "config.model.hidden", "config.training.seed"]
+
+
+def test_mixed_runs_are_refused_with_what_differs(pair, make_run, walk):
+    a, b = pair
+    wider = make_run(walk(12, 6, 3)).assign_attrs(config={"model": {"hidden": 3}})
+    message = r"token has length 5 and 6; hidden has length 4 and 3; .* config.model.hidden"
+    with pytest.raises(InvalidArgument, match=message):
+        analysis.compare(a, wider)
+    with pytest.raises(InvalidArgument, match="4 of 5 ids along token differ"):
+        analysis.compare(a, b.isel(token=slice(None, None, -1)))
+    with pytest.raises(InvalidArgument, match="no common step"):
+        analysis.compare(a.isel(step=[0, 1]), b.isel(step=[5, 6]))
+
+
+def test_runs_of_two_types_differ_in_either_order(pair):
+    a, _ = pair
+    a = a[["W"]]
+    b = a.assign(W=np.nextafter(a.W.astype(np.float64), np.inf))  # which float32 rounds away
+    for runs in ((a, b), (b, a)):
+        assert int(analysis.compare(*runs).first_difference[0]) == 0
+    exact = a.assign(W=a.W.astype(np.float64))
+    assert int(analysis.compare(a, exact).first_difference[0]) == -1

@@ -1,0 +1,157 @@
+""""""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.text import Text
+
+from trajstore import RunWriter
+from trajstore.cli import output as bars
+from trajstore.cli.main import main
+from trajstore.cli.output import PlainConsole
+from trajstore.trainers.commands import record as progress_module
+from trajstore.trainers.commands.record import RecordingProgress, print_interrupted, print_recorded
+
+FACTS = {
+    "committed_rows": 4, "bytes_native": 4096, "bytes_on_disk": 2048, "ratio": 2.0,
+    "steps": {"first": 0, "last": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "took"),
+    [
+        (61.7, 4.9512, " in 1 min 2 s (4.95 steps per second)"),
+        (2, None, " in 2.0 s"),
+        (None, None, ""),
+    ],
+)
+def test_the_end_of_a_recording_says_how_long_it_took_and_what_to_type(
+    seconds: float | None, rate: float | None, took: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("my run.zarr")
+    print_recorded(path, {path: FACTS}, seconds, rate)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"Recorded 4 rows to my run.zarr{took}: 4 KiB in 2 KiB on disk (ratio 2.00)."
+    assert [line.split()[:2] for line in said[2:]] == [
+        ["trajstore", verb] for verb in ("summary", "analyze", "verify")
+    ]
+    assert all("'my run.zarr'" in line for line in said[2:])
+
+
+def test_both_runs_of_untied_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    print_recorded(Path("un.zarr"), {Path("un.E.zarr"): FACTS, Path("un.W.zarr"): FACTS}, 1.0, 4.0)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in printed[:2]] == ["un.E.zarr", "un.W.zarr"]
+    commands = [line.split()[1:3] for line in printed[3:]]
+    assert commands == [
+        ["summary", "un.zarr"], ["analyze", "un.E.zarr"], ["verify", "un.zarr"],
+        ["compare", "un.zarr"],
+    ]  # fmt: skip
+
+
+def test_an_interrupted_one_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    print_interrupted(Path("my run.zarr"), FACTS, fsync=False)
+    assert capsys.readouterr().err == (
+        "Interrupted after step 3; 4 rows are committed. Resume with: "
+        "trajstore record --resume -o 'my run.zarr' --no-fsync\n"
+    )
+
+
+SLOW = (
+    "trajstore.trainers.config",
+    "trajstore.trainers.presets",
+    "trajstore.trainers.runs.record",
+    "trajstore.trainers.runs.fork",
+    "trajstore.trainers.counterfactuals.what_if",
+    "trajstore.trainers.recording.options",
+    "trajstore.trainers.texts",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "run.zarr"
+    told = {"is_dead": [True], "token_text": ["a"]}
+    with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}, **told) as run:
+        run.append(step=0, W=np.zeros((1, 1), "float32"))
+    for name in SLOW:
+        monkeypatch.setitem(sys.modules, name, None)  # an import fails
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("record --preset gatsby -o {run}", "already exists"),
+        ("fork {run} --at 1 -o {run}", "already exists"),
+        ("what-if {run} -o {run}", "already exists"),
+        ("annotate {run} --masks no-such-file", "already has is_dead"),
+        ("annotate {run} --tokenizer no-such-folder", "already has token_text"),
+    ],
+)
+def test_what_exists_is_refused_first(run: Path, command: str, message: str) -> None:
+    result = CliRunner().invoke(main, command.format(run=run).split())
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+
+
+def recorder(step: int) -> Any:
+    writer = SimpleNamespace(
+        bytes_recorded=step << 20, bytes_written=0, rows=step, committed_rows=0, seconds_waited=0.0
+    )
+    return SimpleNamespace(step=step, loss=SimpleNamespace(item=lambda: 3.14159), writer=writer)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_bar_of_a_recording_can_be_read(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    console = PlainConsole(
+        file=written, width=width, force_terminal=True, color_system=None, soft_wrap=True
+    )
+    monkeypatch.setattr(progress_module, "err", console)
+    monkeypatch.setattr(bars, "err", console)
+    monkeypatch.setattr(progress_module._Rate, "render", lambda *_: Text("12.3 steps/s"))
+    with RecordingProgress(20_000) as shown:
+        shown.show_step(recorder(1))
+        shown._next = 0
+        shown.show_step(recorder(12_345))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written.getvalue())
+    lines = plain.replace("\r", "\n").splitlines()
+    last = [line for line in lines if "step 12345/20000" in line][-1]
+    assert "loss 3.142, 12.06 GiB" in last
+    assert "steps/s" in last
+    assert last.count("━") + last.count("╸") + last.count("╺") >= 12
+    assert len(last.rstrip()) <= width
+    assert ("rows in memory" in last) is (width == 140)
+    assert "on disk" not in last, "nothing is yet"
+
+
+def test_time_and_pace_are_counted_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 110.0, 112.0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
+    shown = RecordingProgress(3)
+    assert (shown.seconds, shown.rate) == (None, None)
+    shown.show_corpus(corpus())
+    shown.show_step(recorder(1))
+    assert (shown.seconds, shown.rate) == (10, None)
+    shown.show_step(recorder(3))
+    assert (shown.seconds, shown.rate) == (12, 1)
+
+
+def corpus() -> Any:
+    import numpy as np
+
+    ids = np.zeros(3, "i4")
+    return SimpleNamespace(
+        counts=lambda: ids, name="x", size=3, ids=ids, vocab_size=3, sha256="0" * 64
+    )

@@ -1,0 +1,285 @@
+""""""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import TinyModel, batches  # noqa: E402
+
+from trajstore import export, import_file, open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
+from trajstore.schema import MODEL  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers.recording import device_summaries  # noqa: E402
+from trajstore.trainers.recording.device_summaries import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
+from trajstore.values import native_types, norms  # noqa: E402
+from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+# What is added up at once changes at 8 and 128, and with the halves of longer vectors.
+LENGTHS = [*range(1, 18), 63, 64, 65, 127, 128, 129, 136, 255, 256, 257, 264, 511, 768, 1000, 1024]
+LENGTHS += [1025, 4096, 5000, 8193, 10_000]
+DEVICES = ["host", "like a device", pytest.param("device", marks=pytest.mark.device)]
+
+
+def special_bits(native: NativeType) -> list[int]:
+    """Zero, subnormals, powers of two, the largest, infinity and NaN; of both signs."""
+    one, least = native.bias << native.mantissa_bits, 1 << native.mantissa_bits
+    infinity, quiet = native.infinity_bits, native.nan_bits
+    positive = [0, 1, 2, least - 1, least, least + 1, one - 1, one, one + 1, one + least]
+    positive += [infinity - 1, infinity, infinity + 1, quiet, native.sign_mask - 1]
+    return [bits | sign for sign in (0, native.sign_mask) for bits in positive]
+
+
+def random_bits(
+    rng: np.random.Generator, shape: tuple[int, ...], native: NativeType
+) -> np.ndarray[Any, Any]:
+    """Rows of neighbouring magnitudes, of any pattern, of huge and tiny values, of special ones."""
+    bits = rng.integers(0, 2 * native.sign_mask, shape, native.bits, endpoint=False)
+    exponent = rng.integers(native.bias - 3, native.bias + 3, shape).astype(native.bits)
+    kept = native.sign_mask | ((1 << native.mantissa_bits) - 1)
+    bits[0::4] = (bits & kept)[0::4] | (exponent << native.mantissa_bits)[0::4]
+    bits[1::4] &= ~native.bits.type(1 << (8 * native.itemsize - 2))  # below 2: none is inf or NaN
+    few = rng.random(shape) < 3 / shape[-1]
+    special = np.array(special_bits(native), native.bits)
+    return np.where(
+        few & (np.arange(len(bits)) % 4 == 3)[:, None], rng.choice(special, shape), bits
+    )
+
+
+def tensor_of(bits: np.ndarray[Any, Any], native: NativeType) -> Any:
+    return torch.from_numpy(bits.view(f"i{native.itemsize}")).view(getattr(torch, native.name))
+
+
+def assert_summaries_agree(
+    before: np.ndarray[Any, Any],
+    now: np.ndarray[Any, Any],
+    native: NativeType,
+    place: Callable[[Any], Any],
+) -> None:
+    """The recorder's summaries are those of `norms`, bit for bit, kept as float32."""
+    x, y = widen(before, native), widen(now, native)
+    old, new = place(tensor_of(before, native)), place(tensor_of(now, native))
+    for got, expected in (
+        (token_norm(new), norms.token_norm(y)),
+        (token_norm(new, old), norms.step_norm(x, y)),
+        (ulp_l1(new, old), norms.ulp_l1(x, y, native.name)),
+    ):
+        with np.errstate(over="ignore"):
+            kept = expected.astype(np.float32)
+        np.testing.assert_array_equal(
+            got.cpu().numpy().view(np.uint32), kept.view(np.uint32), f"hidden {x.shape[-1]}"
+        )
+
+
+@pytest.fixture(params=DEVICES)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Where the weights are: on the host, on the host but summed as on a device, or on one."""
+    if request.param == "like a device":
+        monkeypatch.setattr(
+            device_summaries, "_hidden_sum", lambda values: pairwise_sum(values.movedim(-1, 0))
+        )
+    device = "cpu" if request.param != "device" else request.getfixturevalue("accelerator")
+    return lambda tensor: tensor.to(device)
+
+
+@pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
+def test_summaries_are_those_of_the_analysis_bit_for_bit(
+    native: NativeType, place: Callable[[Any], Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    for hidden in LENGTHS:
+        before, other = (random_bits(rng, (16, hidden), native) for _ in range(2))
+        near = before + rng.integers(0, 3, before.shape, native.bits) - native.bits.type(1)
+        some = np.where(rng.random(before.shape) < 0.2, other, before)
+        for now in (near, some, before):
+            assert_summaries_agree(before, now, native, place)
+    special = np.array(special_bits(native), native.bits)
+    before, now = (ends.reshape(-1, 1) for ends in np.meshgrid(special, special))
+    assert_summaries_agree(before, now, native, place)
+
+
+def test_devices_add_up_in_the_order_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    for length in [*range(1, 300), *LENGTHS, 50_257]:
+        values = rng.normal(size=(3, length)) * 2.0 ** rng.integers(-40, 40, (3, length))
+        got = pairwise_sum(torch.from_numpy(values).movedim(-1, 0))
+        np.testing.assert_array_equal(got.numpy(), norms.hidden_sum(values), f"hidden {length}")
+
+
+@pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
+def test_ulp_is_the_spacing_of_the_lattice(native: NativeType) -> None:
+    if native.itemsize == 2:
+        bits = np.arange(1 << 16, dtype=np.uint16)
+    else:
+        rng = np.random.default_rng(0)
+        bits = rng.integers(0, 2 * native.sign_mask, 100_000, native.bits, endpoint=False)
+        bits = np.append(bits, np.array(special_bits(native), native.bits))
+    expected = native_types.spacing(widen(bits, native), native.name)
+    np.testing.assert_array_equal(ulp(tensor_of(bits, native)).numpy(), expected)
+
+
+NAMES = ["embedding.weight", "mix.weight", "mix.bias"]  # the head is tied
+STEPS = 6
+
+Row = dict[str, np.ndarray[Any, Any]]
+
+
+def wide(tensor: Any) -> np.ndarray[Any, Any]:
+    copied: np.ndarray[Any, Any] = tensor.detach().double().numpy().copy()
+    return copied
+
+
+def expected(before: list[Any], now: list[Any], raw: list[Any], used: list[Any]) -> list[Row]:
+    """One mapping for each parameter, in the same float64 arithmetic whatever its type."""
+    found = []
+    for old, new, gradient, consumed in zip(before, now, raw, used, strict=True):
+        row: dict[str, Any] = dict.fromkeys(MODEL, np.nan)
+        row["param_norm"] = np.linalg.norm(new)
+        if gradient is not None:
+            asked = consumed != 0
+            row["param_grad_norm"] = np.linalg.norm(gradient)
+            row["param_update_norm"] = np.linalg.norm(new - old)
+            if asked.any():
+                row["param_update_lost"] = (asked & (new == old)).sum() / asked.sum()
+        found.append(row)
+    return found
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.003),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_value_of_every_parameter_is_recorded(
+    optimizer: str, dtype: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    model.frozen = torch.nn.Parameter(torch.full((3,), 2.0, dtype=dtype), requires_grad=False)
+    model.unused = torch.nn.Parameter(torch.ones(2, 2, dtype=dtype))  # never gets a gradient
+    model.zeros = torch.nn.Parameter(torch.zeros(2, dtype=dtype))  # gets one of zeros
+    parameters = list(model.parameters())
+    assert [name for name, _ in model.named_parameters()] == ["frozen", "unused", "zeros", *NAMES]
+    made = OPTIMIZERS[optimizer]([p for p in parameters if p.requires_grad])
+    rows = [expected([wide(p) for p in parameters], [wide(p) for p in parameters],
+                     [None] * 6, [None] * 6)]  # fmt: skip
+    with capture(model, made, tmp_path / "run.zarr", variables="norms", max_grad_norm=0.5) as run:
+        for batch in batches(STEPS):
+            made.zero_grad()
+            before = [wide(p) for p in parameters]
+            loss = model(**batch)["loss"] + (0 * model.zeros).sum()
+            loss.backward()
+            run.observe(loss=loss)
+            raw = [None if p.grad is None else wide(p.grad) for p in parameters]
+            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+            used = [None if p.grad is None else wide(p.grad) for p in parameters]
+            made.step()
+            rows.append(expected(before, [wide(p) for p in parameters], raw, used))
+    ds = xr.open_zarr(tmp_path / "run.zarr").load()
+    assert ds.parameter.values.tolist() == ["frozen", "unused", "zeros", *NAMES]
+    # The change is formed in the parameters' own type.
+    close = {"param_update_norm": 1e-3 if dtype == torch.bfloat16 else 1e-6}
+    for name in MODEL:
+        wanted = np.array([[of[name] for of in row] for row in rows])
+        np.testing.assert_allclose(ds[name], wanted, rtol=close.get(name, 1e-6), atol=0)
+        assert ds[name].dims == ("step", "parameter")
+        assert ds[name].dtype == np.float32
+    lost = ds.param_update_lost.sel(parameter=NAMES).values[1:]
+    assert (lost > 0).any() == (dtype == torch.bfloat16)
+
+
+def run_of(path: Path, *, variables: str = "norms", **options: Any) -> Path:
+    torch.manual_seed(1)
+    model = TinyModel(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with capture(model, optimizer, path, variables=variables, block_rows=4, **options):
+        for batch in batches(STEPS):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_without_a_learning_rate_no_update_was_meant(kind: Any, tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=kind(0.0))
+    with capture(tiny, optimizer, tmp_path / "run.zarr", variables="norms"):
+        for number, batch in enumerate(batches(2)):  # as warming up begins
+            optimizer.param_groups[0]["lr"] = kind(float(number))
+            optimizer.zero_grad()
+            tiny(**batch)["loss"].backward()
+            optimizer.step()
+    ds = open_run(tmp_path / "run.zarr")
+    assert np.isnan(ds.param_update_lost[1]).all()
+    np.testing.assert_array_equal(ds.param_update_norm[1], 0)
+    np.testing.assert_array_equal(ds.param_update_lost[-1], 0)
+
+
+def test_only_named_variables_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trajstore.trainers.recording import device_summaries
+
+    def refuse(*tensors: Any) -> None:
+        raise AssertionError("a copy of the model was kept, and nobody asked for it")
+
+    monkeypatch.setattr(device_summaries, "copy_each", refuse)
+    ds = open_run(run_of(tmp_path / "run.zarr", variables="W,param_norm,param_grad_norm"))
+    assert [name for name in MODEL if name in ds] == ["param_grad_norm", "param_norm"]
+    assert "parameter" not in open_run(run_of(tmp_path / "other.zarr", variables="W,loss"))
+
+
+def test_each_of_several_matrices_has_them(tmp_path: Path) -> None:
+    run_of(tmp_path / "run.zarr", parameter=["embedding.weight", "mix.weight"])
+    one, other = (
+        open_run(tmp_path / f"run.{name}.zarr") for name in ("embedding.weight", "mix.weight")
+    )
+    xr.testing.assert_identical(one.param_norm.drop_attrs(), other.param_norm.drop_attrs())
+
+
+def test_a_run_continues_with_the_same_model(tmp_path: Path) -> None:
+    path = run_of(tmp_path / "run.zarr")
+    model = TinyModel(torch.bfloat16)
+    model.more = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        pytest.raises(
+            InvalidArgument, match=r"has 4 parameters, but .* has 3 .*embedding.weight, "
+        ),
+        capture(model, optimizer, path, variables="norms", resume=True, first_step=STEPS),
+    ):
+        pass
+
+
+def test_files_and_back(tmp_path: Path) -> None:
+    path = run_of(tmp_path / "run.zarr")
+    file = export(path, tmp_path / "run.safetensors")
+    again = import_file(file, tmp_path / "again.zarr").path
+    copied = export(path, tmp_path / "copy.zarr", format="run", tokens=[1, 2], steps="::2").path
+    part = export(path, tmp_path / "part.safetensors", variables="W,loss")
+    ds = open_run(path).load()
+    for name in MODEL:
+        np.testing.assert_array_equal(open_run(again)[name], ds[name])
+        np.testing.assert_array_equal(open_run(copied)[name], ds[name][::2])
+    assert open_run(again).parameter.values.tolist() == NAMES
+    assert "parameter" not in open_run(import_file(part, tmp_path / "few.zarr").path)
+    for made in (path, again, copied):
+        assert not verify(made).problems
+    pytest.importorskip("h5py")
+    hdf5 = export(path, tmp_path / "run.h5", format="hdf5")
+    back = open_run(import_file(hdf5, tmp_path / "back.zarr").path)
+    for name in MODEL:
+        np.testing.assert_array_equal(back[name], ds[name])
+    assert back.parameter.values.tolist() == NAMES
+    (path / "parameter" / "c.0").write_bytes(b"damaged")
+    assert [problem.array for problem in verify(path).problems if problem.array] == ["parameter"]

@@ -1,0 +1,225 @@
+"""`log=`: numbers of committed rows for a tracker, against the recorded run."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from hf_trainings import tiny_gpt2, trainer_of  # noqa: E402
+from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
+from small_trainings import TEXT, small_config, stop_after  # noqa: E402
+
+from trajstore import (  # noqa: E402
+    analysis,
+    export,
+    import_file,
+    open_run,
+    verify,
+)
+from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture, fork, plan, record  # noqa: E402  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+RUN: contextvars.ContextVar[str] = contextvars.ContextVar("RUN")
+DEAD = np.arange(VOCAB) >= 13
+
+
+def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16, **more: Any) -> None:
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"is_dead": DEAD, "block_rows": 4, "log": log, "log_every": 2} | more
+    parts = [slice(None)] if "every" not in more else [slice(0, 6), slice(6, None)]
+    for part in parts:  # the second one resumes inside a block
+        with capture(model, optimizer, path, **options) as recorder:
+            for batch in batches(steps)[part]:
+                optimizer.zero_grad()
+                model(**batch)["loss"].backward()
+                optimizer.step()
+        options |= {"resume": True, "first_step": recorder.step}
+
+
+def test_the_numbers_are_those_of_the_run_and_come_from_another_thread(tmp_path: Path) -> None:
+    path, numbers, threads = tmp_path / "run.zarr", [], set()
+
+    RUN.set("mine")  # where trackio keeps its run
+
+    def log(given: dict[str, float]) -> None:
+        assert RUN.get() == "mine"
+        numbers.append({name.removeprefix("trajstore/"): each for name, each in given.items()})
+        threads.add(threading.get_ident())
+
+    train(path, log)
+    assert threading.get_ident() not in threads
+    ds = open_run(path).load()
+    assert [each["step"] for each in numbers] == [2, 4, 6, 8]
+    assert [each["rows"] for each in numbers] == [3, 5, 7, 9]
+    norms = np.linalg.norm(ds.grad.values.astype("f8"), axis=-1)
+    for each in numbers:
+        row = each["step"]
+        same = (ds.W.values[row] == ds.W.values[row - 1]).all(-1)
+        assert each["loss"] == ds.loss.values[row]
+        for name, mask in (("dead", DEAD), ("live", ~DEAD)):
+            assert each[f"unchanged_{name}"] == same[mask].mean()
+            np.testing.assert_allclose(each[f"grad_norm_{name}"], norms[row, mask].mean())
+    assert numbers[-1]["bytes_on_disk"] > numbers[0]["bytes_on_disk"] > 0
+
+
+def test_an_error_of_the_tracker_ends_the_log_and_not_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def log(numbers: dict[str, float]) -> None:
+        calls.append(numbers)
+        raise OSError("the tracker is gone")
+
+    train(tmp_path / "run.zarr", log)
+    assert len(calls) == 1
+    assert "log= failed" in caplog.text
+    assert "the tracker is gone" in caplog.text
+    assert open_run(tmp_path / "run.zarr").sizes["step"] == 10
+    with pytest.raises(InvalidArgument, match="expected a Callable or None"):
+        train(tmp_path / "other.zarr", "wandb")
+
+
+def test_a_trainer_logs_by_itself(tmp_path: Path) -> None:
+    options = {"log": True, "log_every": 3, "block_rows": 2}
+    callback = TrajectoryCallback(tmp_path / "run.zarr", **options)
+    trainer = trainer_of(tiny_gpt2(), tmp_path, callback)
+    trainer.train()
+    (logged,) = [entry for entry in trainer.state.log_history if "trajstore/loss" in entry]
+    assert logged["trajstore/step"] == 3
+    assert logged["trajstore/loss"] == float(open_run(tmp_path / "run.zarr").loss[3])
+    callback = TrajectoryCallback(tmp_path / "other.zarr", **options)
+    unknown = trainer_of(tiny_gpt2(), tmp_path, callback)
+    with pytest.raises(RecordingError, match=r"pass a callable, such as log=trainer\.log"):
+        unknown._inner_training_loop(3, args=unknown.args)  # as a subclass that has its own `train`
+
+
+def test_rows_after_each_multiple_are_passed_once_also_after_a_resume(tmp_path: Path) -> None:
+    found: list[float] = []
+    log = lambda numbers: found.append(numbers["trajstore/step"])  # noqa: E731
+    train(tmp_path / "run.zarr", log, 20, every=3, log_every=4)
+    assert found == [6, 9, 12, 18, 20]  # the last step has a row
+
+
+COUNTS = np.arange(VOCAB) % 5
+GIVEN: dict[str, Any] = {
+    "rare": "0 < token_count <= 1",
+    "first": [0, 1, 2],
+    "odd": np.arange(VOCAB) % 2 == 1,
+}
+EXPECTED = {
+    "is_rare": COUNTS == 1,
+    "is_first": np.arange(VOCAB) < 3,
+    "is_odd": np.arange(VOCAB) % 2 == 1,
+}
+
+
+def run_of(path: Path, model: Any = None, **options: Any) -> Path:
+    torch.manual_seed(1)
+    model = TinyModel() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"variables": "W,loss", "token_count": COUNTS, "block_rows": 4, **options}
+    with capture(model, optimizer, path, **options):
+        for batch in batches(5):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+    return path
+
+
+def test_tokens_that_never_occur_are_dead(tmp_path: Path) -> None:
+    assert (open_run(run_of(tmp_path / "a.zarr")).is_dead.values == (COUNTS == 0)).all()
+    given = open_run(run_of(tmp_path / "b.zarr", token_count=None, is_dead=COUNTS > 2))
+    assert "token_count" not in given.coords
+    ds = open_run(run_of(tmp_path / "c.zarr", tokens="dead"))
+    assert ds.token.values.tolist() == np.flatnonzero(COUNTS == 0).tolist()
+
+
+def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
+    tokens = [1, 3, 6, 16]
+    path = run_of(tmp_path / "run.zarr", populations=GIVEN, tokens=tokens)
+    file = export(path, tmp_path / "run.safetensors")
+    copies = [
+        import_file(file, tmp_path / "again.zarr").path,
+        export(path, tmp_path / "copy.zarr", format="run").path,
+    ]
+    for made in (path, *copies):
+        ds = xr.open_zarr(made)
+        for name, mask in EXPECTED.items():
+            assert ds[name].dtype == bool
+            np.testing.assert_array_equal(ds.coords[name], mask[tokens])
+        assert not verify(made).problems
+        found = analysis.centroid(open_run(made)).population.values.tolist()
+        assert sorted(found) == ["all", "dead", "first", "live", "odd", "rare"]
+    pytest.importorskip("h5py")
+    hdf5 = import_file(export(path, tmp_path / "run.h5", format="hdf5"), tmp_path / "h5.zarr").path
+    assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)
+    (path / "is_rare" / "c.0").write_bytes(b"damaged")
+    assert [problem.array for problem in verify(path).problems if problem.array] == ["is_rare"]
+
+
+def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
+    model = TinyModel()
+    path = run_of(tmp_path / "run.zarr", model, populations=GIVEN)
+    on: dict[str, Any] = {"resume": True}
+    for given in (None, GIVEN):
+        first = int(open_run(path).step[-1])
+        run_of(path, model, populations=given, first_step=first, **on)
+        np.testing.assert_array_equal(open_run(path).is_rare, EXPECTED["is_rare"])
+    for given in ({"rare": GIVEN["rare"]}, {**GIVEN, "odd": [4]}):
+        with pytest.raises(InvalidArgument, match=r"is_(first, )?.*odd differ from .*leave them"):
+            run_of(path, model, populations=given, first_step=15, **on)
+
+
+def test_what_is_no_population_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="got the population 'token_count <', expected an "):
+        run_of(tmp_path / "run.zarr", populations={"rare": "token_count <"})
+    assert not (tmp_path / "run.zarr").exists()
+
+
+def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("65\n66\n")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    given = ["rare=0 < token_count < 3", f"capitals={tmp_path / 'ids.txt'}"]
+    config = small_config(["gatsby"], 'recording.variables=["weights"]', steps=8)
+    config = config.with_values([f"recording.populations={given}"])
+    text = tmp_path / "text.txt"
+    path = record(config, tmp_path / "run.zarr", corpus=text)
+    ds = open_run(path).load()
+    assert ds.token.values[ds.is_capitals.values].tolist() == [65, 66]
+    count = ds.token_count.values
+    np.testing.assert_array_equal(ds.is_rare, (count > 0) & (count < 3))
+    assert ds.attrs["config"]["recording"]["populations"] == given
+    assert plan(config).files == sum(file.is_file() for file in path.rglob("*"))
+    with pytest.raises(InvalidArgument, match="expected NAME=EXPRESSION or NAME=FILE"):
+        plan(config.with_values(['recording.populations=["rare"]']))
+
+    half = record(config, tmp_path / "half.zarr", corpus=text, stop=stop_after(4))
+    forked = fork(half, tmp_path / "forked.zarr", at=4, corpus=text)
+    record(config, half, corpus=text, resume=True)
+    for one in (forked, half):
+        xr.testing.assert_equal(open_run(one).load(), ds)
+        assert not verify(one).problems
+    (tmp_path / "ids.txt").write_text("65\n67\n")
+    with pytest.raises(InvalidArgument, match="populations: is_capitals differ from"):
+        fork(half, tmp_path / "other.zarr", at=4, corpus=text)
+    assert not (tmp_path / "other.zarr").exists()
+
+
+def test_an_empty_population_is_noted_at_the_start(tmp_path: Path) -> None:
+    told: list[str] = []
+    given = {"none": "token_count < 0", "capitals": [3]}
+    path = run_of(tmp_path / "run.zarr", populations=given, tokens=[3], on_note=told.append)
+    assert told == ["the population none has no token"]
+    assert information(path)["populations"] == {"capitals": 1, "none": 0}

@@ -1,0 +1,176 @@
+"""What a decoder refuses and needs; what it makes of chunks is tested with their arrays."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bits_and_calls import random_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from numcodecs import blosc
+
+from trajstore.codec.chunk import LENGTH, OWN_FORM, Decoder, chain, checksum, cut_frame
+from trajstore.values.native_types import native_type
+
+
+@pytest.mark.parametrize("kind", ["bytes copied", "bytes packed"])
+def test_a_forged_chunk_is_an_error(kind: str) -> None:
+    """Its checksum fits, but its header promises more than there is."""
+    coding = chain(native_type("bfloat16"), 3, small=False)
+    shape = (8, 20_120, 64)
+    size = int(np.prod(shape)) * 2
+    flags = 0x06 if kind == "bytes copied" else 0x24
+    data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
+    with pytest.raises(ValueError, match="not a whole Blosc frame"):
+        Decoder(coding, shape).unpack(data + checksum(data))
+
+
+def test_a_chunk_of_another_shape_is_an_error() -> None:
+    coding = chain(native_type("bfloat16"), 3, small=True)
+    data = coding.encode(random_bits((4, 6, 5), 1, 16), (4, 6, 5))
+    assert Decoder(coding, (4, 6, 5)).unpack(data).shape == (4, 6, 5)
+    with pytest.raises(ValueError, match="its size differs"):
+        Decoder(coding, (4, 6, 6)).unpack(data)
+
+
+def test_a_chunk_of_too_many_terms_takes_no_memory() -> None:
+    """A frame of zeros is short, however many they are."""
+    coding = replace(chain(native_type("bfloat16"), 3, small=True), kind="predicted")
+    shape, terms = (2, 3, 4), 9
+    head = coding.compress(np.zeros((2, terms, 7), np.uint16))
+    body = coding.compress(np.zeros(shape, np.uint16))
+    data = OWN_FORM + LENGTH.pack(len(head)) + head + body
+    with pytest.raises(ValueError, match="9 terms"):
+        Decoder(coding, shape).unpack(data + checksum(data))
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_only_what_is_needed_is_decompressed(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordered by token, blocks of the tokens alone; otherwise the rows so far."""
+    native, shape = native_type("bfloat16"), (8, 2_000, 64)
+    coding = chain(native, 3, small=False, history=history)
+    changes = np.random.default_rng(3).integers(-2, 3, shape)
+    bits = (0x3F80 + changes.cumsum(axis=0)).astype(np.uint16)
+    data, real = coding.encode(bits, shape), blosc.decompress
+    decompressed: list[int] = []
+
+    def decompress(frame: memoryview, out: np.ndarray) -> object:
+        decompressed.append(out.nbytes)
+        return real(frame, out)
+
+    monkeypatch.setattr("trajstore.codec.chunk.blosc.decompress", decompress)
+    for steps, few in ((slice(0, 8), history), (slice(2, 3), True)):
+        decompressed.clear()
+        window = (steps, slice(700, 703), slice(0, 64))
+        out = np.empty_like(bits[window])
+        Decoder(coding, shape).decode(data, window, out)
+        np.testing.assert_array_equal(out, bits[window])
+        assert 0 < sum(decompressed) <= (0.6 if few else 1) * bits.nbytes
+
+
+HEADER = 16
+
+SIZE = 200_003
+
+
+def content(kind: str) -> bytes:
+    """Bytes that compress well, hardly, or not at all."""
+    random = np.random.default_rng(5)
+    values = {
+        "zeros": np.zeros(SIZE, np.uint8),
+        "some": random.integers(0, 9, SIZE, np.uint8),
+        "noise": random.integers(0, 256, SIZE, np.uint8),
+    }
+    return values[kind].tobytes()
+
+
+def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: int) -> bytes:
+    packed: bytes = blosc.Blosc(compressor, 5, shuffle, blocksize, typesize).encode(data)
+    return packed
+
+
+@given(
+    kind=st.sampled_from(["zeros", "some", "noise"]),
+    compressor=st.sampled_from(["lz4", "zstd"]),
+    shuffle=st.sampled_from([blosc.Blosc.SHUFFLE, blosc.Blosc.BITSHUFFLE]),
+    typesize=st.sampled_from([2, 4, 8]),
+    blocksize=st.sampled_from([0, 1 << 10, 1 << 16]),
+    ends=st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).filter(
+        lambda ends: len({*ends}) == 2
+    ),
+)
+def test_a_cut_holds_the_segment(
+    kind: str, compressor: str, shuffle: int, typesize: int, blocksize: int, ends: tuple[int, int]
+) -> None:
+    data, (start, stop) = content(kind), sorted(ends)
+    whole = frame(data, compressor, shuffle, typesize, blocksize)
+    part, skip = cut_frame(memoryview(whole), start, stop)
+    assert len(part) <= len(whole)
+    assert blosc.decompress(part)[skip : skip + stop - start] == data[start:stop]
+
+
+@pytest.mark.parametrize("kind", ["some", "noise"])
+def test_a_cut_is_as_small_as_blocks_allow(kind: str) -> None:
+    data = content(kind)
+    whole = frame(data, "zstd", blosc.Blosc.BITSHUFFLE, 2, 1 << 12)
+    part, skip = cut_frame(memoryview(whole), 50_000, 50_100)
+    assert skip < 1 << 12
+    assert len(blosc.decompress(part)) <= 2 << 12
+    # Also of the last block, which is short.
+    part, _ = cut_frame(memoryview(whole), SIZE - 1, SIZE)
+    assert len(blosc.decompress(part)) <= 2 << 12
+
+
+def test_blocks_in_another_order_are_left_alone() -> None:
+    # As a Blosc with threads may write them.
+    data = content("some")
+    whole = bytearray(frame(data, "zstd", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
+    count = -(-SIZE // (1 << 16))
+    starts = [*struct.unpack_from(f"<{count}i", whole, HEADER), len(whole)]
+    blocks = [bytes(whole[here:after]) for here, after in itertools.pairwise(starts)]
+    at, moved = starts[0], {}
+    for number in (2, 0, *range(3, count), 1):
+        moved[number] = at
+        whole[at : at + len(blocks[number])] = blocks[number]
+        at += len(blocks[number])
+    struct.pack_into(f"<{count}i", whole, HEADER, *(moved[number] for number in range(count)))
+    assert blosc.decompress(bytes(whole)) == data
+    part, skip = cut_frame(memoryview(whole), 70_000, 70_010)
+    assert blosc.decompress(part)[skip : skip + 10] == data[70_000:70_010]
+
+
+@pytest.mark.parametrize("keep", [0, 15, 16, 20, 100])
+def test_a_torn_frame_is_an_error(keep: int) -> None:
+    whole = frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0)
+    with pytest.raises(ValueError, match="not a whole Blosc frame"):
+        cut_frame(memoryview(whole[:keep]), 0, 10)
+
+
+def test_what_lies_outside_is_an_error() -> None:
+    whole = memoryview(frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0))
+    for start, stop in ((0, SIZE + 1), (-1, 5), (7, 7)):
+        with pytest.raises(ValueError, match=f"it holds {SIZE} bytes"):
+            cut_frame(whole, start, stop)
+
+
+@given(st.data())
+def test_a_broken_header_is_an_error_or_harmless(draw: st.DataObject) -> None:
+    """Checksums come first; whoever forges them gets an error, or other numbers, but no crash."""
+    whole = bytearray(frame(content("some"), "lz4", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
+    for _ in range(draw.draw(st.integers(1, 4))):
+        at = draw.draw(st.integers(0, HEADER + 15))
+        whole[at] = draw.draw(st.integers(0, 255))
+    start = draw.draw(st.integers(0, SIZE - 2))
+    try:
+        part, skip = cut_frame(memoryview(whole), start, start + 2)
+        out = np.empty(SIZE, np.uint8)
+        blosc.decompress(part, out)
+    except (ValueError, RuntimeError):
+        return
+    assert skip >= 0

@@ -1,0 +1,458 @@
+"""Runs as runs again, with blocks of another size."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from compact_runs import RULE_ARRAYS, same_bits, sample_part
+from damage import contents, flip, shard_index, wide_run
+from exchange_runs import assert_same_run
+from stored_forms import stored_forms
+
+import trajstore
+from trajstore import RunWriter, export, open_run, repair, verify
+from trajstore.codec.computed_rows import cache
+from trajstore.errors import FormatError, InvalidArgument, RunExists, RunLocked
+from trajstore.exchange.export_run import branch_run, holds_exactly
+from trajstore.store.metadata.block_plan import plan
+from trajstore.store.reading.run_info import information
+from trajstore.store.storage.lock import RunLock
+
+SmallRun = tuple[Path, dict[str, np.ndarray]]
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 8])
+@pytest.mark.parametrize("spare_rows", [0, 100])
+def test_blocks_of_any_size_within_any_memory(
+    small_run: SmallRun, tmp_path: Path, block_rows: int, spare_rows: int
+) -> None:
+    path, _ = small_run
+    variables = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
+    sizes = {"tokens": 10, "hidden": 6, "block_rows": block_rows, "buffers": 1}
+    layout = plan(variables, **sizes)  # type: ignore[arg-type]
+    row = sum(array.row_bytes for array in layout.arrays.values())
+    out = tmp_path / "out.zarr"
+    trajstore.export(
+        path,
+        out,
+        format="run",
+        block_rows=block_rows,
+        memory=layout.memory + spare_rows * row,
+        overwrite=False,
+    )
+    assert_same_run(path, out)
+    assert trajstore.open_run(out).attrs["block_rows"] == block_rows
+
+
+def test_a_run_is_rechunked_in_place(small_run: SmallRun, tmp_path: Path) -> None:
+    path, _ = small_run
+    before = trajstore.open_run(path).load()
+    trajstore.export(path, path, format="run", block_rows=11, overwrite=True)
+    assert_same_run(before, path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_run_is_the_same_after_replay_and_back(sample: Path, tmp_path: Path) -> None:
+    source, small, back = (tmp_path / f"{name}.zarr" for name in ("source", "small", "back"))
+    sample_part(sample, source, encoding="delta")
+    attributes = {"segments": [{"step": 0, "config": {}}], "mine": {"why": "a test"}}
+    zarr.open_group(source).attrs.update(attributes)
+    done = trajstore.export(source, small, encoding="compact", block_rows=3)
+    assert (done.format, done.notes) == ("run", ())
+    trajstore.export(small, back, encoding="delta", block_rows=8)
+    kinds = {name: array["kind"] for name, array in information(small)["arrays"].items()}
+    assert {name for name in kinds if kinds[name] == "computed"} == {*RULE_ARRAYS}
+    assert trajstore.verify(small).clean
+    same_bits(source, small)
+    ds = same_bits(source, back)
+    own = ("runs", "content_digest", "fingerprint", "updated")
+    before = xr.open_zarr(source).attrs
+    assert {key: value for key, value in ds.attrs.items() if key not in own} == {
+        key: value for key, value in before.items() if key not in own
+    }
+    assert before["mine"] == attributes["mine"]
+    # Without it, the encoding stays; some tokens follow from their own gradients.
+    trajstore.export(small, back, format="run", tokens=[3, 99], overwrite=True)
+    part = xr.open_zarr(back).load()
+    assert part.attrs["encoding"] == "compact"
+    xr.testing.assert_equal(part.W, xr.open_zarr(source).W.sel(token=[3, 99]).load())
+
+
+def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) -> None:
+    done = trajstore.export(
+        sample, tmp_path / "out.zarr", encoding="compact", variables="W,loss", steps="0:9"
+    )
+    (note,) = done.notes
+    assert note.endswith("the run does not hold exp_avg, exp_avg_sq, grad, lr")
+    with pytest.raises(InvalidArgument, match="hdf5, which has no encoding"):
+        trajstore.export(sample, tmp_path / "out.h5", format="hdf5", encoding="delta")
+
+
+Small = tuple[Path, dict[str, np.ndarray]]
+TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
+
+
+def branch(source: Path, rows: int, **types: str) -> Path:
+    path = source.with_name("branch.zarr")
+    attributes = {"config": {"why": "a branch"}}
+    branch_run(source, path, rows, types=TYPES | types, attributes=attributes, memory="64MiB")
+    return path
+
+
+def contents_of_branched_run(run: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
+    }
+
+
+def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
+    ds, whole = xr.open_zarr(run).load(), xr.open_zarr(source).load()
+    assert ds.sizes["step"] == rows
+    for name in ds.variables:
+        expected = whole[name].values[:rows] if "step" in whole[name].dims else whole[name].values
+        if expected.dtype.kind == "f":
+            assert ds[name].values.tobytes() == expected.tobytes(), name
+        else:
+            assert (ds[name].values == expected).all(), name
+    assert verify(run).clean
+    return ds
+
+
+@pytest.mark.parametrize("rows", [4, 6, 11])
+def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: int) -> None:
+    source, values = small_run
+    before = contents_of_branched_run(source)
+    path = branch(source, rows)
+    ds = same_rows(path, source, rows)
+    assert ds.attrs["status"] == "interrupted"
+    assert ds.attrs["config"] == {"why": "a branch"}
+    assert ds.attrs["created"] >= xr.open_zarr(source).attrs["created"]
+    for name in (*TYPES, "step", "token_text"):
+        for shard in (path / name).glob("c.*"):
+            assert shard.samefile(source / name / shard.name)
+    assert {shard.name for shard in (path / "loss").glob("c.*")} == {
+        f"c.{block}" for block in range(-(-rows // 4))
+    }
+    row = {name: values[name][0] for name in TYPES} | {"loss": np.float32(1)}
+    with RunWriter.resume(path) as run:
+        run.append(100, **row)
+    assert verify(path).clean
+    for name in TYPES:
+        for shard in (path / name).glob("c.*"):
+            whole = (int(shard.name.split(".")[1]) + 1) * 4 <= rows
+            assert (shard.stat().st_nlink == 2) == whole
+    assert contents_of_branched_run(source) == before
+
+
+def test_wider_types_hold_the_same_values(small_run: Small) -> None:
+    source, values = small_run
+    path = branch(source, 10, W="float32", grad="float32")
+    ds = same_rows(path, source, 10)
+    assert ds.W.attrs["native_dtype"] == ds.grad.attrs["native_dtype"] == "float32"
+    assert ds.logits.attrs["native_dtype"] == "bfloat16"
+    assert (ds.W.values.view("u4") == values["W"][:10].astype("u4") << 16).all()
+    assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {1}  # all is written again
+
+
+def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
+    source, values = small_run
+    before = contents_of_branched_run(source)
+    path = branch(source, 8)
+    rest: dict[str, Any] = {name: values[name][0] for name in ("W", "grad", "logits")}
+    with RunWriter.resume(path) as run:
+        for step in (100, 101, 102, 103, 104):
+            run.append(step, **rest, loss=np.float32(step))
+    RunWriter.resume(path, rows=6).close("interrupted")
+    assert not (path / "W" / "c.1.0.0").samefile(source / "W" / "c.1.0.0")
+    same_rows(path, source, 6)
+    (path / "W" / "c.0.0.0").unlink()
+    assert repair(path).rows == 0
+    assert contents_of_branched_run(source) == before
+    assert verify(source).clean
+
+
+def test_variables_can_be_left_out(small_run: Small) -> None:
+    source, _ = small_run
+    path = source.with_name("branch.zarr")
+    branch_run(source, path, 5, types={"W": "bfloat16"}, attributes={}, memory="64MiB")
+    assert list(same_rows(path, source, 5).data_vars) == ["W"]
+
+
+@pytest.mark.parametrize("types", [{}, {"W": "float32"}], ids=["linked", "written"])
+def test_notes_of_its_rows_are_kept(small_run: Small, types: dict[str, str]) -> None:
+    source, values = small_run
+    notes = [
+        {"note": name, "first_step": step, "last_step": step, "count": 1}
+        for name, step in (("early", 4), ("late", 22))
+    ]
+    with RunWriter.resume(source) as run:
+        row: dict[str, Any] = {name: values[name][0] for name in ("W", "grad", "logits")}
+        run.append(22, **row, loss=np.float32(1))
+        run.notes = notes
+    assert xr.open_zarr(branch(source, 11, **types)).attrs["notes"] == notes[:1]
+
+
+def test_without_hard_links_files_are_copied(
+    small_run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = branch(small_run[0], 9)
+    same_rows(path, small_run[0], 9)
+    assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
+
+
+def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small) -> None:
+    source, _ = small_run
+    with pytest.raises(InvalidArgument, match=r"after 12 rows, expected 0 to 11"):
+        branch(source, 12)
+    with pytest.raises(InvalidArgument, match=r"loss is float32 .* bfloat16 does not hold"):
+        branch(source, 4, loss="bfloat16")
+    with pytest.raises(InvalidArgument, match="does not hold exp_avg"):
+        branch(source, 4, exp_avg="bfloat16")
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+    branch(source, 4)
+    with pytest.raises(RunExists):
+        branch(source, 4)
+
+
+def test_types_that_hold_others_exactly() -> None:
+    assert holds_exactly("float16", "float32")
+    assert holds_exactly("float64", "float64")
+    assert not holds_exactly("float32", "float64")  # no run was ever widened so
+    assert not holds_exactly("bfloat16", "float16")
+
+
+SAMPLE_TYPES = {
+    "W": "bfloat16", "grad": "bfloat16", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16",
+    "lr": "float64", "clip_coef": "float32",
+}  # fmt: skip
+OPTIMIZER = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("types", "settings", "shared", "differing"),
+    [
+        pytest.param({}, {}, True, 0, id="nothing changes"),
+        pytest.param({}, {"betas": [0.5, 0.9]}, False, 3, id="another rule"),
+        pytest.param({}, {"rounding": "stochastic"}, False, None, id="no rule"),
+        pytest.param({"exp_avg": "float32"}, {}, False, None, id="a wider type",
+                     marks=pytest.mark.nightly),
+        pytest.param({"grad": "float32"}, {}, False, None, id="a wider gradient"),
+        pytest.param({"clip_coef": None}, {}, False, 0, id="less to compute from",
+                     marks=pytest.mark.nightly),
+        pytest.param({"exp_avg": None, "exp_avg_sq": None}, {}, False, None, id="no moments",
+                     marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
+    sample: Path,
+    tmp_path: Path,
+    types: dict[str, str | None],
+    settings: dict[str, Any],
+    shared: bool,
+    differing: int | None,
+) -> None:
+    source = sample_part(sample, tmp_path / "run.zarr")
+    before = contents_of_branched_run(source)
+    path = tmp_path / "branch.zarr"
+    kept = {name: native for name, native in (SAMPLE_TYPES | types).items() if native}
+    optimizer = {"class": "RoundedAdamW", "hyperparameters": OPTIMIZER | settings}
+    notes: list[str] = []
+    branch_run(
+        source,
+        path,
+        19,
+        types=kept,
+        attributes={"optimizer": optimizer},
+        memory="64MiB",
+        on_note=notes.append,
+    )
+    ds = same_bits(source, path, 19)
+    assert ds.attrs["encoding"] == "compact"
+    assert verify(path).clean
+    assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {2 if shared else 1}
+    forms = stored_forms(path)
+    computed = [name for name, counts in forms.items() if "elements" in counts]
+    has_rule = "rounding" not in settings and "exp_avg" in kept
+    assert computed == ([*RULE_ARRAYS] if has_rule else [])
+    assert bool(notes) == (not has_rule)
+    if differing is not None:
+        assert sum(forms[name]["differences"] > 0 for name in computed) == differing
+    assert contents_of_branched_run(source) == before
+    with RunWriter.resume(path, rows=13) as run:
+        for row in range(13, 19):
+            run.append(row, **{name: ds[name].values[row] for name in kept})
+    again = same_bits(source, path, 19)
+    assert again.attrs["content_digest"] == ds.attrs["content_digest"]
+    assert verify(path).clean
+
+
+SERIES = ("step", "W", "grad", "exp_avg", "loss")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
+
+
+@pytest.fixture
+def run(tmp_path: Path, whole: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+
+
+def break_chunk(run: Path, name: str, block: int, chunk: int = 0) -> None:
+    path, index = shard_index(run, name, block)
+    flip(path, 8 * index[chunk][0] + 300)
+
+
+def filled(run: Path, **options: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """A copy that `verify` finds sound, and its notes. The source does not change."""
+    before = contents(run)
+    out = run.with_name("out.zarr")
+    done = export(run, out, format="run", fill_damaged=True, **options)
+    assert contents(run) == before
+    found = verify(out)
+    assert found.clean, [*map(str, found.problems)]
+    notes: list[dict[str, Any]] = open_run(out).attrs.get("notes", [])
+    listed = [f"{one['note']} (steps {one['first_step']} to {one['last_step']})" for one in notes]
+    assert [note for note in done.notes if "holds NaN" in note] == listed
+    return out, notes
+
+
+def lost(out: Path, whole: Path, name: str) -> np.ndarray:
+    """Mask of the values whose bits differ from those of the run. All of them are NaN."""
+    got, expected = open_run(out)[name].values, open_run(whole)[name].values
+    mask: np.ndarray = got.view("u4") != expected.view("u4")
+    assert np.isnan(got[mask]).all()
+    return mask
+
+
+def same_others(out: Path, whole: Path, *names: str) -> None:
+    got, expected = open_run(out), open_run(whole)
+    for name in expected.variables.keys() - set(names):
+        assert got[name].values.tobytes() == expected[name].values.tobytes(), name
+
+
+def test_one_broken_chunk_becomes_nan_and_every_other_value_stays(run: Path, whole: Path) -> None:
+    break_chunk(run, "grad", 1, chunk=1)
+    break_chunk(run, "W", 2)
+    out, notes = filled(run, block_rows=3)
+    assert notes == [
+        {
+            "note": f"{name} holds NaN in place of damaged values of the exported run",
+            "first_step": first, "last_step": last, "count": last - first + 1,
+        }
+        for name, first, last in (("W", 8, 10), ("grad", 4, 7))
+    ]  # fmt: skip
+    same_others(out, whole, "W", "grad")
+    for name, rows in (("grad", [4, 5, 6, 7]), ("W", [8, 9, 10])):
+        mask = lost(out, whole, name)
+        tokens = np.flatnonzero(mask.any((0, 2)))
+        assert np.flatnonzero(mask.any((1, 2))).tolist() == rows
+        assert 0 < tokens.size < 300  # other chunks of the shard stay
+        assert np.array_equal(tokens, np.arange(tokens[0], tokens[-1] + 1))
+
+
+def test_a_lost_array_becomes_nan(run: Path) -> None:
+    shutil.rmtree(run / "loss")
+    out, (note,) = filled(run)
+    assert np.isnan(open_run(out).loss.values).all()
+    assert (note["first_step"], note["last_step"], note["count"]) == (0, 10, 11)
+
+
+def test_only_damage_of_the_selection_is_noted(run: Path) -> None:
+    break_chunk(run, "grad", 1, chunk=1)
+    assert filled(run, tokens=[0, 299])[1] == []  # the chunk holds tokens between them
+    (run / "grad" / "c.0.0.0").unlink()
+    shutil.rmtree(run.with_name("out.zarr"))
+    _, (note,) = filled(run, steps="0:11:3", tokens=[0, 299])
+    assert (note["first_step"], note["last_step"], note["count"]) == (0, 3, 2)
+
+
+def test_a_damaged_coordinate_is_left_out(run: Path, whole: Path) -> None:
+    flip(run / "token_text" / "c.0", 140)
+    with pytest.raises(FormatError, match="the values of token_text"):
+        export(run, run.with_name("out.zarr"), format="run")
+    out, _ = filled(run)
+    assert "token_text" not in open_run(out).coords
+    same_others(out, whole, "token_text")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("step", "integers, which have no NaN, .* trajstore repair"), ("token", "values of token")],
+)
+def test_steps_and_tokens_cannot_be_nan(run: Path, name: str, message: str) -> None:
+    flip(run / name / ("c.1" if name == "step" else "c.0"), 99)
+    with pytest.raises(FormatError, match=message):
+        filled(run)
+    assert not run.with_name("out.zarr").exists()
+
+
+def test_a_file_that_the_system_refuses_is_no_damage(run: Path) -> None:
+    path = run / "grad" / "c.1.0.0"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        export(run, run.with_name("out.zarr"), format="run", fill_damaged=True)
+
+
+def test_rows_that_are_computed_from_a_damaged_gradient(sample: Path, tmp_path: Path) -> None:
+    whole = sample_part(sample, tmp_path / "whole.zarr")
+    run = Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+    break_chunk(run, "grad", 1)
+    cache.clear()  # which may hold these rows
+    out, notes = filled(run)
+    assert {note["note"].split()[0] for note in notes} == {*RULE_ARRAYS, "grad"}
+    assert all((note["first_step"], note["last_step"]) == (8, 15) for note in notes)
+    same_others(out, whole, *RULE_ARRAYS, "grad")
+    for name in (*RULE_ARRAYS, "grad"):
+        assert set(np.flatnonzero(lost(out, whole, name).any((1, 2)))) <= {*range(8, 16)}
+
+
+@pytest.mark.parametrize("name", ["W", "cells"])
+def test_cells_and_weights_without_each_other(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run.zarr"
+    types = {"W": "float32", "cells": "bfloat16"}
+    with RunWriter.create(run, token=[5, 7], hidden=1, variables=types, block_rows=2) as writer:
+        for step in range(5):
+            W = np.full((2, 1), step, np.float32)
+            writer.append(step=step, W=W, cells=W.astype(ml_dtypes.bfloat16))
+    break_chunk(run, name, 1)
+    out, _ = filled(run)
+    values = open_run(out)[name].values[:, 0, 0]
+    np.testing.assert_array_equal(values, [0, 1, np.nan, np.nan, 4])
+
+
+def test_what_cannot_be_filled_is_refused(run: Path) -> None:
+    out = run.with_name("out.zarr")
+    for source, options, message in (
+        (open_run(run), {"format": "run"}, "got a Dataset"),
+        (run, {"format": "zarr"}, "fill_damaged with format zarr"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            export(source, out, fill_damaged=True, **options)  # type: ignore[arg-type]
+    with RunLock.acquire(run), pytest.raises(RunLocked, match="is writing to"):
+        export(run, out, format="run", fill_damaged=True)
+
+
+def test_an_array_that_is_left_out_is_not_read(run: Path, whole: Path) -> None:
+    break_chunk(run, "grad", 0)
+    (run / "grad" / "c.1.0.0").unlink()
+    (run / "grad" / "zarr.json").write_text("{")
+    out = run.with_name("out.zarr")
+    assert export(run, out, format="run", variables="W,exp_avg,loss").notes == ()
+    assert verify(out).clean
+    assert "grad" not in open_run(out)
+    same_others(out, whole, "grad")

@@ -1,0 +1,402 @@
+"""Arguments are checked against the types of the signature."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xarray as xr
+
+from trajstore import RunWriter, export, import_file, open_run
+from trajstore.analysis import with_populations
+from trajstore.arguments import Bound, Positive, checks_types, exact, exact_json, exact_step
+from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
+from trajstore.store.writing.create import annotate_run
+from trajstore.units import format_bytes, format_duration, parse_bytes
+
+
+class _NotComputed:
+    """Elements of a lazy array, which no check may compute."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
+
+    def __getitem__(self, key: object) -> Any:
+        raise AssertionError("computed")
+
+
+@checks_types
+def ask(
+    ds: xr.Dataset | None = None,
+    k: int = 1,
+    share: float = 0.5,
+    window: Annotated[int, Bound("of at least", 2)] | None = None,
+    above: Positive = 1.0,
+    name: str | None = None,
+    steps: Sequence[int] | int | None = None,
+    levels: Sequence[float] = (),
+    names: Sequence[str] = (),
+    metric: Literal["ulp", "ordinal"] = "ulp",
+    since: int | Literal["previous"] = 0,
+    optimizer: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str] = "",
+    flag: bool = False,
+    tokens: npt.ArrayLike = (),
+    **rest: int,
+) -> int:
+    return k
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ds": xr.Dataset()},
+        {"k": np.int64(3)},
+        {"k": np.array(3)},
+        {"k": xr.DataArray([4, 5])[1]},
+        {"share": 1},
+        {"window": 2, "above": 1e-9},
+        {"share": Fraction(1, 3)},
+        {"share": np.float32(0.5)},
+        {"name": np.str_("dead")},
+        {"name": xr.DataArray(["dead", "live"])[0]},
+        {"steps": np.arange(3)},
+        {"steps": xr.DataArray([1, 2])},
+        {"steps": da.from_array(_NotComputed((3,), "i8"), chunks=3, meta=np.empty(0, "i8"))},
+        {"steps": np.array([])},
+        {"levels": [1, 0.5]},
+        {"names": ("a", "b")},
+        {"since": "previous"},
+        {"optimizer": {}},
+        {"path": Path()},
+        {"flag": True},
+        {"tokens": {1}},  # such types are not checked
+        {"rest": "a"},
+    ],
+    ids=str,
+)
+def test_arguments_of_the_annotated_types_pass(given):
+    assert ask(**given) == given.get("k", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"ds": xr.DataArray([1])}, "got ds=DataArray .*, expected a Dataset or None"),
+        ({"k": "a"}, "got k='a', expected a whole number$"),
+        ({"k": 1.5}, "got k=1.5, expected a whole number$"),
+        ({"window": 1.0}, "got window=1.0, expected a whole number of at least 2 or None$"),
+        ({"k": True}, "got k=True, expected a whole number$"),
+        ({"k": np.array([1])}, r"got k=ndarray of shape \(1,\) and type int64, expected a whole"),
+        ({"window": 1}, "got window=1, expected a whole number of at least 2 or None$"),
+        ({"above": 0}, "got above=0, expected a number above 0$"),
+        ({"above": np.nan}, "got above=nan, expected a number above 0$"),
+        ({"share": "0.5"}, "got share='0.5', expected a number$"),
+        ({"name": ["dead"]}, r"got name=\['dead'\], expected a string or None"),
+        ({"steps": slice(3)}, "expected a list of whole numbers or a whole number or None"),
+        ({"steps": [1.5]}, "expected a list of whole numbers"),
+        ({"steps": np.zeros((2, 2), int)}, "expected a list of whole numbers"),
+        ({"steps": "12"}, "expected a list of whole numbers"),
+        ({"levels": 0.5}, "got levels=0.5, expected a list of numbers"),
+        ({"names": "ab"}, "got names='ab', expected a list of strings"),
+        ({"names": {"a": 1}}, "expected a list of strings"),
+        ({"metric": "norm"}, "got metric='norm', expected 'ulp' or 'ordinal'"),
+        ({"since": "first"}, "got since='first', expected a whole number or 'previous'"),
+        (
+            {"optimizer": "adam"},
+            "optimizer='adam', expected a mapping of strings to values or None",
+        ),
+        ({"path": 3}, "got path=3, expected a string or a PathLike"),
+        ({"flag": 1}, "got flag=1, expected True or False"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_a_wrong_type_is_an_error(given, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        ask(**given)
+
+
+def test_positional_arguments_and_errors_of_python():
+    with pytest.raises(InvalidArgument, match="got k='a'"):
+        ask(None, "a")
+    with pytest.raises(TypeError, match="multiple values for argument 'ds'"):
+        ask(None, ds=None)
+
+
+def test_whole_floats_are_counts() -> None:
+    for number in (3.0, np.float32(3)):
+        found = ask(k=number)  # type: ignore[arg-type]
+        assert (found, type(found)) == (3, int)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("1.5 MiB", 3 << 19), ("8MB", 8_000_000), ("77", 77), ("1kib", 1024)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", [1.5, "GiB", "-1GiB", "1 apple", "inf"])
+def test_what_is_no_size_is_refused(text: Any) -> None:
+    with pytest.raises(InvalidArgument, match="got size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_printed_in_the_largest_unit() -> None:
+    assert format_bytes(1536) == "1.5 KiB"
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(5 << 30) == "5 GiB"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "0 s"), (0, "0 s"), (0.0042, "4.2 ms"), (0.5, "500 ms"), (0.9999, "1.0 s"),
+        (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min"), (140, "2 min 20 s"), (3599.7, "1 h"),
+        (3720, "1 h 2 min"), (86_399.9, "1 d"), (360_000, "4 d 4 h"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+NAN = float("nan")
+W = np.ones((2, 3), "float32")
+
+NOT_EXACT = {
+    "int64": {
+        "float": [1.5, 0],
+        "whole float": [1.0, 0],
+        "bool": [True, 0],
+        "text": ["1", "0"],
+        "None": [None, 0],
+        "negative": [-1, 0],
+        "above int64": [2**63, 0],
+        "uint64": np.array([2**63, 0], "uint64"),
+        "masked": np.ma.array([1, 0], mask=[True, False]),
+        "array of float": np.array([1.5, 0]),
+        "array of bool": np.array([True, False]),
+        "array of 2 dimensions": np.zeros((2, 2), int),
+        "number": 1,
+    },
+    "int32": {"above int32": [2**31, 0], "far above": [10**10, 1]},
+    "bool": {
+        "float": [0.3, 1],
+        "NaN": [NAN, 1],
+        "2": [2, 0],
+        "text": ["True", "False"],
+        "None": [None, True],
+        "array of uint8": np.array([255, 0], "uint8"),
+    },
+    "string": {"number": ["a", 3], "bytes": [b"a", b"b"], "surrogate": ["a", "\ud800"]},
+}
+NOT_JSON = {
+    "NaN": {"a": NAN},
+    "infinity": {"a": [1.0, float("inf")]},
+    "float32": {"a": np.float32(0.1)},
+    "array": {"a": np.zeros(2)},
+    "int key": {1: "a"},
+    "inner int key": {"a": {1: "a"}},
+    "tuple": {"betas": (0.9, 0.99)},
+    "set": {"a": {1}},
+    "object": {"a": object()},
+}
+NOT_STEP = {
+    "float": 2.9,
+    "whole float": np.float64(2),
+    "bool": True,
+    "text": "2",
+    "negative": -1,
+    "above int64": 2**63,
+    "None": None,
+    "list": [2],
+}
+CREATE = {
+    "token": [[1.0, 0], [2**31, 0], [1, 1]],
+    "token_count": [[True, 0]],
+    "is_dead": [[0.3, 1]],
+    "token_text": [["a", 3]],
+    "populations": [{"is_x": [2, 0]}],
+    "config": [{"betas": (0.9, 0.99)}],
+    "attributes": [{1: "a"}],
+    **dict.fromkeys(
+        ("hidden", "examples", "positions", "block_rows", "threads", "buffers"), (2.5,)
+    ),
+    "lengths": [{"element": True}],
+    "memory": [1.5, NAN, 0],
+    "commit_every": [NAN, 0],
+    **dict.fromkeys(("overwrite", "fsync"), (1,)),
+    "variables": [["W"], {"W": 32}, {"weights": "float32"}],
+    "encoding": ["unknown"],
+}
+APPEND = {
+    "step": [2.9],
+    "W": [
+        np.ones((2, 3), complex),
+        np.full((2, 3), "1"),
+        np.ma.array(W, mask=W > 0),
+        np.ones((3, 2), "float32"),
+        None,
+    ],
+}
+CALLS = {
+    "resume": {"rows": [1.5, -1, 2], "attributes": [{"a": {1}}], "threads": [2.5]},
+    "annotate": {"is_dead": [[2, 0]], "token_count": [[1.0, 0]], "token_text": [["a", None]]},
+    "export": {
+        "steps": [[2.9], 2.9, True, slice(0.5, 2.5)],
+        "tokens": [[1.0, 0], 1],
+        "block_rows": [2.5],
+        "overwrite": [1],
+    },
+    "import": {"first_row": [1.5, 2], "block_rows": [2.5], "overwrite": [1]},
+}
+
+
+def cases(table):
+    return [
+        pytest.param(name, value, id=f"{name}: {value}")
+        for name, values in table.items()
+        for value in values
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exact") / "run.zarr"
+    with RunWriter.create(path, token=[0, 1], hidden=3, variables={"W": "float32"}) as writer:
+        writer.append(step=0, W=W)
+    return path
+
+
+@pytest.mark.parametrize("dtype", NOT_EXACT)
+def test_values_that_would_change_are_refused(dtype):
+    for what, values in NOT_EXACT[dtype].items():
+        with pytest.raises(InvalidArgument, match=r"^token: got "):
+            pytest.fail(f"{what}: {exact('token', values, dtype)}")
+
+
+def test_json_and_steps_that_would_change_are_refused():
+    for what, value in NOT_JSON.items():
+        with pytest.raises(InvalidArgument, match=r"^config"):
+            pytest.fail(f"{what}: {exact_json('config', value)}")
+    for what, value in NOT_STEP.items():
+        with pytest.raises(InvalidArgument, match=r"^step: got "):
+            pytest.fail(f"{what}: {exact_step(value)}")
+
+
+@pytest.mark.parametrize(("name", "value"), cases(CREATE))
+def test_create_refuses_what_it_cannot_store(name, value, tmp_path):
+    given = {"token": [0, 1], "hidden": 3, "variables": {"W": "float32"}} | {name: value}
+    with pytest.raises(InvalidArgument):
+        RunWriter.create(tmp_path / "run.zarr", **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_append_refuses_what_it_cannot_store(tmp_path):
+    with RunWriter.create(
+        tmp_path / "run.zarr", token=[0, 1], hidden=3, variables={"W": "float32"}
+    ) as writer:
+        for name, values in APPEND.items():
+            for value in values:
+                with pytest.raises(InvalidArgument):
+                    writer.append(**({"step": 1, "W": W} | {name: value}))
+        assert writer.rows == 0
+        writer.append(step=1, W=W)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_other_functions_refuse_what_they_cannot_store(call, run, tmp_path):
+    np.save(tmp_path / "W.npy", np.ones((4, 2, 3), "float32"))
+    calls = {
+        "resume": partial(RunWriter.resume, run),
+        "annotate": partial(annotate_run, run),
+        "export": partial(export, run, tmp_path / "part.safetensors"),
+        "import": partial(import_file, tmp_path / "W.npy", tmp_path / "run.zarr"),
+    }
+    for name, values in CALLS[call].items():
+        for value in values:
+            with pytest.raises((InvalidArgument, StepNotFound)):
+                pytest.fail(f"{name}={value!r}: {calls[call](**{name: value})}")
+
+
+def test_import_refuses_masks_other_than_0_and_1(tmp_path):
+    np.save(tmp_path / "W.npy", np.ones((4, 2, 3), "float32"))
+    np.savez(tmp_path / "masks.npz", dead_mask=np.array([2, 0]))
+    with pytest.raises(TrajstoreError):
+        import_file(tmp_path / "W.npy", tmp_path / "run.zarr", masks=tmp_path / "masks.npz")
+
+
+@pytest.mark.parametrize(
+    "value", [[True, 1], ["a", 1], [0.5, 1], [0, 7], [2**70, 1], [None, "a"]], ids=str
+)
+def test_populations_refuse_what_is_neither_mask_ids_nor_labels(value, run):
+    with pytest.raises(InvalidArgument):
+        with_populations(open_run(run), group=value)
+
+
+def test_the_message_names_value_position_and_what_fits():
+    with pytest.raises(
+        InvalidArgument, match=r"^is_dead: got 0\.3 at position 1, expected True or"
+    ):
+        exact("is_dead", [1, 0.3], "bool")
+    with pytest.raises(InvalidArgument, match=r"got 10000000000 at position 0, .* 0 to 2147483647"):
+        exact("token", [10**10, 1], "int32")
+    with pytest.raises(InvalidArgument, match=r"config\.a\[1\]: got inf, expected a finite number"):
+        exact_json("config", {"a": [1, float("inf")]})
+
+
+def test_a_circle_is_no_json():
+    circle: list[object] = []
+    circle.append(circle)
+    with pytest.raises(InvalidArgument, match="nested at most 100 deep"):
+        exact_json("config", circle)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "expected"),
+    [
+        ([1, np.int8(0)], "int64", [1, 0]),
+        (np.array([1, 0], ">i4"), "int32", [1, 0]),
+        (np.array([1, 0], "uint64"), "int64", [1, 0]),
+        (range(2), "int32", [0, 1]),
+        ([2**63 - 1], "int64", [2**63 - 1]),
+        ([True, 0, 1.0], "bool", [True, False, True]),
+        (np.array([1, 0], "uint8"), "bool", [True, False]),
+        (["a\0", ""], "string", ["a\0", ""]),
+        ([], "int32", []),
+    ],
+    ids=str,
+)
+def test_what_fits_is_kept(values, dtype, expected):
+    found = exact("values", values, dtype)
+    assert found.tolist() == expected
+    assert dtype == "string" or found.dtype == dtype
+
+
+def test_a_step_can_be_a_number_of_numpy():
+    assert exact_step(np.array(3)) == exact_step(np.uint8(3)) == 3
+
+
+def test_byte_order_and_final_zeros_of_texts_are_kept(tmp_path):
+    with RunWriter.create(
+        tmp_path / "run.zarr",
+        token=[0, 1],
+        hidden=3,
+        variables={"W": "float32"},
+        token_text=["\0", "a\0"],
+        config={"a": [1, 2.5, None, True, {"b": "c"}]},
+    ) as writer:
+        writer.append(step=0, W=W.astype(">f4"))
+    ds = open_run(tmp_path / "run.zarr")
+    np.testing.assert_array_equal(ds.W.values[0], W)
+    assert ds.token_text.values.tolist() == ["\0", "a\0"]
+    assert ds.attrs["config"] == {"a": [1, 2.5, None, True, {"b": "c"}]}
