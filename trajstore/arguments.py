@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,7 +134,9 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         return value
     if isinstance(value, float | np.floating) and value.is_integer() and _fits(int(value), hint):
         return int(value)
-    raise InvalidArgument(f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}")
+    raise InvalidArgument(
+        "got " + argument(name, _shown(value)) + f", expected {' or '.join(_expected(hint))}"
+    )
 
 
 def _fits(value: Any, hint: Any) -> bool:

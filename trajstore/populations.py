@@ -35,7 +35,13 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.arguments import ANY, exact
-from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded, did_you_mean
+from trajstore.errors import (
+    FormatError,
+    InvalidArgument,
+    VariableNotRecorded,
+    Wording,
+    did_you_mean,
+)
 from trajstore.schema import POPULATION_FILES
 
 POPULATIONS = ("dead", "live", "all")
@@ -238,7 +244,9 @@ def errors_about_rows(ds: xr.Dataset) -> Iterator[None]:
         yield
     except (InvalidArgument, VariableNotRecorded) as error:
         if is_of_parameter(ds):
-            raise type(error)(row_words(str(error))) from error
+            raise type(error)(
+                Wording(row_words(str(error)), row_words(error.in_command))
+            ) from error
         raise
 
 

@@ -227,4 +227,4 @@ def plot(
         )
     save(draw_sheet(found, style=style), target, overwrite=overwrite)
     out.print(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}.")
-    print_notes(f"{name} is left out: {why}" for name, why in found.left_out.items())
+    print_notes(f"{name} is left out: " + why for name, why in found.left_out.items())

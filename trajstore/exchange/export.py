@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
+from trajstore.errors import InvalidArgument, RunExists, argument, did_you_mean, needs_extra
 from trajstore.exchange.export_layout import (
     ExportedFile,
     layout_file,
@@ -79,7 +79,8 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
         return path
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with overwrite=True"
+            f"{path} already exists; choose another path, or replace it with "
+            + argument("overwrite", True)
         )
     try:
         ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
@@ -403,7 +404,9 @@ def _refuse_options(
         )
     if encoding is not None:
         raise InvalidArgument(
-            f"got encoding={encoding} with format {format}, which has no encoding; use format "
+            "got "
+            + argument("encoding", encoding)
+            + f" with format {format}, which has no encoding; use format "
             "run, or omit the encoding"
         )
     if fill_damaged:
