@@ -263,14 +263,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     import difflib
 
-    folded = {_folded(one): one for one in known}
+    folded = {_folded(known_name): known_name for known_name in known}
     typed = _folded(name)
     nearest = [_SYNONYMS[typed]] if _SYNONYMS.get(typed) in folded else []
     nearest += difflib.get_close_matches(typed, folded, n=1)
     # difflib misses half of all swapped letters: to it, rl is not near lr.
-    nearest += [one for one in folded if sorted(one) == sorted(typed)]
-    nearest += [one for one in folded if typed and typed == _initials(one)]
-    nearest += [one for one in folded if one and one == _initials(typed)]
+    nearest += [known_name for known_name in folded if sorted(known_name) == sorted(typed)]
+    nearest += [known_name for known_name in folded if typed and typed == _initials(known_name)]
+    nearest += [
+        known_name for known_name in folded if known_name and known_name == _initials(typed)
+    ]
     return f" (did you mean {folded[nearest[0]]!r}?)" if nearest else ""
 
 

@@ -128,13 +128,13 @@ def advise(
         return []
     if highest_rate is not None:
         rule = replace(rule, lr=highest_rate)
-    found: list[Advice | None] = []
+    checks: list[Advice | None] = []
     if state in _TRIED:
-        found += [_of_first_moment(rule, state), _of_second_moment(rule, state)]
-        found += [_of_eps(rule, state)]
+        checks += [_of_first_moment(rule, state), _of_second_moment(rule, state)]
+        checks += [_of_eps(rule, state)]
     if weights in _TRIED:
-        found += [_of_weight_decay(rule, weights)]
-    return [advice for advice in found if advice is not None]
+        checks += [_of_weight_decay(rule, weights)]
+    return [advice for advice in checks if advice is not None]
 
 
 def advise_run(

@@ -1,10 +1,6 @@
-"""Output of the commands: tables and JSON on standard output, errors on standard error.
+"""Output of the commands: results on standard output, errors and progress on standard error.
 
 Text from files, such as tokens, is escaped: no escape sequence reaches the terminal.
-
-Progress bars of the commands on standard error.
-
-Errors of commands: one sentence on standard error, and an exit code.
 """
 
 from __future__ import annotations
