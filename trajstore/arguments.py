@@ -22,6 +22,10 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, argument
 
+Array = npt.NDArray[Any]
+ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
+_DEEPEST = 100  # as `trajstore.strict_json.parse`
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -223,12 +227,6 @@ def _shown(value: Any) -> str:
     if isinstance(sizes, Mapping):
         return type(value).__name__
     return reprlib.repr(value)
-
-
-Array = npt.NDArray[Any]
-
-ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
-_DEEPEST = 100  # as `trajstore.strict_json.parse`
 
 
 def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:

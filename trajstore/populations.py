@@ -41,6 +41,8 @@ from trajstore.errors import (
 )
 from trajstore.schema import POPULATION_FILES
 
+Array = npt.NDArray[Any]
+
 POPULATIONS = ("dead", "live", "all")
 
 
@@ -282,9 +284,7 @@ def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def _from_file(path: str) -> npt.NDArray[Any]:
-    import numpy as np
-
+def _from_file(path: str) -> Array:
     from trajstore.formats.array_file import values_of
     from trajstore.formats.open_file import open_file
 
@@ -305,8 +305,6 @@ def _from_file(path: str) -> npt.NDArray[Any]:
         )
     return np.asarray(values)
 
-
-Array = npt.NDArray[Any]
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,

@@ -16,7 +16,7 @@ from trajstore.analysis.commands.analyze import (
     WITHIN,
     of_parameter,
 )
-from trajstore.cli.options import (
+from trajstore.cli.command_options import (
     COMMON_STEPS,
     LATTICE,
     POPULATIONS,

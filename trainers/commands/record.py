@@ -23,7 +23,7 @@ import click
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trajstore.cli.options import RUN
+from trajstore.cli.command_options import RUN
 from trajstore.cli.output import Bar, err, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument, in_command, needs_extra, wording

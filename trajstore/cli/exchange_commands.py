@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
+from trajstore.cli.command_options import ENCODING, JSON, RUNS, SELECT
 from trajstore.cli.output import BytesProgress, out, print_json, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument

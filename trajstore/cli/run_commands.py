@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import JSON, RUN, RUNS, SELECT
+from trajstore.cli.command_options import JSON, RUN, RUNS, SELECT
 from trajstore.cli.output import (
     BytesProgress,
     StepsProgress,

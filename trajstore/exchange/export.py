@@ -58,6 +58,9 @@ from trajstore.units import EXCHANGE_MEMORY, format_bytes, parse_bytes
 if TYPE_CHECKING:
     import torch
 
+Run = str | os.PathLike[str] | xr.Dataset
+FORMATS = ("safetensors", "hdf5", "zarr", "run")
+
 
 Array = npt.NDArray[Any]
 
@@ -253,9 +256,6 @@ class Exported:
         return str(self.path)
 
 
-Run = str | os.PathLike[str] | xr.Dataset
-
-
 @checks_types
 def export(
     run: Run | Iterable[Run],
@@ -366,9 +366,6 @@ def export(
         return _export_zarr(request, block_rows, memory)
     _refuse_options(format, block_rows=block_rows, encoding=encoding, fill_damaged=fill_damaged)
     return _export_hdf5(request) if format == "hdf5" else _export_safetensors(request)
-
-
-FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
 
 def _format_of(format: str | None, layout: Layout, encoding: str | None) -> str:

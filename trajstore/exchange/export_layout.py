@@ -33,6 +33,8 @@ from trajstore.installation import __version__
 from trajstore.schema import NAMES, VARIABLES
 from trajstore.store.reading.run_attributes import attribute
 
+Array = npt.NDArray[Any]
+
 
 def file_numbers(
     layout: Layout, parts: Sequence[Selection], keys: Collection[str]
@@ -131,9 +133,6 @@ def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
         if isinstance(value, int | float) and not scalar.codes:
             return value
     return None
-
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

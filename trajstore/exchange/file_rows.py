@@ -25,6 +25,10 @@ from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES
 from trajstore.units import format_bytes
 
+Array = npt.NDArray[Any]
+Variables = tuple[ImportedVariable, ...]
+_STATE = ("W", "exp_avg", "exp_avg_sq")
+
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3
 _BYTES_OF_A_TOKEN = 64  # its id, mask and count, while they are checked
@@ -65,9 +69,6 @@ def check_size(path: Path, key: str, shape: tuple[int, ...], dtype: str, memory:
             f"{format_bytes(need)}, but the memory budget is {format_bytes(memory)}; raise it "
             f"(--memory {-(-need >> 20)}MiB)"
         )
-
-
-Array = npt.NDArray[Any]
 
 
 def checked_labels(where: Any, name: str, labels: Array) -> Array:
@@ -168,11 +169,6 @@ def named_steps(text: str, rows: int) -> Array:
             f"got {count} steps from {text!r}, expected {rows} that increase, one for each row"
         )
     return steps
-
-
-Variables = tuple[ImportedVariable, ...]
-
-_STATE = ("W", "exp_avg", "exp_avg_sq")
 
 
 class FileRows:

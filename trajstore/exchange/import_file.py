@@ -42,6 +42,12 @@ from trajstore.threads import Progress
 from trajstore.units import EXCHANGE_MEMORY, parse_bytes
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
 
+Array = npt.NDArray[Any]
+_BATCH = 4 << 20
+_TINY_ROW = 16 << 10
+_MANY_ROWS = 1 << 12
+_FEWEST_MEMORY = 64 << 20
+
 OnLabels = Callable[[list[str]], object]
 """Called with the labels of the runs of a file."""
 
@@ -221,14 +227,6 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
 
 def _as_bfloat16(variable: ImportedVariable) -> ImportedVariable:
     return replace(variable, wanted=NATIVE_TYPES["bfloat16"])
-
-
-Array = npt.NDArray[Any]
-
-_BATCH = 4 << 20
-_TINY_ROW = 16 << 10
-_MANY_ROWS = 1 << 12
-_FEWEST_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,12 +107,6 @@ def branch(source: Path, rows: int, **types: str) -> Path:
     return path
 
 
-def contents_of_branched_run(run: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
-    }
-
-
 def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
     ds, whole = xr.open_zarr(run).load(), xr.open_zarr(source).load()
     assert ds.sizes["step"] == rows
@@ -129,7 +123,7 @@ def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
 @pytest.mark.parametrize("rows", [4, 6, 11])
 def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: int) -> None:
     source, values = small_run
-    before = contents_of_branched_run(source)
+    before = contents(source)
     path = branch(source, rows)
     ds = same_rows(path, source, rows)
     assert ds.attrs["status"] == "interrupted"
@@ -149,7 +143,7 @@ def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: in
         for shard in (path / name).glob("c.*"):
             whole = (int(shard.name.split(".")[1]) + 1) * 4 <= rows
             assert (shard.stat().st_nlink == 2) == whole
-    assert contents_of_branched_run(source) == before
+    assert contents(source) == before
 
 
 def test_wider_types_hold_the_same_values(small_run: Small) -> None:
@@ -164,7 +158,7 @@ def test_wider_types_hold_the_same_values(small_run: Small) -> None:
 
 def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
     source, values = small_run
-    before = contents_of_branched_run(source)
+    before = contents(source)
     path = branch(source, 8)
     rest: dict[str, Any] = {name: values[name][0] for name in ("W", "grad", "logits")}
     with RunWriter.resume(path) as run:
@@ -175,7 +169,7 @@ def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Sm
     same_rows(path, source, 6)
     (path / "W" / "c.0.0.0").unlink()
     assert repair(path).rows == 0
-    assert contents_of_branched_run(source) == before
+    assert contents(source) == before
     assert verify(source).clean
 
 
@@ -264,7 +258,7 @@ def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
     differing: int | None,
 ) -> None:
     source = sample_part(sample, tmp_path / "run.zarr")
-    before = contents_of_branched_run(source)
+    before = contents(source)
     path = tmp_path / "branch.zarr"
     kept = {name: native for name, native in (SAMPLE_TYPES | types).items() if native}
     optimizer = {"class": "RoundedAdamW", "hyperparameters": OPTIMIZER | settings}
@@ -289,7 +283,7 @@ def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
     assert bool(notes) == (not has_rule)
     if differing is not None:
         assert sum(forms[name]["differences"] > 0 for name in computed) == differing
-    assert contents_of_branched_run(source) == before
+    assert contents(source) == before
     with RunWriter.resume(path, rows=13) as run:
         for row in range(13, 19):
             run.append(row, **{name: ds[name].values[row] for name in kept})
