@@ -96,7 +96,6 @@ def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) ->
         trajstore.export(sample, tmp_path / "out.h5", format="hdf5", encoding="delta")
 
 
-Small = tuple[Path, dict[str, np.ndarray]]
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
 
 
@@ -121,7 +120,7 @@ def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
 
 
 @pytest.mark.parametrize("rows", [4, 6, 11])
-def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: int) -> None:
+def test_all_blocks_are_shared_until_more_rows_follow(small_run: SmallRun, rows: int) -> None:
     source, values = small_run
     before = contents(source)
     path = branch(source, rows)
@@ -146,7 +145,7 @@ def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: in
     assert contents(source) == before
 
 
-def test_wider_types_hold_the_same_values(small_run: Small) -> None:
+def test_wider_types_hold_the_same_values(small_run: SmallRun) -> None:
     source, values = small_run
     path = branch(source, 10, W="float32", grad="float32")
     ds = same_rows(path, source, 10)
@@ -156,7 +155,7 @@ def test_wider_types_hold_the_same_values(small_run: Small) -> None:
     assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {1}  # all is written again
 
 
-def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
+def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: SmallRun) -> None:
     source, values = small_run
     before = contents(source)
     path = branch(source, 8)
@@ -173,7 +172,7 @@ def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Sm
     assert verify(source).clean
 
 
-def test_variables_can_be_left_out(small_run: Small) -> None:
+def test_variables_can_be_left_out(small_run: SmallRun) -> None:
     source, _ = small_run
     path = source.with_name("branch.zarr")
     branch_run(source, path, 5, types={"W": "bfloat16"}, attributes={}, memory="64MiB")
@@ -181,7 +180,7 @@ def test_variables_can_be_left_out(small_run: Small) -> None:
 
 
 @pytest.mark.parametrize("types", [{}, {"W": "float32"}], ids=["linked", "written"])
-def test_notes_of_its_rows_are_kept(small_run: Small, types: dict[str, str]) -> None:
+def test_notes_of_its_rows_are_kept(small_run: SmallRun, types: dict[str, str]) -> None:
     source, values = small_run
     notes = [
         {"note": name, "first_step": step, "last_step": step, "count": 1}
@@ -195,7 +194,7 @@ def test_notes_of_its_rows_are_kept(small_run: Small, types: dict[str, str]) -> 
 
 
 def test_without_hard_links_files_are_copied(
-    small_run: Small, monkeypatch: pytest.MonkeyPatch
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
@@ -206,7 +205,7 @@ def test_without_hard_links_files_are_copied(
     assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
 
 
-def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small) -> None:
+def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: SmallRun) -> None:
     source, _ = small_run
     with pytest.raises(InvalidArgument, match=r"after 12 rows, expected 0 to 11"):
         branch(source, 12)
@@ -319,7 +318,9 @@ def filled(run: Path, **options: Any) -> tuple[Path, list[dict[str, Any]]]:
     found = verify(out)
     assert found.clean, [*map(str, found.problems)]
     notes: list[dict[str, Any]] = open_run(out).attrs.get("notes", [])
-    listed = [f"{one['note']} (steps {one['first_step']} to {one['last_step']})" for one in notes]
+    listed = [
+        f"{note['note']} (steps {note['first_step']} to {note['last_step']})" for note in notes
+    ]
     assert [note for note in done.notes if "holds NaN" in note] == listed
     return out, notes
 

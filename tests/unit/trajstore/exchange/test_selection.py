@@ -55,11 +55,11 @@ def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> 
     ("selected", "error", "message"),
     [
         *(
-            ({"steps": steps}, InvalidArgument, "")
+            ({"steps": steps}, InvalidArgument, "step")
             for steps in ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))
         ),
         *(
-            ({"tokens": tokens}, InvalidArgument, "")
+            ({"tokens": tokens}, InvalidArgument, "token")
             for tokens in ("5", "none-such.txt", [], "99999999999999999999")
         ),
         ({"steps": "3"}, StepNotFound, r"step 3 was not recorded; .* 0 to 20"),
