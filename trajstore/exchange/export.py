@@ -403,8 +403,7 @@ def _refuse_options(
         raise InvalidArgument(
             "got "
             + argument("encoding", encoding)
-            + f" with format {format}, which has no encoding; use format "
-            "run, or omit the encoding"
+            + f" with format {format}, which has no encoding; use format run, or omit the encoding"
         )
     if fill_damaged:
         raise InvalidArgument(
