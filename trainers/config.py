@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from trajstore.errors import ConfigError, InvalidArgument, did_you_mean
+from trajstore.errors import ConfigError, InvalidArgument, config_field, did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.writing.commit import COMMIT_EVERY
 from trajstore.units import parse_bytes
@@ -180,7 +180,7 @@ class OptimizerConfig(_Section):
         if self.momentum and self.name != "sgd":
             raise ValueError(
                 f"momentum = {self.momentum} needs sgd; {self.name} has betas: leave out momentum "
-                "or set optimizer.name=sgd"
+                "or set " + config_field("optimizer.name", "sgd")
             )
         return self
 
@@ -364,7 +364,7 @@ class RunConfig(_Section):
         if not listed or not all(isinstance(one, str) for one in given):
             raise ConfigError(
                 f"got {assignments!r}, expected a list of section.field=value, such as "
-                "['optimizer.lr=3e-4']"
+                "['" + config_field("optimizer.lr", "3e-4") + "']"
             )
         values = self.model_dump()
         for assignment in given:
@@ -374,7 +374,7 @@ class RunConfig(_Section):
                 meant = _elsewhere(name.strip(), type(self)) if equals else ""
                 raise ConfigError(
                     f"got {assignment!r}{meant}, expected section.field=value, such as "
-                    "optimizer.lr=3e-4"
+                    + config_field("optimizer.lr", "3e-4")
                 )
             values.setdefault(section, {})[field] = _toml_value(text.strip())
         return self.parse(values)
@@ -439,10 +439,13 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             # There is no such section; another section may have the field that was to be set.
             meant = next((found for key in first["input"] if (found := _elsewhere(key, model))), "")
         return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
-    reason = first["msg"].removeprefix("Value error, ")
+    cause = first.get("ctx", {}).get("error")  # of a validator of ours
+    reason: str = cause.args[0] if cause else first["msg"]
+    if reason[0].isupper():
+        reason = reason[0].lower() + reason[1:]
     given = first["input"]
     if len(path) == 1 and isinstance(given, Mapping):  # a section whose fields do not fit together
-        return f"{name}: {reason[0].lower()}{reason[1:]}"
+        return f"{name}: " + reason
     shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
     if first["type"] == "literal_error":
         reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
@@ -450,8 +453,9 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"].endswith(("_parsing", "_type", "_from_float")):
         example = RunConfig().flat().get(".".join(path[:2]))
     if example is not None:
-        reason = f"{reason.partition(',')[0]}, such as {'.'.join(path[:2])}={_literal(example)}"
-    return f"{name} = {shown}: {reason[0].lower()}{reason[1:]}"
+        reason = f"{reason.partition(',')[0]}, such as "
+        reason += config_field(".".join(path[:2]), _literal(example))
+    return f"{name} = {shown}: " + reason
 
 
 def _elsewhere(field: str, model: type[BaseModel]) -> str:

@@ -19,7 +19,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trajstore.errors import ConfigError, CorpusError, InvalidArgument
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument, argument, config_field
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.downloads import cached
 
@@ -320,17 +320,22 @@ def load_corpus(
     if maker is not None and maker.vocab_size != model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {model.vocab_size}, but the tokenizer {maker.name} has "
-            f"{maker.vocab_size} tokens; set model.vocab_size={maker.vocab_size} or give another "
+            f"{maker.vocab_size} tokens; set "
+            + config_field("model.vocab_size", maker.vocab_size)
+            + " or give another "
             "tokenizer"
         )
     path = Path(corpus) if corpus is not None else cached(data.corpus) if maker else None
     if path is not None:
         if maker is None:
             raise ConfigError(
-                "data.tokenizer = 'none': a text needs a tokenizer; give tokenizer=PATH"
+                "data.tokenizer = 'none': a text needs a tokenizer; give "
+                + argument("tokenizer", "PATH")
                 if data.tokenizer == "none"
                 else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, which is "
-                "not in the cache; give tokenizer=PATH, or run: trajstore fetch gpt2"
+                "not in the cache; give "
+                + argument("tokenizer", "PATH")
+                + ", or run: trajstore fetch gpt2"
             )
         loaded = tokenize_file(path, maker)
     elif isinstance(maker, AsciiTokenizer):

@@ -54,9 +54,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
     import importlib
 
-    found = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = found  # so that this function is called once
-    return found
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # so that this function is called once
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,7 @@
-"""Check of the arguments of public functions against the types in their signatures.
+"""Checks of arguments of public functions.
 
-Sizes in bytes: defaults, parsing and formatting.
-
-Durations in readable units.
-
-Exact conversion of values that a caller passes: they are stored as they are, or refused.
+`checks_types` compares them with the types in the signature. `exact`, `exact_step` and `exact_json`
+convert values that are stored: they are kept as they are, or refused.
 """
 
 from __future__ import annotations
@@ -23,7 +20,11 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, argument
+
+Array = npt.NDArray[Any]
+ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
+_DEEPEST = 100  # as `trajstore.strict_json.parse`
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,7 +135,9 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         return value
     if isinstance(value, float | np.floating) and value.is_integer() and _fits(int(value), hint):
         return int(value)
-    raise InvalidArgument(f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}")
+    raise InvalidArgument(
+        "got " + argument(name, _shown(value)) + f", expected {' or '.join(_expected(hint))}"
+    )
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -155,7 +158,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return _is_sequence(value, *parts[:1])
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, origin) and all(
-            _fits(key, parts[0]) and _fits(one, parts[1]) for key, one in value.items()
+            _fits(key, parts[0]) and _fits(item, parts[1]) for key, item in value.items()
         )
     if hint is Any:
         return True
@@ -175,8 +178,8 @@ def _kind(value: Any) -> str:
 
 def _dtype(array: Any) -> np.dtype[Any]:
     """NumPy dtype of the elements. Lazy arrays are not computed."""
-    own = array.dtype
-    return own if isinstance(own, np.dtype) else np.asarray(array).dtype
+    dtype = array.dtype
+    return dtype if isinstance(dtype, np.dtype) else np.asarray(array).dtype
 
 
 def _is_sequence(value: Any, of: Any) -> bool:
@@ -186,7 +189,7 @@ def _is_sequence(value: Any, of: Any) -> bool:
         return len(value.shape) == 1 and fits
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return False
-    return all(_fits(one, of) for one in value)
+    return all(_fits(item, of) for item in value)
 
 
 def _expected(hint: Any) -> list[str]:
@@ -224,12 +227,6 @@ def _shown(value: Any) -> str:
     if isinstance(sizes, Mapping):
         return type(value).__name__
     return reprlib.repr(value)
-
-
-Array = npt.NDArray[Any]
-
-ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
-_DEEPEST = 100  # as `trajstore.strict_json.parse`
 
 
 def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
@@ -270,8 +267,8 @@ def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
         raise InvalidArgument(f"{name}: got {got}, expected one dimension of {expected}")
     wrong = _wrong(given, dtype, least)
     if wrong is not None:
-        found = given[wrong]
-        value = "a masked value" if found is np.ma.masked else reprlib.repr(_plain(found))
+        element = given[wrong]
+        value = "a masked value" if element is np.ma.masked else reprlib.repr(_plain(element))
         raise InvalidArgument(f"{name}: got {value} at position {wrong}, expected {expected}")
     return np.asarray(given).astype(np.dtypes.StringDType() if dtype == "string" else dtype)
 
@@ -326,13 +323,13 @@ def exact_json(name: str, value: Any, *, depth: int = 0) -> None:
             f"{reprlib.repr(name)}: expected values that are nested at most {_DEEPEST} deep"
         )
     if isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise InvalidArgument(f"{name}: got the key {key!r}, expected strings as keys")
-            exact_json(f"{name}.{key}", one, depth=depth + 1)
+            exact_json(f"{name}.{key}", item, depth=depth + 1)
     elif isinstance(value, list):
-        for at, one in enumerate(value):
-            exact_json(f"{name}[{at}]", one, depth=depth + 1)
+        for index, item in enumerate(value):
+            exact_json(f"{name}[{index}]", item, depth=depth + 1)
     elif isinstance(value, float):
         expected = "" if math.isfinite(value) else "a finite number, None or a string"
     elif isinstance(value, tuple | set | frozenset):
@@ -370,9 +367,9 @@ def _wrong(given: Array, dtype: str, least: int) -> int | None:
     wrong: Any
     if given.dtype == object or dtype == "string":
         fits = {kind: _fits_type(kind, dtype) for kind in set(map(type, given.tolist()))}
-        wrong = np.array([not fits[type(one)] for one in given.tolist()], bool)
+        wrong = np.array([not fits[type(element)] for element in given.tolist()], bool)
         if not wrong.any() and dtype == "string":
-            wrong = np.array([not _is_unicode(one) for one in given.tolist()], bool)
+            wrong = np.array([not _is_unicode(element) for element in given.tolist()], bool)
     elif given.dtype.kind not in ("biuf" if dtype == "bool" else "iu"):
         return 0 if len(given) else None
     else:

@@ -40,10 +40,12 @@ class CompiledLoop:
         Module of the loop.
     name : str
         Name of a function that `numba.njit` can compile, and that raises nothing.
+    enough : int
+        Numbers that NumPy processes first.
     """
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: str, name: str, enough: int = _ENOUGH) -> None:
+        self._module, self._name, self._enough = module, name, enough
         self._processed = 0
         self._compiled: Callable[..., None] | None = None
         self._ready: set[Types] = set()
@@ -59,7 +61,7 @@ class CompiledLoop:
             Numbers to process now.
         """
         self._processed += count  # races between threads may lose counts: a rough sum is enough
-        return self._processed >= _ENOUGH and not self._unavailable
+        return self._processed >= self._enough and not self._unavailable
 
     def run(self, *arguments: Any) -> bool:
         """Run the loop.

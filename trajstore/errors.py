@@ -1,7 +1,6 @@
-"""The exception tree. One class per reaction of the code that catches it.
+"""The exception tree, and parts of messages: suggestions, names of arguments, missing extras.
 
-`did_you_mean` suggests the known name that a mistyped name probably means. `needs_extra` names the
-extra to install if an optional package is missing.
+There is one class per reaction of the code that catches it.
 """
 
 from __future__ import annotations
@@ -34,6 +33,90 @@ __all__ = [
 ]
 
 
+class Wording(str):
+    """A text that names arguments, as Python spells them, and the same text for a command.
+
+    `argument` and `config_field` make it, and so does its sum with another text. An f-string keeps
+    the first text only.
+
+    Attributes
+    ----------
+    in_command : str
+    """
+
+    in_command: str
+
+    def __new__(cls, text: str, in_command: str) -> Wording:
+        made = super().__new__(cls, text)
+        made.in_command = in_command
+        return made
+
+    def __add__(self, other: str) -> str:
+        return Wording(f"{self}{other}", self.in_command + in_command(other))
+
+    def __radd__(self, other: str) -> str:
+        return Wording(f"{other}{self}", other + self.in_command)
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # both are pickled
+        return str(self), self.in_command
+
+
+_OPTIONS = (
+    "variables", "encoding", "tokenizer", "corpus", "source", "at", "threads", "every",
+)  # fmt: skip
+_FLAGS = ("overwrite", "resume")
+"""Arguments that an option of the same name sets."""
+
+_OPTION_FIELDS = {"training.steps": "--steps", "training.device": "--device"}
+"""Options that set a field of the configuration; the others need ``--set``."""
+
+
+def argument(name: str, value: object = "…") -> Wording:
+    """Name an argument in a message: `overwrite=True`, or ``--overwrite`` in a command.
+
+    Parameters
+    ----------
+    name : str
+    value : object
+        As Python spells it; a string therefore has quotes.
+
+    Examples
+    --------
+    >>> message = "record it with " + argument("variables", "'matrix,batch'")
+    >>> message, message.in_command
+    ("record it with variables='matrix,batch'", 'record it with --variables matrix,batch')
+    """
+    given = str(value)
+    text, plain = f"{name}={given}", given.strip("'")
+    if name in _FLAGS and given == "True":
+        return Wording(text, f"--{name}")
+    # A list or a negative number is no value of an option.
+    is_plain = plain and (plain != given or plain == "…" or plain[0].isalnum())
+    return Wording(text, f"--{name} {plain}" if name in _OPTIONS and is_plain else text)
+
+
+def config_field(name: str, value: object) -> Wording:
+    """Name a field of the configuration with a value, or its option in a command.
+
+    >>> config_field("model.dtype", "float32").in_command, config_field("training.steps", 9)
+    ('--set model.dtype=float32', 'training.steps=9')
+    """
+    text, option = f"{name}={value}", _OPTION_FIELDS.get(name)
+    is_plain = str(value)[:1].isalnum()
+    return Wording(text, f"{option} {value}" if option and is_plain else f"--set {text}")
+
+
+def in_command(message: object) -> str:
+    """A message or an error as a command prints it: options in place of arguments."""
+    text: str = getattr(message, "in_command", None) or str(message)
+    return text
+
+
+def wording(error: TrajstoreError) -> Wording:
+    """The message of an error, to be continued."""
+    return Wording(str(error), error.in_command)
+
+
 class TrajstoreError(Exception):
     """Root of every error that trajstore raises on purpose.
 
@@ -48,6 +131,11 @@ class TrajstoreError(Exception):
     def __str__(self) -> str:
         # KeyError would print the repr of its argument instead of the sentence.
         return " ".join(str(arg) for arg in self.args)
+
+    @property
+    def in_command(self) -> str:
+        """The message as a command prints it: options in place of arguments."""
+        return in_command(self.args[0]) if len(self.args) == 1 else str(self)
 
 
 class InvalidArgument(TrajstoreError, ValueError):
@@ -175,14 +263,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     import difflib
 
-    folded = {_folded(one): one for one in known}
+    folded = {_folded(known_name): known_name for known_name in known}
     typed = _folded(name)
     nearest = [_SYNONYMS[typed]] if _SYNONYMS.get(typed) in folded else []
     nearest += difflib.get_close_matches(typed, folded, n=1)
     # difflib misses half of all swapped letters: to it, rl is not near lr.
-    nearest += [one for one in folded if sorted(one) == sorted(typed)]
-    nearest += [one for one in folded if typed and typed == _initials(one)]
-    nearest += [one for one in folded if one and one == _initials(typed)]
+    nearest += [known_name for known_name in folded if sorted(known_name) == sorted(typed)]
+    nearest += [known_name for known_name in folded if typed and typed == _initials(known_name)]
+    nearest += [
+        known_name for known_name in folded if known_name and known_name == _initials(typed)
+    ]
     return f" (did you mean {folded[nearest[0]]!r}?)" if nearest else ""
 
 

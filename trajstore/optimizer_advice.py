@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import ConfigError
+from trajstore.errors import ConfigError, config_field
 from trajstore.values.native_types import cast
 from trajstore.values.norms import MovingAverage, share_left
 from trajstore.values.optimizer_rule import with_numbers
@@ -22,14 +22,18 @@ from trajstore.values.optimizer_rule import with_numbers
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _FLOAT32_WEIGHTS = (
-    "float32 weights under autocast (model.dtype=float32; in your own loop "
+    "float32 weights under autocast ("
+    + config_field("model.dtype", "float32")
+    + "; in your own loop "
     "model.float() with torch.autocast)"
 )
 _STATE_REMEDY = (
-    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
-    f'RoundedAdamW(…, state_dtype="float32")), or train {_FLOAT32_WEIGHTS}'
+    "Keep the optimizer's state in float32 ("
+    + config_field("optimizer.state_dtype", "float32")
+    + "; in your own loop "
+    'RoundedAdamW(…, state_dtype="float32")), or train ' + _FLOAT32_WEIGHTS
 )
-_WEIGHT_REMEDY = f"Train {_FLOAT32_WEIGHTS}"
+_WEIGHT_REMEDY = "Train " + _FLOAT32_WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +128,13 @@ def advise(
         return []
     if highest_rate is not None:
         rule = replace(rule, lr=highest_rate)
-    found: list[Advice | None] = []
+    checks: list[Advice | None] = []
     if state in _TRIED:
-        found += [_of_first_moment(rule, state), _of_second_moment(rule, state)]
-        found += [_of_eps(rule, state)]
+        checks += [_of_first_moment(rule, state), _of_second_moment(rule, state)]
+        checks += [_of_eps(rule, state)]
     if weights in _TRIED:
-        found += [_of_weight_decay(rule, weights)]
-    return [advice for advice in found if advice is not None]
+        checks += [_of_weight_decay(rule, weights)]
+    return [advice for advice in checks if advice is not None]
 
 
 def advise_run(
@@ -183,10 +187,12 @@ def require_sound(advice: Sequence[Advice]) -> None:
     ConfigError
         With all advice.
     """
-    if advice:
-        raise ConfigError(
-            "strict numerics refuse these settings: " + ". ".join(one.sentence for one in advice)
-        )
+    if not advice:
+        return
+    message = "strict numerics refuse these settings: " + advice[0].sentence
+    for other in advice[1:]:
+        message += ". " + other.sentence
+    raise ConfigError(message)
 
 
 def _rule(optimizer: Any) -> _Adam | None:
@@ -286,7 +292,7 @@ def _of_moment(
         native_dtype=native,
         cannot_decay=cannot_decay,
         cannot_grow=cannot_grow,
-        sentence=f"{text}. {remedy}",
+        sentence=f"{text}. " + remedy,
     )
 
 
@@ -307,7 +313,7 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
         sentence=f"weight decay {does} at learning rates up to {rule.lr:.6g}: "
         f"(1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
         f"back to W for {_percent(share)} of {native} values. W trains with "
-        f"{'no' if share == 1 else 'less'} weight decay. {remedy}",
+        f"{'no' if share == 1 else 'less'} weight decay. " + remedy,
     )
 
 
@@ -320,7 +326,7 @@ def _of_eps(rule: _Adam, native: str) -> Advice | None:
         native_dtype=native,
         sentence=f"eps = {rule.eps:g} rounds to 0 in {native}. An element that never had a "
         f"gradient is updated by 0/0 = NaN. Choose an eps that {native} can represent, or "
-        f"train {_FLOAT32_WEIGHTS}",
+        "train " + _FLOAT32_WEIGHTS,
     )
 
 

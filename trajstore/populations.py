@@ -1,12 +1,7 @@
-"""User-defined populations: masks, lists of ids, labels, expressions.
+"""Populations: named sets of tokens, as masks along ``token``.
 
-Populations of a Dataset: dead, live and all tokens, and every other mask along token.
-
-The rows of one parameter in place of the tokens of a run.
-
-Populations from the command line: expressions, and files of masks or ids.
-
-Select tokens by an expression over their coordinates. Expressions are never executed.
+Dead, live and all tokens come with a run; users define others by masks, ids, labels, files or
+expressions over coordinates. Expressions are never executed:
 
     token_count < quantile(token_count, 0.25) and not is_dead
     category(token_text) in ("Lu", "Ll") or token in (3, 14)
@@ -16,6 +11,8 @@ lists of them. Names are coordinates along token, or populations. ``quantile(x, 
 tokens of the Dataset. ``category(x)`` is the Unicode general category that all characters of a text
 share, ignoring leading and trailing spaces, or ``mixed``. ``major(x)`` is its first letter, such as
 ``L`` for letters.
+
+The rows of a parameter take the place of tokens (`row_vectors`), also in results and errors.
 """
 
 from __future__ import annotations
@@ -35,8 +32,16 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.arguments import ANY, exact
-from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded, did_you_mean
+from trajstore.errors import (
+    FormatError,
+    InvalidArgument,
+    VariableNotRecorded,
+    Wording,
+    did_you_mean,
+)
 from trajstore.schema import POPULATION_FILES
+
+Array = npt.NDArray[Any]
 
 POPULATIONS = ("dead", "live", "all")
 
@@ -192,9 +197,9 @@ def row_vectors(ds: xr.Dataset) -> xr.Dataset:
     name = ds.attrs.get("recording", {}).get("parameter", "W")
     if not ds.sizes["row"] * ds.sizes["column"]:
         raise InvalidArgument(f"the parameter {name} has no elements; choose another one")
-    found = ds.rename(row="token", column="hidden")
-    found.encoding = dict(ds.encoding)
-    return found.assign_attrs(parameter=name)
+    renamed = ds.rename(row="token", column="hidden")
+    renamed.encoding = dict(ds.encoding)
+    return renamed.assign_attrs(parameter=name)
 
 
 def is_of_parameter(ds: xr.Dataset) -> bool:
@@ -225,9 +230,9 @@ def named_as_rows(result: T, ds: xr.Dataset) -> T:
         return result
     known = {*result.dims, *result.coords, *getattr(result, "data_vars", ())}
     renamed: Any = result.rename({old: new for old, new in _NAMES.items() if old in known})
-    for one in (renamed, *(renamed[name] for name in getattr(renamed, "data_vars", ()))):
-        if "long_name" in one.attrs:
-            one.attrs = {**one.attrs, "long_name": row_words(one.attrs["long_name"])}
+    for part in (renamed, *(renamed[name] for name in getattr(renamed, "data_vars", ()))):
+        if "long_name" in part.attrs:
+            part.attrs = {**part.attrs, "long_name": row_words(part.attrs["long_name"])}
     return cast(T, renamed)
 
 
@@ -238,7 +243,9 @@ def errors_about_rows(ds: xr.Dataset) -> Iterator[None]:
         yield
     except (InvalidArgument, VariableNotRecorded) as error:
         if is_of_parameter(ds):
-            raise type(error)(row_words(str(error))) from error
+            raise type(error)(
+                Wording(row_words(str(error)), row_words(error.in_command))
+            ) from error
         raise
 
 
@@ -277,9 +284,7 @@ def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def _from_file(path: str) -> npt.NDArray[Any]:
-    import numpy as np
-
+def _from_file(path: str) -> Array:
     from trajstore.formats.array_file import values_of
     from trajstore.formats.open_file import open_file
 
@@ -301,8 +306,6 @@ def _from_file(path: str) -> npt.NDArray[Any]:
     return np.asarray(values)
 
 
-Array = npt.NDArray[Any]
-
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -315,8 +318,10 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 def _category(text: str, letters: int) -> str:
     # A text that consists only of spaces has the category of a space.
-    found = {unicodedata.category(character)[:letters] for character in text.strip(" ") or text}
-    return found.pop() if len(found) == 1 else "mixed"
+    categories = {
+        unicodedata.category(character)[:letters] for character in text.strip(" ") or text
+    }
+    return categories.pop() if len(categories) == 1 else "mixed"
 
 
 class _Expression:
@@ -355,15 +360,15 @@ class _Expression:
         """The mask of an expression, bool (token)."""
         if isinstance(node, ast.BoolOp):
             join = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
-            return np.asarray(join.reduce([self._truth(one) for one in node.values]))
+            return np.asarray(join.reduce([self._truth(operand) for operand in node.values]))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return ~self._truth(node.operand)
         if isinstance(node, ast.Compare):
             return self._compared(node)
-        found = self._value(node)
-        if not isinstance(found, np.ndarray) or found.dtype != bool:
+        mask = self._value(node)
+        if not isinstance(mask, np.ndarray) or mask.dtype != bool:
             raise self._refuse(node, "a condition on each token")
-        return found
+        return mask
 
     def _compared(self, node: ast.Compare) -> npt.NDArray[np.bool_]:
         result = np.ones(self.ds.sizes["token"], bool)
@@ -390,12 +395,15 @@ class _Expression:
         if not isinstance(node, ast.Tuple | ast.List) or not isinstance(left, np.ndarray):
             example = 'token_text in ("a", "e")' if _is_text(left) else "token in (1, 2)"
             raise self._refuse(node, f"a coordinate in a list of values, such as {example}")
-        wanted = [self._value(one) for one in node.elts]
-        if any(isinstance(one, np.ndarray) or _is_text(one) != _is_text(left) for one in wanted):
+        wanted = [self._value(element) for element in node.elts]
+        if any(
+            isinstance(element, np.ndarray) or _is_text(element) != _is_text(left)
+            for element in wanted
+        ):
             raise self._refuse(node, "values of the same type as the coordinate")
         result = np.zeros(left.shape, bool)
-        for one in wanted:
-            result |= np.asarray(left == _exact(one), bool)
+        for element in wanted:
+            result |= np.asarray(left == _exact(element), bool)
         return result
 
     def _value(self, node: ast.expr) -> Any:
@@ -530,15 +538,15 @@ def with_populations(
     for name, given in {**(populations or {}), **named}.items():
         if not isinstance(name, str):
             raise InvalidArgument(f"got the population name {name!r}, expected a str")
-        for one, mask in _masks(ds, name, given).items():
-            if not one.isidentifier() or one in (*POPULATIONS, "mostly_dead"):
+        for title, mask in _masks(ds, name, given).items():
+            if not title.isidentifier() or title in (*POPULATIONS, "mostly_dead"):
                 raise InvalidArgument(
-                    f"got the population name {one!r}, expected letters, digits and _, no leading "
-                    f"digit, and none of {', '.join(POPULATIONS)}, mostly_dead"
+                    f"got the population name {title!r}, expected letters, digits and _, no "
+                    f"leading digit, and none of {', '.join(POPULATIONS)}, mostly_dead"
                 )
-            if f"is_{one}" in ds.coords or one in ds.coords:
-                raise InvalidArgument(f"a coordinate {one!r} or 'is_{one}' already exists")
-            ds = ds.assign_coords({f"is_{one}": ("token", mask)})
+            if f"is_{title}" in ds.coords or title in ds.coords:
+                raise InvalidArgument(f"a coordinate {title!r} or 'is_{title}' already exists")
+            ds = ds.assign_coords({f"is_{title}": ("token", mask)})
     return ds
 
 
@@ -573,7 +581,7 @@ def _values(name: str, given: Any) -> Array:
     try:
         listed = isinstance(given, list | tuple | Set)
         values = np.asarray([*given] if listed else given)
-        if listed and (values.dtype.kind == "U" or any(isinstance(one, bool) for one in given)):
+        if listed and (values.dtype.kind == "U" or any(isinstance(item, bool) for item in given)):
             # NumPy turns 1 next to texts into "1", and True next to numbers into 1.
             values = values if values.dtype == bool else np.asarray([*given], object)
     except ValueError:  # lists of several lengths

@@ -187,10 +187,10 @@ class _Table(dict[str, Variable]):
             return KEPT
         if not name.isidentifier() or coordinate(name):
             raise KeyError(name)
-        prefix, dims, whose = next(one for one in _KEPT_AS if name.startswith(one[0]))
-        own = name.removeprefix(prefix)
-        text = f"{own} that the optimizer keeps {whose}, after the step"
-        return Variable(name, dims, _AFTER, "zero", _UNITS.get(own, "1"), text)
+        prefix, dims, whose = next(form for form in _KEPT_AS if name.startswith(form[0]))
+        kept = name.removeprefix(prefix)
+        text = f"{kept} that the optimizer keeps {whose}, after the step"
+        return Variable(name, dims, _AFTER, "zero", _UNITS.get(kept, "1"), text)
 
 
 VARIABLES: dict[str, Variable] = _Table((row[0], Variable(*row)) for row in _TABLE)
@@ -311,9 +311,9 @@ def variables_of(attributes: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(VARIABLES)
     names = [
         name
-        for one in listed
-        if isinstance(one, dict)
-        for name in kept_as(str(one.get("name")), str(one.get("of")))
+        for value in listed
+        if isinstance(value, dict)
+        for name in kept_as(str(value.get("name")), str(value.get("of")))
         if name.isidentifier() and coordinate(name) is None
     ]
     return tuple(dict.fromkeys([*VARIABLES, *names, KEPT.name]))
@@ -327,8 +327,8 @@ def belongs(name: str, variables: Collection[str]) -> bool:
 def along_token(names: Iterable[str]) -> tuple[str, ...]:
     """Names of coordinates along ``token`` among the given names, those of the table first."""
     given = set(names)
-    own = sorted(name for name in given - COORDINATES.keys() if coordinate(name))
-    return (*(name for name in ALONG_TOKEN if name in given), *own)
+    further = sorted(name for name in given - COORDINATES.keys() if coordinate(name))
+    return (*(name for name in ALONG_TOKEN if name in given), *further)
 
 
 def variable(name: str, known: Collection[str] = VARIABLES) -> Variable:
@@ -366,15 +366,15 @@ def row_lengths(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     >>> row_lengths({"W": (128, 64), "batch": (32,), "params": (1000,)})
     {'examples': 32, 'lengths': {'element': 1000}}
     """
-    found: dict[str, Any] = {}  # Any: callers pass it as keywords next to others of other types
+    lengths: dict[str, Any] = {}  # Any: callers pass it as keywords next to others of other types
     others = {}
     for name, shape in rows.items():
         for dim, length in zip(VARIABLES[name].dims[1:], shape, strict=True):
             if dim in ("example", "position"):
-                found[f"{dim}s"] = length
+                lengths[f"{dim}s"] = length
             elif dim not in ("token", "hidden", *NAMES):
                 others[dim] = length
-    return found | ({"lengths": others} if others else {})
+    return lengths | ({"lengths": others} if others else {})
 
 
 def resolve_variables(variables: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:

@@ -46,11 +46,11 @@ def metadata_bytes(path: str | os.PathLike[str]) -> bytes:
     OSError
         If it cannot be read.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise ValueError("it is not a regular file")  # reading a pipe would block
-    if found.st_size > LARGEST_METADATA:
-        raise ValueError(too_large(found.st_size))
+    if status.st_size > LARGEST_METADATA:
+        raise ValueError(too_large(status.st_size))
     return Path(path).read_bytes()
 
 
@@ -63,10 +63,10 @@ def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(_DEEPEST):
         level = [
-            item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
         ]
         if not level:
             return
@@ -74,10 +74,10 @@ def _check_depth(value: Any) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name occurs twice in it")
-    return found
+    return members
 
 
 def _no_constant(name: str) -> Any:
@@ -95,30 +95,30 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """True if two JSON values are the same. 1, 1.0 and true are three different values."""
-    return bool(json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True))
+    return bool(json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True))
 
 
-def changes(one: Any, other: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+def changes(value: Any, other: Any, place: str = "") -> list[tuple[str, Any, Any]]:
     """Places in which two JSON values differ, such as ``codecs.0.name``, with both values.
 
     A member that only one of them has is `MISSING` in the other.
     """
-    if one is other:
+    if value is other:
         return []
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys: list[Any] = sorted(one.keys() | other.keys())
-        pairs = [(one.get(key, MISSING), other.get(key, MISSING)) for key in keys]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        keys, pairs = [*range(len(one))], [*zip(one, other, strict=True)]
+    if isinstance(value, dict) and isinstance(other, dict):
+        keys: list[Any] = sorted(value.keys() | other.keys())
+        pairs = [(value.get(key, MISSING), other.get(key, MISSING)) for key in keys]
+    elif isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        keys, pairs = [*range(len(value))], [*zip(value, other, strict=True)]
     else:
-        equal = MISSING not in (one, other) and same(one, other)
-        return [] if equal else [(at, one, other)]
+        equal = MISSING not in (value, other) and same(value, other)
+        return [] if equal else [(place, value, other)]
     return [
-        found
+        change
         for key, pair in zip(keys, pairs, strict=True)
-        for found in changes(*pair, f"{at}.{key}" if at else str(key))
+        for change in changes(*pair, f"{place}.{key}" if place else str(key))
     ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import (
+from trajstore.cli.command_options import (
     COMMON_STEPS,
     JSON,
     LATTICE,

@@ -16,7 +16,7 @@ from trajstore.analysis.commands.analyze import (
     WITHIN,
     of_parameter,
 )
-from trajstore.cli.options import (
+from trajstore.cli.command_options import (
     COMMON_STEPS,
     LATTICE,
     POPULATIONS,
@@ -227,4 +227,4 @@ def plot(
         )
     save(draw_sheet(found, style=style), target, overwrite=overwrite)
     out.print(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}.")
-    print_notes(f"{name} is left out: {why}" for name, why in found.left_out.items())
+    print_notes(f"{name} is left out: " + why for name, why in found.left_out.items())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.analysis.commands.analyze import OF_WHOLE_RUN, UNCHANGED, WITHIN
-from trajstore.cli.options import (
+from trajstore.cli.command_options import (
     JSON,
     LATTICE,
     POPULATIONS,

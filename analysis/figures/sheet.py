@@ -65,7 +65,7 @@ from trajstore.analysis.figures.training import (
     variable,
 )
 from trajstore.analysis.scan.block_tasks import return_memory
-from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean, wording
 from trajstore.schema import EVALUATION, variables_of
 from trajstore.store.reading.run_attributes import run_labels
 from trajstore.store.storage.remote_path import local_path
@@ -153,12 +153,12 @@ def collect(
         except (VariableNotRecorded, InvalidArgument) as error:
             if not leave_out:
                 raise
-            left_out[figure.name] = str(error)
+            left_out[figure.name] = wording(error)
     if not lazy:
-        raise InvalidArgument(
-            "none of these figures can be drawn: "
-            + "; ".join(f"{name}: {why}" for name, why in left_out.items())
-        )
+        message = "none of these figures can be drawn: "
+        for number, (name, why) in enumerate(left_out.items()):
+            message += f"{'; ' * (number > 0)}{name}: " + why
+        raise InvalidArgument(message)
     drawable = [figure for figure in figures if figure.name in lazy]
     data: dict[str, list[xr.Dataset]] = {}
     for reading in dict.fromkeys(figure.reading for figure in drawable):

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.input_checks import Fact, dataset, flag_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.rows import changed_vectors, lattice_attributes, moved_vectors, tiles
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, argument
 from trajstore.values.native_types import cast, spacing, unsigned_view
 from trajstore.values.norms import result_dtype
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
@@ -55,7 +55,7 @@ def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
         raise InvalidArgument(
             "amsgrad divides by the largest second moment of all previous steps, so all steps from "
             f"0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without "
-            "the beginning; use the whole run, recorded with every=1"
+            "the beginning; use the whole run, recorded with " + argument("every", 1)
         )
     return da.reductions.cumreduction(
         np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype

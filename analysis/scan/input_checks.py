@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule, steps_of_another_optimizer
 
@@ -87,7 +87,7 @@ def variables(ds: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in ds]
     if missing:
         tiers = _recording_of(missing)
-        remedy = f"; record it with variables='{tiers}'" if tiers else ""
+        remedy = "; record it with " + argument("variables", f"'{tiers}'") if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which only give quantities of motion "
@@ -100,7 +100,7 @@ def variables(ds: xr.Dataset, *names: str) -> None:
                 else ", because the imported file does not"
             )
         raise VariableNotRecorded(
-            f"this analysis requires {', '.join(missing)}, which the run does not hold{remedy}"
+            f"this analysis requires {', '.join(missing)}, which the run does not hold" + remedy
         )
 
 

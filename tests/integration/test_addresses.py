@@ -36,6 +36,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
     monkeypatch.chdir(tmp_path)
+    # Figures take long.
+    monkeypatch.setattr("trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {}))
 
     def invoke(line: str) -> Result:
         return CliRunner().invoke(main, shlex.split(line.format(here=here, run=RUN, out=OUT)))
@@ -52,15 +54,8 @@ def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     ],
 )
 def test_commands_work_on_an_address(
-    run: Callable[[str], Result],
-    line: str,
-    made: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[str], Result], line: str, made: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        "trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {})
-    )  # takes long
     result = run(line)
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == list(made)
@@ -92,10 +87,9 @@ def test_a_command_that_needs_a_folder_says_so(
 
 
 def test_sizes_that_a_web_server_does_not_say_are_unknown(
-    run: Callable[[str], Result], here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[str], Result], here: Path, tmp_path: Path
 ) -> None:
     """The last test, as it ends the connections, and with them what ``memory://`` holds."""
-    monkeypatch.setattr("trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {}))
     with web_server(here.parent) as (server, _):
         told = {}
         for command in ("info", "info --json", "report"):

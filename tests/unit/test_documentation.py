@@ -27,8 +27,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from trajstore.cli.command_options import runs_and_names
 from trajstore.cli.main import main
-from trajstore.cli.options import runs_and_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import ENCODING, POPULATIONS, RECORD, Choice
+from trajstore.cli.command_options import ENCODING, POPULATIONS, RECORD, Choice
 from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:

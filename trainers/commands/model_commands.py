@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import RUN, SELECT
+from trajstore.cli.command_options import RUN, SELECT
 from trajstore.cli.output import StepsProgress, out, print_notes
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra

@@ -23,10 +23,10 @@ import click
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trajstore.cli.options import RUN
-from trajstore.cli.output import Bar, err, in_options, out, print_notes, print_table
+from trajstore.cli.command_options import RUN
+from trajstore.cli.output import Bar, err, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.errors import InvalidArgument, needs_extra
+from trajstore.errors import InvalidArgument, in_command, needs_extra, wording
 from trajstore.schema import ENCODINGS, TIERS
 from trajstore.trainers.commands.configuration import (
     CORPUS,
@@ -110,7 +110,7 @@ class RecordingProgress(Bar):
 
     def show_note(self, note: str) -> None:
         """Print a note about the run."""
-        err.print(f"Note: {in_options(note)}.")
+        err.print(f"Note: {in_command(note)}.")
 
     def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""
@@ -198,7 +198,7 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         try:
             planned = trainers.plan(config.model_copy(update={"recording": recording}), **texts)
         except InvalidArgument as error:  # it needs more memory than the one that is wanted
-            facts["notes"].append(f"the tier {tier} is not possible: {error}")
+            facts["notes"].append(f"the tier {tier} is not possible: " + wording(error))
         else:
             tiers[tier] = planned.totals()
     out.print(

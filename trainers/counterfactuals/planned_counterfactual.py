@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, exact
-from trajstore.errors import InvalidArgument, StepNotFound
+from trajstore.errors import InvalidArgument, StepNotFound, argument, config_field
 from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.tiled_reader import TiledRun
@@ -137,7 +137,9 @@ class PlannedCounterfactual:
         if rows.steps[begin] < forked_at:
             raise CannotReplay(
                 f"another optimizer took the steps up to {forked_at}, before the run was forked; "
-                f"start at the fork (at={forked_at}), or use the source of the fork"
+                "start at the fork ("
+                + argument("at", forked_at)
+                + "), or use the source of the fork"
             )
         if first and rebuilt:
             known = range(1, first + 1)
@@ -223,7 +225,9 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(f"{step} is the last step of the run; give an earlier one: at=…")
+        raise CannotReplay(
+            f"{step} is the last step of the run; give an earlier one: " + argument("at")
+        )
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
@@ -248,7 +252,7 @@ def _check_state(
         name = settings.optimizer["class"].rpartition(".")[2]
         raise CannotReplay(
             f"{name} with these settings has no state at step {step}, because the run had another "
-            "optimizer; start at the first row, without at=…"
+            "optimizer; start at the first row, without " + argument("at")
         )
     if optimizer.counts_steps and not rows.counts_skipped(first + 1):
         raise CannotReplay(
@@ -263,7 +267,11 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
         at = first + int(gaps[0])
         raise CannotReplay(
             f"step {rows.steps[at + 1]} follows step {rows.steps[at]}, so the gradients between "
-            "them are missing; record with every=1, or start later (at=…)"
+            "them are missing; record with "
+            + argument("every", 1)
+            + ", or start later ("
+            + argument("at")
+            + ")"
         )
 
 
@@ -287,13 +295,15 @@ def _check_known(
         if number in unproven and tensor_of(clip_coef[number], native).isnan():
             raise CannotReplay(
                 f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
-                "unknown; set the clipping, such as training.max_grad_norm=1"
+                "unknown; set the clipping, such as " + config_field("training.max_grad_norm", 1)
             )
         if unknown[number]:
             raise CannotReplay(
                 f"{', '.join(unknown[number])} of hyperparameters is NaN at step "
-                f"{rows.steps[number]}; set it, such as optimizer.weight_decay=0, or start later "
-                "(at=…)"
+                f"{rows.steps[number]}; set it, such as "
+                + config_field("optimizer.weight_decay", 0)
+                + ", or start later "
+                "(" + argument("at") + ")"
             )
 
 

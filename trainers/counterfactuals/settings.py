@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import ConfigError
+from trajstore.errors import ConfigError, argument, config_field
 from trajstore.store.metadata.metadata_form import SEGMENTS, listed_segments
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
@@ -123,7 +123,7 @@ def changed_settings(
     if seed is not None and rounding != "stochastic":
         raise ConfigError(
             f"got seed {seed}, but only stochastic rounding is random; leave out the seed, or set "
-            "optimizer.rounding=stochastic"
+            + config_field("optimizer.rounding", "stochastic")
         )
     if state_dtype != dtype or rounding != "nearest" or is_rounded:
         if name not in _ROUNDED:
@@ -291,7 +291,7 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     if "grad_norm" not in rows:
         raise CannotReplay(
             "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
-            "tier, such as variables='matrix'"
+            "tier, such as " + argument("variables", "'matrix'")
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, argument
 from trajstore.schema import VARIABLES
 from trajstore.store.metadata.metadata_form import FINGERPRINT
 from trajstore.store.reading.run_attributes import attribute
@@ -120,7 +120,7 @@ class CounterfactualRows:
         if state and row.number == 0 and not any(value.any() for value in state.values()):
             raise CannotReplay(
                 f"the optimizer's state at step {row.step} was not recorded, because recording "
-                "began there; start a step later (at=…)"
+                "began there; start a step later (" + argument("at") + ")"
             )
         planned.optimizer.begin(self._parameter("W", row), state, taken)
 

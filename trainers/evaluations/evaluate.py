@@ -35,7 +35,7 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, TrajstoreError, did_you_mean
+from trajstore.errors import InvalidArgument, TrajstoreError, argument, did_you_mean, wording
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import threads_of_each
@@ -326,7 +326,7 @@ def evaluate(
             raise InvalidArgument(
                 f"{output} has results up to step {store.steps[-1]} but not of step {missing[0]}, "
                 "and results are only appended; choose another output, or replace it with "
-                "overwrite=True"
+                + argument("overwrite", True)
             )
         done = len(wanted) - len(missing)
         try:
@@ -338,7 +338,8 @@ def evaluate(
         except TrajstoreError as error:
             if len(store.steps):
                 error.args = (
-                    f"{error}. {output} keeps the results up to step {store.steps[-1]}; the "
+                    wording(error)
+                    + f". {output} keeps the results up to step {store.steps[-1]}; the "
                     "same call continues",
                 )
             raise
@@ -389,7 +390,7 @@ class Evaluator:
             with float32_products(self._in_float32):
                 return self._function(self._model.module, step)
         except InvalidArgument as error:  # of a ready-made evaluation
-            raise InvalidArgument(f"step {step}: {error}") from error
+            raise InvalidArgument(f"step {step}: " + wording(error)) from error
         except Exception as error:  # any code of the user
             place = _place(self._function, error)
             raise InvalidArgument(
@@ -431,7 +432,9 @@ def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
     chosen = select_part(xr.Dataset(coords={"step": recorded}), steps=steps)["step"].values
     wanted = chosen[chosen % every == 0]
     if not len(wanted):
-        raise InvalidArgument(f"no selected step is a multiple of {every}; give a smaller every=…")
+        raise InvalidArgument(
+            f"no selected step is a multiple of {every}; give a smaller " + argument("every")
+        )
     return wanted
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers import BatchEncoding, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from trajstore.errors import RecordingError
+from trajstore.errors import RecordingError, argument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import open_recorder
 from trajstore.trainers.recording.device_to_host import Comparison
@@ -407,7 +407,9 @@ class TrajectoryCallback(TrainerCallback):
         if self.recorder is not None and self.recorder.rows and not self._options.overwrite:
             raise RecordingError(
                 "this callback has recorded a run already; create a new callback for each run, or "
-                "pass overwrite=True if the Trainer starts again (auto_find_batch_size)"
+                "pass "
+                + argument("overwrite", True)
+                + " if the Trainer starts again (auto_find_batch_size)"
             )
         if self._logs_to_trainer and self._trainer is None:
             raise RecordingError(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.errors import InvalidArgument, NothingToResume
+from trajstore.errors import InvalidArgument, NothingToResume, argument
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
@@ -188,7 +188,7 @@ def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[s
         if before.get(name) != value:
             raise InvalidArgument(
                 f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; resume "
-                f"with {name}={before.get(name)}"
+                "with " + argument(name, before.get(name))
             )
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
     extra = set(held) - set(wanted)

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.errors import ConfigError, CorpusError, InvalidArgument, NothingToResume, RunNotFound
+from trajstore.errors import (
+    ConfigError,
+    CorpusError,
+    InvalidArgument,
+    NothingToResume,
+    RunNotFound,
+    argument,
+    config_field,
+)
 from trajstore.exchange.export_run import holds_exactly
 from trajstore.schema import TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
@@ -149,8 +157,12 @@ def find_resume_point(
     wanted = config.training.steps
     if wanted < last:
         raise NothingToResume(
-            f"{path} has {last} steps already, got training.steps={wanted}; to extend it, use "
-            f"resume=True and training.steps={2 * last}"
+            f"{path} has {last} steps already, got "
+            + config_field("training.steps", wanted)
+            + "; to extend it, use "
+            + argument("resume", True)
+            + " and "
+            + config_field("training.steps", 2 * last)
         )
     fork = attributes.get("provenance", {}).get("fork")
     if fork and rows and taken is None and not in_rows and wanted > last:
@@ -199,13 +211,13 @@ def check_text(path: Location, text: Corpus) -> None:
         raise CorpusError(
             f"the corpus {text.name} (sha256 {text.sha256[:12]}…) differs from that of {path}, "
             f"{corpus.get('name')} of {corpus.get('bytes')} bytes (sha256 "
-            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one: corpus=…"
+            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one: " + argument("corpus")
         )
     tokenizer = before.get("tokenizer", {})
     if _identity(tokenizer) != _identity(text.tokenizer):
         raise CorpusError(
             f"the tokenizer {_shown(text.tokenizer)} differs from that of {path}, "
-            f"{_shown(tokenizer)}; give the recorded one: tokenizer=…"
+            f"{_shown(tokenizer)}; give the recorded one: " + argument("tokenizer")
         )
 
 
@@ -231,8 +243,10 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
         f"the decay of the learning rate now ends at step {new.decay_steps} instead of "
         f"{old.decay_steps}, so the rate jumps at step {step + 1}, from "
         f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old decay, "
-        f"give schedule.steps={old.decay_steps}; for one decay without a jump, record the "
-        f"first part with schedule.steps={new.decay_steps}"
+        "give "
+        + config_field("schedule.steps", old.decay_steps)
+        + "; for one decay without a jump, record the "
+        "first part with " + config_field("schedule.steps", new.decay_steps)
     )
 
 
@@ -287,7 +301,7 @@ def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) 
     if device.type != used:
         raise ConfigError(
             f"training.device = {config.training.device!r} is {device.type} here, but {path} was "
-            f"recorded on {used}; give training.device={used}"
+            f"recorded on {used}; give " + config_field("training.device", used)
         )
 
 
@@ -401,6 +415,6 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
         if not holds_exactly(native, types[name]):
             raise ConfigError(
                 f"{name} would change from {native} to {types[name]}, which rounds its values; a "
-                "fork can only widen types, such as model.dtype=float32"
+                "fork can only widen types, such as " + config_field("model.dtype", "float32")
             )
     return types

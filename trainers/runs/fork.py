@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, config_field
 from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, variables_of
@@ -338,7 +338,7 @@ class _Source:
         if config.training.steps <= at:
             raise ConfigError(
                 f"training.steps = {config.training.steps}: no step remains after step {at}; give "
-                f"more: training.steps={2 * at}"
+                "more: " + config_field("training.steps", 2 * at)
             )
 
     def newest_checkpoint(self, until: int | None = None) -> RunState | None:
@@ -480,9 +480,11 @@ class _Source:
         if later[-1] > at and "training.steps" not in changed:
             last = recorded_config(self.path).training.steps
             found.append(
-                f"step {at} was trained with training.steps={self.config.training.steps}, which "
+                f"step {at} was trained with "
+                + config_field("training.steps", self.config.training.steps)
+                + ", which "
                 f"the fork keeps; {self.path} was extended later to {last} steps: for as many, "
-                f"give training.steps={last}"
+                "give " + config_field("training.steps", last)
             )
         before, after = self.config.optimizer.name, config.optimizer.name
         if not keeps_state(self.config, config):

@@ -22,6 +22,8 @@ from trajstore.errors import (
     NothingToResume,
     StepNotFound,
     VariableNotRecorded,
+    argument,
+    wording,
 )
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES, variables_of
@@ -217,7 +219,8 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
-            "variables='everything', without float16 autocast"
+            + argument("variables", "'everything'")
+            + ", without float16 autocast"
         )
 
 
@@ -282,7 +285,7 @@ class _Proofs:
             taken = RunState.from_row(self._run, before, config, sources=self._sources)
             reached = train_again(self._run, self._text, taken, last, sources=self._sources)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
-            raise CannotReplay(str(error)) from error
+            raise CannotReplay(wording(error)) from error
         self.proven += reached.agreed
         difference = reached.difference
         if difference is None:

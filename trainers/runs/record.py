@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, RunExists
+from trajstore.errors import InvalidArgument, RunExists, argument, config_field
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.metadata_form import recorded_threads
 from trajstore.store.reading.open_group import open_group
@@ -148,7 +148,10 @@ def record(
             if before.complete:
                 note = (
                     f"{found} has all {before.last_step} steps already, so no step is trained; "
-                    f"to extend it, use resume=True and training.steps={2 * before.last_step}"
+                    "to extend it, use "
+                    + argument("resume", True)
+                    + " and "
+                    + config_field("training.steps", 2 * before.last_step)
                 )
                 report_notes([note], on_note)
             else:  # its configuration must stay that of its rows

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, argument
 from trajstore.optimizer_advice import Advice, advise
 from trajstore.populations import populations_from
 from trajstore.schema import (
@@ -208,7 +208,7 @@ class RunPlan:
             *remarks,
             "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
             f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
-            f"(variables='cells') about {format_bytes(round(cells))}",
+            "(" + argument("variables", "'cells'") + f") about {format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import transformers
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument, RunExists
+from trajstore.errors import InvalidArgument, RunExists, argument
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
 from trajstore.store.writing.create import staged_run
@@ -528,7 +528,12 @@ def run_tokenizer(
     if found is None:
         name = attribute(attributes, "provenance", "tokenizer", "name")
         reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
-        raise InvalidArgument(f"the run {reason}; give one: tokenizer='ascii', or tokenizer=FOLDER")
+        raise InvalidArgument(
+            f"the run {reason}; give one: "
+            + argument("tokenizer", "'ascii'")
+            + ", or "
+            + argument("tokenizer", "FOLDER")
+        )
     return found
 
 
@@ -655,7 +660,8 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
     if target.exists() or target.is_symlink():
         if not overwrite:
             raise RunExists(
-                f"{path} already exists; choose another path, or replace it with overwrite=True"
+                f"{path} already exists; choose another path, or replace it with "
+                + argument("overwrite", True)
             )
         if target.is_symlink() or not (target / "config.json").is_file():
             raise RunExists(f"{path} is not a checkout and is not overwritten; choose another path")
@@ -664,7 +670,9 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
 
 def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
     if not has_tokenizer:
-        yield "the run has no tokenizer, so the folder has none; to add one, give tokenizer=…"
+        yield "the run has no tokenizer, so the folder has none; to add one, give " + argument(
+            "tokenizer"
+        )
     if attribute(stored.attributes, "config", "data", "target_offset") == 2:
         yield (
             "the model predicts the token after next (data.target_offset = 2), so model.generate "

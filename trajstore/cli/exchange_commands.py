@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
+from trajstore.cli.command_options import ENCODING, JSON, RUNS, SELECT
 from trajstore.cli.output import BytesProgress, out, print_json, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument
@@ -197,19 +197,19 @@ def import_(
             done = import_file(file, output, **given)
     runs = (done, *done.others)
     if as_json:
-        facts = [dataclasses.asdict(one) | {"others": []} for one in runs]
+        facts = [dataclasses.asdict(run) | {"others": []} for run in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
     _print_matches(done.table)
-    for one in runs:
-        what = f"Imported {one.path}" if one.path else f"Run {one.label}".rstrip()
-        dead = "" if one.dead is None else f", {one.dead} of them dead"
-        held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
+    for run in runs:
+        what = f"Imported {run.path}" if run.path else f"Run {run.label}".rstrip()
+        dead = "" if run.dead is None else f", {run.dead} of them dead"
+        types = ", ".join(f"{name} ({dtype})" for name, dtype in run.variables.items())
         out.print(
-            f"{what}: {one.rows} rows, steps {one.first_step} to {one.last_step}, {one.tokens} "
-            f"tokens{dead}, {one.hidden} hidden, {held}; read as layout {one.layout}."
+            f"{what}: {run.rows} rows, steps {run.first_step} to {run.last_step}, {run.tokens} "
+            f"tokens{dead}, {run.hidden} hidden, {types}; read as layout {run.layout}."
         )
-        print_notes(one.notes)
+        print_notes(run.notes)
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -281,7 +281,10 @@ def _print_importable(*, as_json: bool) -> None:
         "tokens), and the suffix _history, _bits, _E, _W or _U. Other names need --map KIND=NAME. "
         "uint16 values are read as bfloat16 bits."
     )
-    rows = [(one.name, ", ".join(one.names), ".".join(one.paths[0])) for one in SCALARS.values()]
+    rows = [
+        (number.name, ", ".join(number.names), ".".join(number.paths[0]))
+        for number in SCALARS.values()
+    ]
     print_table("Numbers", ("name", "known names", "stored as"), rows, words=range(3))
     of_runs = [name for name in EXPORT_LAYOUTS if name not in MASKS]
     out.print(f"Layouts for export and import: {', '.join(of_runs)}")

@@ -35,9 +35,9 @@ class _Commands(click.Group):
 
     @functools.cached_property
     def _entry_points(self) -> dict[str, EntryPoint]:
-        found = entry_points(group="trajstore.commands")
-        ours = [point for point in found if point.module.partition(".")[0] == "trajstore"]
-        return {point.name: point for point in (*found, *ours)}  # ours have precedence
+        installed = entry_points(group="trajstore.commands")
+        ours = [point for point in installed if point.module.partition(".")[0] == "trajstore"]
+        return {point.name: point for point in (*installed, *ours)}  # ours have precedence
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""

@@ -1,10 +1,6 @@
-"""Output of the commands: tables and JSON on standard output, errors on standard error.
+"""Output of the commands: results on standard output, errors and progress on standard error.
 
 Text from files, such as tokens, is escaped: no escape sequence reaches the terminal.
-
-Progress bars of the commands on standard error.
-
-Errors of commands: one sentence on standard error, and an exit code.
 """
 
 from __future__ import annotations
@@ -12,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePath
@@ -34,10 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trajstore.cli.stop_signals import StopRequest, working
-from trajstore.errors import InvalidArgument, TrajstoreError, needs_extra
-
-_FIELDS = r"(?:data|model|optimizer|schedule|training|recording)\.\w+"
-_KEYWORDS = "variables|encoding|tokenizer|corpus|source|at|threads|every"
+from trajstore.errors import InvalidArgument, TrajstoreError, in_command, needs_extra
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -144,24 +136,10 @@ def print_table(*parts: Any, **options: Any) -> None:
     out.print(table(*parts, **options), soft_wrap=False)
 
 
-def in_options(sentence: str) -> str:
-    """Name options as commands do: errors and notes name the keywords of Python.
-
-    >>> in_options("choose another path, or replace it with overwrite=True")
-    'choose another path, or replace it with --overwrite'
-    >>> in_options("record it with variables='matrix,batch' and model.dtype=float32")
-    'record it with --variables matrix,batch and --set model.dtype=float32'
-    """
-    sentence = re.sub(r"\btraining\.(steps|device)=(\w+)", r"--\1 \2", sentence)
-    sentence = re.sub(rf"(?<!--set )(?<!--set ')\b({_FIELDS})=", r"--set \1=", sentence)
-    sentence = re.sub(rf"(?<![.\w])({_KEYWORDS})=(?:'([^']+)'|([\w…]+))", r"--\1 \2\3", sentence)
-    return re.sub(r"\b(overwrite|resume)=True\b", r"--\1", sentence)
-
-
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes about a result, one per line."""
     for note in notes:
-        out.print(f"Note: {in_options(note)}.")
+        out.print(f"Note: {in_command(note)}.")
 
 
 def recorded_notes(notes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -335,7 +313,7 @@ def print_error(error: BaseException) -> int:
     """Print an expected error as one sentence, and return the exit code of the command."""
     sentence, code = "stopped by Ctrl-C", 128 + signal.SIGINT
     if isinstance(error, TrajstoreError):
-        sentence, code = in_options(str(error)), error.exit_code
+        sentence, code = error.in_command, error.exit_code
     elif isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
         reason = error.strerror or error

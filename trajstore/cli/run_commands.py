@@ -1,7 +1,4 @@
-"""The command `info`.
-
-The commands `verify` and `repair`.
-"""
+"""The commands `info`, `verify` and `repair`, about the run on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import JSON, RUN, RUNS, SELECT
+from trajstore.cli.command_options import JSON, RUN, RUNS, SELECT
 from trajstore.cli.output import (
     BytesProgress,
     StepsProgress,
@@ -67,14 +64,14 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
     from trajstore.store.reading.open_runs import final_loss, run_table  # imports xarray
     from trajstore.store.reading.run_attributes import differing_settings
 
-    found = {}
+    facts_of = {}
     for run in paths:
         try:
-            found[run] = information(run) | {"final_loss": final_loss(run)}
+            facts_of[run] = information(run) | {"final_loss": final_loss(run)}
         except (FormatError, RunNotFound) as error:
             err.print(f"trajstore: {error}")
     if as_json:
-        differing = differing_settings(list(found.values()))
+        differing = differing_settings(list(facts_of.values()))
         print_json(
             [
                 {
@@ -82,12 +79,12 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
                     **facts,
                     "differing_settings": {name: values[at] for name, values in differing.items()},
                 }
-                for at, (run, facts) in enumerate(found.items())
+                for at, (run, facts) in enumerate(facts_of.items())
             ]
         )
-    elif found:
-        print_table("", *run_table(found), words=(0, 1), fold=True)
-    if len(found) < len(paths):
+    elif facts_of:
+        print_table("", *run_table(facts_of), words=(0, 1), fold=True)
+    if len(facts_of) < len(paths):
         sys.exit(1)
 
 
@@ -185,7 +182,7 @@ def _segments(facts: dict[str, Any]) -> list[str]:
     if not segments:
         return []
     flat = [dict(_flat(each["config"])) for each in segments]
-    names = [name for name in flat[-1] if len({str(one.get(name)) for one in flat}) > 1]
+    names = [name for name in flat[-1] if len({str(segment.get(name)) for segment in flat}) > 1]
     ends = [*(each["step"] for each in segments[1:]), last]
     return [
         f"steps {each['step'] + 1} to {end}: "
@@ -208,8 +205,8 @@ def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for key, item in value.items():
         name = f"{prefix}{key}"
-        listed = isinstance(item, list) and item and all(isinstance(one, dict) for one in item)
-        parts = {str(number): one for number, one in enumerate(item)} if listed else item
+        listed = isinstance(item, list) and item and all(isinstance(entry, dict) for entry in item)
+        parts = {str(number): entry for number, entry in enumerate(item)} if listed else item
         rows += _flat(parts, f"{name}.") if isinstance(parts, dict) else [(name, item)]
     return rows
 
@@ -266,22 +263,24 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
 
     reports: dict[str, dict[str, Any]] = {}
     clean = True
-    for one in all_matrix_runs(run) or [run]:
+    for matrix in all_matrix_runs(run) or [run]:
         with BytesProgress("verifying") as progress:
-            found = check(one, on_progress=progress.show)
+            verification = check(matrix, on_progress=progress.show)
         parts: dict[str, Any] = {}
         if with_replay:
-            parts["replay"] = _replayed("optimizer", "replaying", one) if found.clean else None
+            parts["replay"] = (
+                _replayed("optimizer", "replaying", matrix) if verification.clean else None
+            )
         if gradients:
             parts["gradients"] = (
-                _replayed("gradients", "training", one, **chosen) if found.clean else None
+                _replayed("gradients", "training", matrix, **chosen) if verification.clean else None
             )
-        clean = clean and found.clean and all(part.clean for part in parts.values() if part)
+        clean = clean and verification.clean and all(part.clean for part in parts.values() if part)
         facts = {name: part and part.facts() for name, part in parts.items()}
-        reports[one] = found.facts() | facts
+        reports[matrix] = verification.facts() | facts
         if as_json:
             continue
-        print_verification(found)
+        print_verification(verification)
         if facts.get("replay"):
             print_replay(facts["replay"])
         elif with_replay:
@@ -322,12 +321,12 @@ def repair(run: str, dry_run: bool) -> None:
     from trajstore.integrity.repair import repair as mend
 
     with BytesProgress("checking") as progress:
-        found = mend(run, dry_run=dry_run, on_progress=progress.show, on_plan=print_repair)
-    if found.actions and not dry_run:
-        out.print(f"{found.path.name} is repaired.")
+        done = mend(run, dry_run=dry_run, on_progress=progress.show, on_plan=print_repair)
+    if done.actions and not dry_run:
+        out.print(f"{done.path.name} is repaired.")
     elif dry_run:
-        print_advice(found)
-    if found.unrepaired:
+        print_advice(done)
+    if done.unrepaired:
         sys.exit(1)
 
 
@@ -375,10 +374,18 @@ def print_proof(facts: dict[str, Any]) -> None:
     if facts["differences"]:
         columns = ("step", "variable", "parameter", "elements", "largest, ulp")
         rows = []
-        for one in facts["differences"]:
-            ulps = "" if one["ulps"] is None else f"{one['ulps']:,}"
-            name = one["parameter"] or ""
-            rows.append((one["step"], one["variable"], name, f"{one['elements']:,}", ulps))
+        for difference in facts["differences"]:
+            ulps = "" if difference["ulps"] is None else f"{difference['ulps']:,}"
+            name = difference["parameter"] or ""
+            rows.append(
+                (
+                    difference["step"],
+                    difference["variable"],
+                    name,
+                    f"{difference['elements']:,}",
+                    ulps,
+                )
+            )
         print_table("", columns, rows, words=(0, 1, 2))
     if facts["total"] > len(facts["differences"]):
         out.print(f"{facts['total'] - len(facts['differences']):,} more differences.")
@@ -387,63 +394,63 @@ def print_proof(facts: dict[str, Any]) -> None:
     print_notes(facts["notes"])
 
 
-def print_verification(found: Verification) -> None:
+def print_verification(verification: Verification) -> None:
     """Print what `trajstore.integrity.verify.verify` found."""
     from trajstore.store.storage.remote_path import key_within
 
-    if found.problems:
+    if verification.problems:
         columns = ("array", "block", "bytes", "file", "problem")
         rows = []
-        for problem in found.problems:
+        for problem in verification.problems:
             span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
-            file = key_within(problem.path, found.path.parent)
+            file = key_within(problem.path, verification.path.parent)
             rows.append((problem.array, problem.block, span, file, problem.message))
         print_table("Problems", columns, rows, words=(0, 3, 4))
-    print_notes(found.notes)
-    verdict = "sound" if found.clean else f"{counted(len(found.problems), 'problem')}"
+    print_notes(verification.notes)
+    verdict = "sound" if verification.clean else f"{counted(len(verification.problems), 'problem')}"
     out.print(
-        f"{found.path.name}: {verdict}; checked {counted(found.rows, 'row')} in "
-        f"{counted(found.shards, 'shard')}, {counted(found.chunks, 'chunk')}, "
-        f"{format_bytes(found.bytes)}."
+        f"{verification.path.name}: {verdict}; checked {counted(verification.rows, 'row')} in "
+        f"{counted(verification.shards, 'shard')}, {counted(verification.chunks, 'chunk')}, "
+        f"{format_bytes(verification.bytes)}."
     )
-    run = shlex.quote(str(found.path))
-    if any(problem.remedy != "none" for problem in found.problems):
+    run = shlex.quote(str(verification.path))
+    if any(problem.remedy != "none" for problem in verification.problems):
         out.print(f"Print what a repair would do: trajstore repair {run} --dry-run")
-    damaged = {problem.array for problem in found.problems if problem.remedy == "cut"}
+    damaged = {problem.array for problem in verification.problems if problem.remedy == "cut"}
     if damaged and STEP.name not in damaged:
         copy = f"trajstore export {run} --format run --fill-damaged -o COPY.zarr"
         out.print(f"Copy all rows, with NaN for what is damaged: {copy}")
 
 
-def print_repair(found: Repair) -> None:
+def print_repair(plan: Repair) -> None:
     """Print what `trajstore.integrity.repair.repair` does, or would do."""
-    if not found.actions and not found.unrepaired:
-        out.print(f"{found.path.name} is sound; nothing to repair.")
+    if not plan.actions and not plan.unrepaired:
+        out.print(f"{plan.path.name} is sound; nothing to repair.")
         return
-    if found.damaged:
-        damaged = (f"{name}, {where}" if where else name for name, where in found.damaged.items())
-        out.print(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(found.whole)}.")
-    if found.actions:
+    if plan.damaged:
+        damaged = (f"{name}, {where}" if where else name for name, where in plan.damaged.items())
+        out.print(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(plan.whole)}.")
+    if plan.actions:
         out.print("Repair:")
-    for action in found.actions:
+    for action in plan.actions:
         out.print(f"  {action}.")
-    if found.unrepaired:
+    if plan.unrepaired:
         out.print("Cannot be repaired, because no other copy exists:")
-    for sentence in found.unrepaired:
+    for sentence in plan.unrepaired:
         out.print(f"  {sentence}.")
 
 
-def print_advice(found: Repair) -> None:
+def print_advice(plan: Repair) -> None:
     """Print what to do before and in place of a planned repair."""
     from trajstore.store.storage.remote_path import RemotePath
 
-    run, remote = shlex.quote(str(found.path)), isinstance(found.path, RemotePath)
-    if found.exports:
+    run, remote = shlex.quote(str(plan.path)), isinstance(plan.path, RemotePath)
+    if plan.exports:
         out.print("To keep more, copy the run instead:")
-        for options in found.exports:
+        for options in plan.exports:
             out.print(f"  trajstore export {run} --format run {options} -o COPY.zarr")
-    if found.rows < found.rows_before and not remote:
-        copy = shlex.quote(f"{found.path}.copy")
+    if plan.rows < plan.rows_before and not remote:
+        copy = shlex.quote(f"{plan.path}.copy")
         out.print(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}")
-    if found.actions:
+    if plan.actions:
         out.print(f"Nothing was changed. To repair, run: trajstore repair {run}")

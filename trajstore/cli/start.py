@@ -1,6 +1,6 @@
 """Entry point of the command. Ctrl-C prints one sentence even during imports.
 
-Output in encodings that lack characters, such as ASCII: similar signs, or escapes.
+An encoding that lacks characters, such as ASCII, gets similar signs or escapes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One run, assembled from the arrays of a file: steps, tokens, variables, attributes.
+"""Runs assembled from named arrays: steps, tokens, variables, attributes.
 
-Runs of a file of named arrays, and the table of its arrays and numbers.
+`RunReading` assembles one run, `read_arrays` all runs of a file. The table lists what each array
+and number becomes.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class RunReading:
     layout: Layout | None
 
     def __post_init__(self) -> None:
-        self.found = tuple(
-            one for one in self.part.found
-            if not (one.kind.name == "lr" and one.key in self.part.numbers)
+        self.named = tuple(
+            array for array in self.part.arrays
+            if not (array.kind.name == "lr" and array.key in self.part.numbers)
         )  # fmt: skip
         self.anchor = self._anchor()
 
@@ -111,9 +112,9 @@ class RunReading:
     def _anchor(self) -> NamedArray:
         """The array that defines the shape of the others: W, or its changes."""
         for kind in TRAJECTORIES:
-            held = [one for one in self.found if one.kind.name == kind]
-            if held:
-                return held[0]
+            arrays = [array for array in self.named if array.kind.name == kind]
+            if arrays:
+                return arrays[0]
         raise FormatError(
             f"{self.file.path}: run {self.part.label} holds none of {', '.join(TRAJECTORIES)}; "
             "name the array with --map W=NAME"
@@ -121,43 +122,49 @@ class RunReading:
 
     def _tokens(self) -> TokenTable:
         """Tokens of the rows; of rows of dead or live tokens, the ids that a mask or list gives."""
-        own = token_arrays(self.file, self.found)
-        self.arrays = [*own, *self.options.masks]
-        held = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
+        of_file = token_arrays(self.file, self.named)
+        self.token_arrays = [*of_file, *self.options.masks]
+        labeled = {
+            array.population for array in self.named if array.kind.dims == VARIABLES["W"].dims
+        }
         if self.layout is not None and self.layout.only and not self._has_all_rows():
-            held = {self.layout.only}
-        populations = held - {None}
+            labeled = {self.layout.only}
+        populations = labeled - {None}
         self.by_population = len(populations) == 2
-        if populations and None in held:
+        if populations and None in labeled:
             raise FormatError(
                 f"{self.file.path}: {self.anchor.key} and others have rows of different tokens; "
                 "omit some with --map ignore=NAME"
             )
         if self.by_population:
             self.tokens = sum(len(self._ids(each)) for each in ("dead", "live"))
-        elif populations and not any(one.kind == "token" for one in self.arrays):
+        elif populations and not any(array.kind == "token" for array in self.token_arrays):
             (population,) = populations
             name = f"the {population} tokens"
-            self.arrays.append(TokenArray(name=name, kind="token", values=self._ids(population)))
+            self.token_arrays.append(
+                TokenArray(name=name, kind="token", values=self._ids(population))
+            )
         table = token_table(
             self.file.path,
             self.tokens,
-            self.arrays,
+            self.token_arrays,
             self.part.numbers,
             sizes=self._sizes("vocab_size"),
             rows_of=self.anchor.key,
             by_place=self.file.attributes.get("exporter") == "trajstore"
-            and any(one.kind == "token" for one in own),
+            and any(array.kind == "token" for array in of_file),
         )
         self.notes += table.notes
         return table
 
     def _has_all_rows(self) -> bool:
         """True if a mask is as long as the token axis, so that the rows are the vocabulary."""
-        return any(one.is_dense and len(one.values) == self.tokens for one in self.arrays)
+        return any(
+            table.is_dense and len(table.values) == self.tokens for table in self.token_arrays
+        )
 
     def _ids(self, population: str | None) -> Array:
-        for each in self.arrays:
+        for each in self.token_arrays:
             if each.kind in (f"{population}_ids", f"{population}_mask"):
                 return each.ids
         raise FormatError(
@@ -166,52 +173,52 @@ class RunReading:
         )
 
     def _variables(self, tokens: TokenTable) -> tuple[ImportedVariable, ...]:
-        held: dict[str, ImportedVariable] = {}
-        for one in self.found:
-            if not one.kind.is_variable:
+        variables: dict[str, ImportedVariable] = {}
+        for array in self.named:
+            if not array.kind.is_variable:
                 continue
-            variable = self._variable(one, tokens)
-            other = held.get(variable.variable)
+            variable = self._variable(array, tokens)
+            other = variables.get(variable.variable)
             if other is not None:  # the rows of the other population
                 variable = self._joined(other, variable)
-            held[variable.variable] = variable
-        for variable in held.values():
+            variables[variable.variable] = variable
+        for variable in variables.values():
             of_token = "token" in VARIABLES[variable.variable].dims
             if of_token and variable.row_shape[0] != self.tokens:
                 raise FormatError(
                     f"{self.file.path}: {variable.key} has rows of some tokens only, but other "
                     f"arrays have rows of all; omit it with --map ignore={variable.key}"
                 )
-        return tuple(held[name] for name in VARIABLES if name in held)
+        return tuple(variables[name] for name in VARIABLES if name in variables)
 
-    def _joined(self, one: ImportedVariable, other: ImportedVariable) -> ImportedVariable:
+    def _joined(self, first: ImportedVariable, second: ImportedVariable) -> ImportedVariable:
         """Rows of all tokens, from those of dead and those of live tokens."""
-        if one.native != other.native or one.rows != other.rows:
+        if first.native != second.native or first.rows != second.rows:
             raise FormatError(
-                f"{self.file.path}: {one.key} has {one.rows} rows of {one.native.name}, but "
-                f"{other.key} has {other.rows} rows of {other.native.name}; omit one with --map "
-                f"ignore={other.key}"
+                f"{self.file.path}: {first.key} has {first.rows} rows of {first.native.name}, but "
+                f"{second.key} has {second.rows} rows of {second.native.name}; omit one with --map "
+                f"ignore={second.key}"
             )
-        row_shape = (self.tokens, *one.row_shape[1:])
-        population = {each.key: each.population for each in self.found}
-        parts = [(self._ids(population[each.key]), each.read) for each in (one, other)]
+        row_shape = (self.tokens, *first.row_shape[1:])
+        population = {each.key: each.population for each in self.named}
+        parts = [(self._ids(population[each.key]), each.read) for each in (first, second)]
 
         def read(start: int, stop: int) -> Array:
-            whole = np.empty((stop - start, *row_shape), one.native.bits)
+            whole = np.empty((stop - start, *row_shape), first.native.bits)
             for places, of_some in parts:
                 whole[:, places] = of_some(start, stop)
             return whole
 
-        return replace(one, keys=(one.key, other.key), row_shape=row_shape, read=read)
+        return replace(first, keys=(first.key, second.key), row_shape=row_shape, read=read)
 
-    def _variable(self, one: NamedArray, tokens: TokenTable) -> ImportedVariable:
-        dims, single = one.kind.dims, self.rows.single
-        shape = (1, *one.shape) if single else one.shape
+    def _variable(self, array: NamedArray, tokens: TokenTable) -> ImportedVariable:
+        dims, single = array.kind.dims, self.rows.single
+        shape = (1, *array.shape) if single else array.shape
         outer = self.part.outer if len(shape) > len(dims) else None
         shape = shape[-len(dims) :] if outer is not None else shape
         here, pick = self.tokens, None
-        if self.by_population and one.population is not None:
-            here = len(self._ids(one.population))
+        if self.by_population and array.population is not None:
+            here = len(self._ids(array.population))
         expected = tuple(
             {"step": self.rows.count, "token": here, "hidden": self.hidden}[dim] for dim in dims
         )
@@ -220,26 +227,26 @@ class RunReading:
         lacks_first = self.rows.count > 1 and shape == (self.rows.count - 1, *expected[1:])
         if lacks_first:
             self.notes.append(
-                f"{one.key} has one row less than {self.anchor.key}: its first row is the second "
+                f"{array.key} has one row less than {self.anchor.key}: its first row is the second "
                 "row of the run"
             )
         elif shape != expected:
             raise FormatError(
-                f"{self.file.path}: {one.key} has shape {one.shape}, expected "
+                f"{self.file.path}: {array.key} has shape {array.shape}, expected "
                 f"{expected[single:]} ({', '.join(dims[single:])}), as {self.anchor.key} has "
                 f"shape {self.anchor.shape}"
             )
-        native = NATIVE_TYPES.get(one.dtype)  # its type, or None for 16 bits
+        native = NATIVE_TYPES.get(array.dtype)  # its type, or None for 16 bits
         if native is None:
-            native = NATIVE_TYPES[self.options.bits_of(one.kind.name, one.key) or "bfloat16"]
+            native = NATIVE_TYPES[self.options.bits_of(array.kind.name, array.key) or "bfloat16"]
         return ImportedVariable(
-            variable=one.kind.name,
-            keys=(one.key,),
+            variable=array.kind.name,
+            keys=(array.key,),
             native=native,
             wanted=native,
             rows=shape[0],
             row_shape=tuple(shape[1:]),
-            read=reader(self.file, one.key, native, single=single, outer=outer, pick=pick),
+            read=reader(self.file, array.key, native, single=single, outer=outer, pick=pick),
             shift=-1 if lacks_first else 0,
         )
 
@@ -262,7 +269,7 @@ class RunReading:
         return {key: size for key, size in numbers.items() if isinstance(size, int)}
 
     def _note_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
-        names = {held.variable for held in variables}
+        names = {variable.variable for variable in variables}
         if self.anchor.kind.name == "cells":
             self.notes.append("the file holds cells (W rounded to bfloat16), but no W")
         elif "W" not in names:
@@ -287,13 +294,19 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
     InvalidArgument
         If an option does not fit the file, or a row does not fit into the memory.
     """
-    own = file.attributes.get("layout")
-    named = (one for one in LAYOUTS.values() if one.name == own and _has_required(file, one))
+    recorded = file.attributes.get("layout")
+    named = (
+        known for known in LAYOUTS.values() if known.name == recorded and _has_required(file, known)
+    )
     layout = options.layout or next(named, None)
     mapped = dict(options.mapped)
     derived: list[str] = []
     if layout is not None:
-        mapped |= {one.key: one.kind for one in layout.columns if one.key in file.keys and one.kind}
+        mapped |= {
+            column.key: column.kind
+            for column in layout.columns
+            if column.key in file.keys and column.kind
+        }
         derived = [column.key for column in layout.columns if column.kind is None]
     if options.steps in file.keys:
         mapped[options.steps] = STEP.name
@@ -319,7 +332,7 @@ def _has_required(file: ArrayFile, layout: Layout) -> bool:
 
 def _layout_name(file: ArrayFile, content: NamedArrays) -> str:
     """The layout of a file, or its format."""
-    series = {one.key for one in content.arrays if one.kind.is_variable}
+    series = {array.key for array in content.arrays if array.kind.is_variable}
     fitting: dict[str, tuple[bool, int]] = {}
     for layout in LAYOUTS.values():
         columns = {column.key: column for column in layout.columns}
@@ -349,8 +362,8 @@ def _check_anchor(file: ArrayFile, content: NamedArrays) -> None:
 def _check_bits(file: ArrayFile, content: NamedArrays, options: ImportOptions) -> None:
     """Refuse `bits` for arrays whose type is not one of 16 bits."""
     for name in options.bits:
-        alike = [one for one in content.arrays if name in (one.key, one.kind.name)]
-        if name == OTHERS or any(one.dtype in ("uint16", "int16", "float16") for one in alike):
+        alike = [array for array in content.arrays if name in (array.key, array.kind.name)]
+        if name == OTHERS or any(array.dtype in ("uint16", "int16", "float16") for array in alike):
             continue
         what = f"{alike[0].key} is {alike[0].dtype}" if alike else f"the file holds no {name}"
         raise InvalidArgument(
@@ -362,25 +375,25 @@ def _table(
     content: NamedArrays, runs: tuple[ImportedRun, ...], options: ImportOptions
 ) -> Iterator[TableLine]:
     """What all arrays and numbers become."""
-    read = {key: held for run in runs for held in run.variables for key in held.keys}
-    for one in content.arrays:
-        kind, why = one.kind.name, []
-        held = read.get(one.key)
-        if held is not None:
-            why += [f"bits of {held.native.name}"] if one.dtype in ("uint16", "int16") else []
-            why += ["before the step of its row"] if held.shift > 0 else []
-            why += ["without the first row"] if held.shift < 0 else []
-            why += ["first row NaN"] if held.blank else []
-        elif one.kind.is_variable:
+    read = {key: variable for run in runs for variable in run.variables for key in variable.keys}
+    for array in content.arrays:
+        kind, why = array.kind.name, []
+        variable = read.get(array.key)
+        if variable is not None:
+            why += [f"bits of {variable.native.name}"] if array.dtype in ("uint16", "int16") else []
+            why += ["before the step of its row"] if variable.shift > 0 else []
+            why += ["without the first row"] if variable.shift < 0 else []
+            why += ["first row NaN"] if variable.blank else []
+        elif array.kind.is_variable:
             kind, why = "", ["one number per run"]
-        elif one.kind.name == STEP.name and options.steps not in (None, one.key):
+        elif array.kind.name == STEP.name and options.steps not in (None, array.key):
             kind, why = "", ["replaced by --labels"]
-        why += [f"run {one.run}"] if one.run is not None else []
-        why += [f"runs along {one.shape[0]}"] if one.extra == 1 and held is not None else []
-        why += [one.matrix] if one.matrix is not None else []
-        why += [f"{one.population} tokens"] if one.population is not None else []
+        why += [f"run {array.run}"] if array.run is not None else []
+        why += [f"runs along {array.shape[0]}"] if array.extra == 1 and variable is not None else []
+        why += [array.matrix] if array.matrix is not None else []
+        why += [f"{array.population} tokens"] if array.population is not None else []
         yield TableLine(
-            name=one.key, dtype=one.dtype, shape=one.shape, kind=kind, why=", ".join(why)
+            name=array.key, dtype=array.dtype, shape=array.shape, kind=kind, why=", ".join(why)
         )
     numbers = dict(content.numbers)
     places = places_of(numbers | dict.fromkeys(content.vectors, 0.0), options.mapped)
@@ -393,7 +406,7 @@ def _table(
             why=str(value),
         )
     for key, values in content.vectors.items():
-        if key not in [one.key for one in content.arrays]:
+        if key not in [array.key for array in content.arrays]:
             kind = places.get(key, "") if len(runs) > 1 else ""
             reason = "one number per run" if len(runs) > 1 else "several numbers, but one run"
             yield TableLine(name=key, dtype="float", shape=(len(values),), kind=kind, why=reason)

@@ -1,14 +1,11 @@
-"""Export of a run, or part of it, to safetensors, HDF5, Zarr or a new run.
+"""Export of a run, or part of it: one function per format, and one for torch tensors.
 
 Everything is streamed: a tile of a variable is decoded, converted to the type of the file and
 written to its place. Memory does not grow with the run. The result appears complete or not at all.
 
-A selection of a run as ordinary Zarr: a Dataset that every reader of Zarr v3 opens.
-
-xarray writes it, only with codecs of the Zarr v3 specification and Blosc. The result is not a run:
-it has no block labels and no digests, and can be neither verified nor resumed.
-
-A selection of a run as torch tensors. The only module of the store that needs torch.
+xarray writes an ordinary Zarr, with codecs of the Zarr v3 specification and Blosc only, so every
+reader opens it. It is not a run: without block labels and digests, it can be neither verified nor
+resumed.
 """
 
 from __future__ import annotations
@@ -16,8 +13,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +25,9 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
+from trajstore.errors import InvalidArgument, RunExists, argument, did_you_mean, needs_extra
 from trajstore.exchange.export_layout import (
+    ExportedFile,
     layout_file,
     population,
     with_everything,
@@ -44,7 +43,7 @@ from trajstore.installation import __version__
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
-from trajstore.store.reading.tiled_reader import TiledVariable, open_tiled
+from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, open_tiled
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import (
     check_file_target,
@@ -58,6 +57,9 @@ from trajstore.units import EXCHANGE_MEMORY, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
+
+Run = str | os.PathLike[str] | xr.Dataset
+FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
 
 Array = npt.NDArray[Any]
@@ -80,7 +82,8 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
         return path
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with overwrite=True"
+            f"{path} already exists; choose another path, or replace it with "
+            + argument("overwrite", True)
         )
     try:
         ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
@@ -123,11 +126,11 @@ def write_zarr(
         If `memory` does not hold one row, or `block_rows` rows.
     """
     budget, run = parse_bytes(memory), selection.run
-    shapes, held, chunks = {}, {}, {}
+    shapes, at_once, chunks = {}, {}, {}
     for name in selection.variables:
         variable = run.series[name]
         shapes[name] = variable.shape_of(selection.rows, selection.tokens)
-        held[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
+        at_once[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
     with warnings.catch_warnings():
         # Some readers expect consolidated metadata; the others ignore it.
         warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
@@ -144,8 +147,8 @@ def write_zarr(
         done = 0
         for name in selection.variables:
             variable = run.series[name]
-            for start in range(0, len(selection.rows), held[name]):
-                rows = slice(start, min(start + held[name], len(selection.rows)))
+            for start in range(0, len(selection.rows), at_once[name]):
+                rows = slice(start, min(start + at_once[name], len(selection.rows)))
                 values = variable.load(selection.rows[rows], selection.tokens)
                 part = xr.Dataset({name: (variable.dims, values)})
                 part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
@@ -223,15 +226,6 @@ def _plain(values: Array) -> Array:
     return values
 
 
-FORMATS = ("safetensors", "hdf5", "zarr", "run")
-
-_STORES: dict[str, tuple[Callable[..., Path], Callable[..., None]]] = {
-    "zarr": (check_zarr_target, write_zarr),
-    "run": (check_local_target, write_run),
-}
-"""Check of the target and writer of each format that is a folder."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exported:
     """Result of an export.
@@ -260,9 +254,6 @@ class Exported:
     def __fspath__(self) -> str:
         """The path: functions that open files accept the result."""
         return str(self.path)
-
-
-Run = str | os.PathLike[str] | xr.Dataset
 
 
 @checks_types
@@ -357,109 +348,208 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
-    notes: Sequence[str] = ()
     described = layout_of(layout)
-    format = _checked_format(format, described, block_rows, encoding, fill_damaged)
-    if described.whole and format == "hdf5":
-        described = layout_of("hdf5")
-    check, write = _STORES.get(format, (check_file_target, None))
-    check(file, overwrite=overwrite)
-    given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
-    check_number(described, len(given))
-    damaged = DamagedChunks(given[0]) if fill_damaged else None
-    opened = [open_tiled(each) for each in given] if damaged is None else [damaged.run]
-    runs = [select(each, steps=steps, tokens=tokens, variables=variables) for each in opened]
-    if described.whole:
-        described = with_everything(described, runs[0])
-    elif described.begins_late:
-        described, runs = without_step_0(described, runs)
-    selection = runs[0]
-    omitted: tuple[str, ...] = ()
-    if write is not None:
-        options: dict[str, Any] = {
-            "block_rows": block_rows,
-            "memory": memory,
-            "on_progress": on_progress,
-        }
-        if format == "run":
-            remarks: list[str] = []
-            notes = remarks
-            options |= {"encoding": encoding, "damaged": damaged, "on_note": remarks.append}
-        with staged_run(file, overwrite=overwrite, check=check) as path:
-            write(path, selection, **options)
-        if damaged is not None:
-            notes = (*notes, *damaged.sentences(selection))
-    else:
-        content = layout_file(described, runs)
-        with staged_file(file, overwrite=overwrite) as path:
-            if format == "safetensors":
-                rounded = write_safetensors(path, content.tensors, content.texts, on_progress)
-            else:
-                rounded = write_hdf5(
-                    path,
-                    content.tensors,
-                    content.texts,
-                    on_progress,
-                    attributes=content.attributes,
-                    chunk_rows=described.chunk_rows,
-                    gzip=described.gzip,
-                    float16_as_bits=described.whole,
-                )
-        narrower = f"were rounded: layout {layout} holds a narrower type than the run"
-        counts = (
-            f"{count:,} values of {key} {narrower}" for key, count in rounded.items() if count
-        )
-        notes = (*notes, *content.notes, *counts)
-        omitted = content.omitted
-    written = population(described, selection, described.only or "all")
-    return Exported(
-        path=Path(file),
-        format=format,
+    format = _format_of(format, described, encoding)
+    request = _Request(
+        runs=[run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run),
+        file=file,
         layout=layout,
-        rows=len(selection.rows) if described.columns else 0,
-        tokens=len(written.coordinates["token"]),
-        variables=tuple(name for name in selection.variables if name not in omitted),
-        bytes=_size(Path(file)),
-        notes=tuple(notes),
+        described=described,
+        select=partial(select, steps=steps, tokens=tokens, variables=variables),
+        overwrite=overwrite,
+        on_progress=on_progress,
     )
+    if format == "run":
+        return _export_run(request, block_rows, memory, encoding, fill_damaged=fill_damaged)
+    if format == "zarr":
+        _refuse_options(format, encoding=encoding, fill_damaged=fill_damaged)
+        return _export_zarr(request, block_rows, memory)
+    _refuse_options(format, block_rows=block_rows, encoding=encoding, fill_damaged=fill_damaged)
+    return _export_hdf5(request) if format == "hdf5" else _export_safetensors(request)
 
 
-def _checked_format(
-    format: str | None,
-    layout: Layout,
-    block_rows: int | None,
-    encoding: str | None,
-    fill_damaged: bool,
-) -> str:
-    """Format of the export, after a check of the arguments."""
+def _format_of(format: str | None, layout: Layout, encoding: str | None) -> str:
+    """The format of the export: that of the call, or the one that the layout implies."""
     if format is not None and format not in FORMATS:
         raise InvalidArgument(
             f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
             f"{', '.join(FORMATS)}"
         )
-    own: str = layout.format
+    implied: str = layout.format
     if layout.name == "native":
-        own = format or (own if encoding is None else "run")
-    if format is not None and format != own:
+        implied = format or (implied if encoding is None else "run")
+    if format is not None and format != implied:
         raise InvalidArgument(
-            f"got format {format} with layout {layout.name}, which is for {own} files; omit one of "
-            "them"
+            f"got format {format} with layout {layout.name}, which is for {implied} files; omit "
+            "one of them"
         )
-    if own not in _STORES and block_rows is not None:
+    return implied
+
+
+def _refuse_options(
+    format: str,
+    *,
+    block_rows: int | None = None,
+    encoding: str | None = None,
+    fill_damaged: bool = False,
+) -> None:
+    """Refuse the options that a format does not have."""
+    if block_rows is not None:
         raise InvalidArgument(
-            f"got block_rows={block_rows} with format {own}, which has no blocks; use it with zarr "
-            "or run only"
+            f"got block_rows={block_rows} with format {format}, which has no blocks; use it with "
+            "zarr or run only"
         )
-    if encoding is not None and own != "run":
+    if encoding is not None:
         raise InvalidArgument(
-            f"got encoding={encoding} with format {own}, which has no encoding; use "
-            "format run, or omit the encoding"
+            "got "
+            + argument("encoding", encoding)
+            + f" with format {format}, which has no encoding; use format run, or omit the encoding"
         )
-    if fill_damaged and own != "run":
+    if fill_damaged:
         raise InvalidArgument(
-            f"got fill_damaged with format {own}; fill a copy first: --format run --fill-damaged"
+            f"got fill_damaged with format {format}; fill a copy first: --format run --fill-damaged"
         )
-    return own
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of an export that every format has.
+
+    Attributes
+    ----------
+    runs : list of path-like, str or Dataset
+    file : path-like
+    layout : str
+        Name of the layout, or path of its description.
+    described : Layout
+    select : callable
+        Selects the steps, tokens and variables of an opened run.
+    overwrite : bool
+    on_progress : callable, optional
+    """
+
+    runs: list[Run]
+    file: str | os.PathLike[str]
+    layout: str
+    described: Layout
+    select: Callable[[TiledRun], Selection]
+    overwrite: bool
+    on_progress: Progress | None
+
+    def exported(
+        self,
+        format: str,
+        part: Selection,
+        *,
+        has_rows: bool = True,
+        omitted: Collection[str] = (),
+        notes: Iterable[str] = (),
+    ) -> Exported:
+        """The result, once the file is in its place."""
+        path = Path(self.file)
+        return Exported(
+            path=path,
+            format=format,
+            layout=self.layout,
+            rows=len(part.rows) if has_rows else 0,
+            tokens=len(part.coordinates["token"]),
+            variables=tuple(name for name in part.variables if name not in omitted),
+            bytes=_size(path),
+            notes=tuple(notes),
+        )
+
+
+def _export_run(
+    request: _Request,
+    block_rows: int | None,
+    memory: int | str,
+    encoding: Encoding | None,
+    *,
+    fill_damaged: bool,
+) -> Exported:
+    check_local_target(request.file, overwrite=request.overwrite)
+    check_number(request.described, len(request.runs))
+    damaged = DamagedChunks(request.runs[0]) if fill_damaged else None
+    part = request.select(open_tiled(request.runs[0]) if damaged is None else damaged.run)
+    notes: list[str] = []
+    with staged_run(request.file, overwrite=request.overwrite) as path:
+        write_run(
+            path,
+            part,
+            block_rows=block_rows,
+            memory=memory,
+            encoding=encoding,
+            damaged=damaged,
+            on_note=notes.append,
+            on_progress=request.on_progress,
+        )
+    if damaged is not None:
+        notes += damaged.sentences(part)
+    return request.exported("run", part, notes=notes)
+
+
+def _export_zarr(request: _Request, block_rows: int | None, memory: int | str) -> Exported:
+    check_zarr_target(request.file, overwrite=request.overwrite)
+    check_number(request.described, len(request.runs))
+    part = request.select(open_tiled(request.runs[0]))
+    with staged_run(request.file, overwrite=request.overwrite, check=check_zarr_target) as path:
+        write_zarr(
+            path, part, block_rows=block_rows, memory=memory, on_progress=request.on_progress
+        )
+    return request.exported("zarr", part)
+
+
+def _export_safetensors(request: _Request) -> Exported:
+    def write(path: Path, content: ExportedFile) -> dict[str, int]:
+        return write_safetensors(path, content.tensors, content.texts, request.on_progress)
+
+    return _export_layout(request, request.described, write)
+
+
+def _export_hdf5(request: _Request) -> Exported:
+    layout = layout_of("hdf5") if request.described.whole else request.described
+
+    def write(path: Path, content: ExportedFile) -> dict[str, int]:
+        return write_hdf5(
+            path,
+            content.tensors,
+            content.texts,
+            request.on_progress,
+            attributes=content.attributes,
+            chunk_rows=layout.chunk_rows,
+            gzip=layout.gzip,
+            float16_as_bits=layout.whole,
+        )
+
+    return _export_layout(request, layout, write)
+
+
+def _export_layout(
+    request: _Request,
+    layout: Layout,
+    write: Callable[[Path, ExportedFile], dict[str, int]],
+) -> Exported:
+    """Write a file in a layout. `write` returns the numbers of rounded values, by key."""
+    check_file_target(request.file, overwrite=request.overwrite)
+    check_number(layout, len(request.runs))
+    opened = [open_tiled(run) for run in request.runs]
+    parts = [request.select(run) for run in opened]
+    if layout.whole:
+        layout = with_everything(layout, parts[0])
+    elif layout.begins_late:
+        layout, parts = without_step_0(layout, parts)
+    content = layout_file(layout, parts)
+    with staged_file(request.file, overwrite=request.overwrite) as path:
+        rounded = write(path, content)
+    narrower = f"were rounded: layout {request.layout} holds a narrower type than the run"
+    counts = (f"{count:,} values of {key} {narrower}" for key, count in rounded.items() if count)
+    return request.exported(
+        layout.format,
+        population(layout, parts[0], layout.only or "all"),
+        has_rows=bool(layout.columns),
+        omitted=content.omitted,
+        notes=(*content.notes, *counts),
+    )
 
 
 def _size(path: Path) -> int:

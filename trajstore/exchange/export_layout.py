@@ -1,9 +1,7 @@
-"""Files in a layout: tensors, numbers and strings.
+"""Content of a file in a layout: tensors, numbers, strings, and notes for its reader.
 
 Layouts of whole runs hold everything. An export in the layout of a notebook omits whatever is not
 recorded, not selected or not known, with a note.
-
-Numbers of a file in a layout, from the attributes and lengths of its runs.
 """
 
 from __future__ import annotations
@@ -35,9 +33,11 @@ from trajstore.installation import __version__
 from trajstore.schema import NAMES, VARIABLES
 from trajstore.store.reading.run_attributes import attribute
 
+Array = npt.NDArray[Any]
+
 
 def file_numbers(
-    layout: Layout, parts: Sequence[Selection], held: Collection[str]
+    layout: Layout, parts: Sequence[Selection], keys: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Known numbers of the layout, and notes on the others.
 
@@ -45,7 +45,7 @@ def file_numbers(
     ----------
     layout : Layout
     parts : sequence
-    held : collection of str
+    keys : collection of str
         Keys of the arrays in the file.
     """
     numbers: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def file_numbers(
             if value is not None:
                 numbers[key] = value
         elif key.startswith(RECORDED):
-            numbers[key] = key.removeprefix(RECORDED) in held
+            numbers[key] = key.removeprefix(RECORDED) in keys
         elif key == "n_runs":
             numbers[key] = len(parts)
         else:
@@ -113,8 +113,12 @@ def _length(name: str, part: Selection) -> int | None:
     if name == "num_steps":
         return len(part.steps) - 1
     if name == "hidden_dim":
-        matrices = (one for one in part.run.series.values() if one.dims == VARIABLES["W"].dims)
-        return next((one.shape[2] for one in matrices), None)
+        matrices = (
+            variable
+            for variable in part.run.series.values()
+            if variable.dims == VARIABLES["W"].dims
+        )
+        return next((variable.shape[2] for variable in matrices), None)
     ids = part.run.coordinates["token"]
     is_whole = np.array_equal(ids, np.arange(len(ids)))
     return len(ids) if name == "vocab_size" and is_whole else None
@@ -129,9 +133,6 @@ def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
         if isinstance(value, int | float) and not scalar.codes:
             return value
     return None
-
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +214,8 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     placeless = _without_place(layout, first)
     if placeless:
         notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
-    held = set.intersection(*map(set, columns))
-    numbers, unknown = file_numbers(layout, parts, held)
+    common = set.intersection(*map(set, columns))
+    numbers, unknown = file_numbers(layout, parts, common)
     as_attributes = layout.format == "hdf5"
     metadata = _metadata(layout, first)
     texts = _descriptions(layout, first) if layout.whole else {}
@@ -233,7 +234,7 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     ]
     keys = [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())]
     _check_keys(layout, keys)
-    notes += [*_notes(layout, first, held, keys), *unknown]
+    notes += [*_notes(layout, first, common, keys), *unknown]
     return ExportedFile(
         tensors=tuple(_typed(layout, tensor) for tensor in tensors),
         texts=texts if as_attributes else metadata | texts,
@@ -296,13 +297,13 @@ def _without_place(layout: Layout, part: Selection) -> list[str]:
     """Variables and coordinates of a run that the layout has no place for."""
     if layout.whole or not layout.columns:
         return []
-    held = {column.variable for column in layout.columns}
+    placed = {column.variable for column in layout.columns}
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
-        held.add("delta")
+        placed.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
     known |= {MARKS[key] for key in layout.marks} & {"token_count"}
     return [
-        *(name for name in part.variables if name not in held),
+        *(name for name in part.variables if name not in placed),
         *(name for name in part.run.coordinates if name not in known),
     ]
 
@@ -369,7 +370,9 @@ def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
     """Refuse runs with other tokens than the first one."""
     for number, part in enumerate(parts[1:], 1):
         for name in ("token", "is_dead"):
-            its, first = (one.coordinates.get(name, np.empty(0)) for one in (part, parts[0]))
+            its, first = (
+                selection.coordinates.get(name, np.empty(0)) for selection in (part, parts[0])
+            )
             if not np.array_equal(its, first):
                 raise InvalidArgument(
                     f"{name} of run {number} differs from that of run 0; layout {layout.name} "
@@ -436,14 +439,14 @@ def _notes(
     for key in {*layout.marks} - {*marks, *keys}:
         why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"
         yield f"{key} omitted: {why}"
-    held = [column for column in layout.columns if column.key in columns]
-    late = [column.key for column in held if column.first_row]
+    written = [column for column in layout.columns if column.key in columns]
+    late = [column.key for column in written if column.first_row]
     if late and part.steps[0] != 0:
         yield f"{', '.join(late)} begin with the row after step {part.steps[0]}"
-    cells = [column.key for column in held if column.time == "ulps"]
+    cells = [column.key for column in written if column.time == "ulps"]
     if cells and (native := part.run.series["W"].native.name) != "bfloat16":
         yield f"{', '.join(cells)} counts spacings of {native}, the type of W in the run"
-    before = [column.key for column in held if column.time == "before"]
+    before = [column.key for column in written if column.time == "before"]
     if before:
         named = " and ".join([", ".join(before[:-1]), before[-1]] if before[1:] else before)
         yield (

@@ -1,11 +1,8 @@
-"""A selection of a run as a new run, with blocks of another size, or in another encoding.
+"""New runs from the rows of another one.
 
-A new run from the first rows of another one: with its blocks, or written again.
-
-If only metadata files change, all blocks are hard links. If the type of a variable or the
-optimizer's rule changes, the rows are exported.
-
-Damaged inner chunks of a run, exported as NaN. All other values stay, bit for bit.
+`write_run` writes a selection again, in blocks of another size or in another encoding.
+`DamagedChunks` replaces damaged values by NaN; all other values stay, bit for bit. `branch_run`
+takes the first rows, for a fork. If only metadata files change, their blocks are hard links.
 """
 
 from __future__ import annotations
@@ -157,8 +154,8 @@ class DamagedChunks:
     def sentences(self, selection: Selection) -> list[str]:
         """What the copy of a selection lacks."""
         return self.left_out + [
-            f"{one['note']} (steps {one['first_step']} to {one['last_step']})"
-            for one in self.notes(selection)
+            f"{note['note']} (steps {note['first_step']} to {note['last_step']})"
+            for note in self.notes(selection)
         ]
 
 
@@ -216,7 +213,7 @@ def write_run(
     run, populations = selection.run, selection.run.populations
     coordinates: dict[str, Any] = {
         name: values for name, values in selection.coordinates.items() if name not in populations
-    } | {name: [str(one) for one in values] for name, values in run.names.items()}
+    } | {name: [str(value) for value in values] for name, values in run.names.items()}
     dropped = {*OF_THE_STORE, *CHANGING}
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
     with RunWriter.create(
@@ -263,13 +260,15 @@ def _copy(
             if on_progress is not None:
                 on_progress(row_bytes * at.stop, row_bytes * len(steps))
         return
-    held = {name: np.empty((most, *array.row), array.native.bits) for name, array in arrays.items()}
+    between = {
+        name: np.empty((most, *array.row), array.native.bits) for name, array in arrays.items()
+    }
     for start in range(0, len(steps), most):
         rows = slice(start, min(start + most, len(steps)))
-        _read(selection, selection.rows[rows], held)
+        _read(selection, selection.rows[rows], between)
         for at, places in new.segments(steps[rows]):
             for name, place in places.items():
-                place[...] = held[name][at]
+                place[...] = between[name][at]
         if on_progress is not None:
             on_progress(row_bytes * rows.stop, row_bytes * len(steps))
 

@@ -42,7 +42,7 @@ def single_numbers(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
     ignored : tuple of str
         Keys to ignore.
     """
-    found = dict(_of_attributes(file, ignored))
+    numbers = dict(_of_attributes(file, ignored))
     for key in file.keys:
         shape = file.shape(key)
         if key in ignored or (shape and named(key).kind is not None):
@@ -50,10 +50,10 @@ def single_numbers(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
         if shape == () or shape == (1,):
             number = number_of_one(file, key)
             if number is not None:
-                found[key] = number
+                numbers[key] = number
         elif shape == (2,) and is_pair(key) and is_number(file.dtype(key)):
-            found |= _both(key, [plain_number(value) for value in values_of(file, key)])
-    return found | _agreed_of_groups(found)
+            numbers |= _both(key, [plain_number(value) for value in values_of(file, key)])
+    return numbers | _agreed_of_groups(numbers)
 
 
 def number_of_one(file: ArrayFile, key: str) -> int | float | bool | None:
@@ -82,8 +82,8 @@ def _of_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> Iterator[tuple[
         if pair is not None:
             yield from _both(key, pair).items()
             continue
-        held = value[0] if isinstance(value, list) and len(value) == 1 else value
-        number = _number(held) if isinstance(held, str) else held
+        single = value[0] if isinstance(value, list) and len(value) == 1 else value
+        number = _number(single) if isinstance(single, str) else single
         if isinstance(number, int | float):
             yield key, number
 
@@ -201,9 +201,9 @@ def _placed(
             yield key, scalar.paths[0], words.get(value, value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(number: Any, other: Any) -> bool:
     """True if two numbers are equal to the precision of float32."""
-    return math.isclose(one, other, rel_tol=1e-6)
+    return math.isclose(number, other, rel_tol=1e-6)
 
 
 def _put(attributes: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

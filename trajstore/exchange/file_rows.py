@@ -25,6 +25,10 @@ from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES
 from trajstore.units import format_bytes
 
+Array = npt.NDArray[Any]
+Variables = tuple[ImportedVariable, ...]
+_STATE = ("W", "exp_avg", "exp_avg_sq")
+
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3
 _BYTES_OF_A_TOKEN = 64  # its id, mask and count, while they are checked
@@ -65,9 +69,6 @@ def check_size(path: Path, key: str, shape: tuple[int, ...], dtype: str, memory:
             f"{format_bytes(need)}, but the memory budget is {format_bytes(memory)}; raise it "
             f"(--memory {-(-need >> 20)}MiB)"
         )
-
-
-Array = npt.NDArray[Any]
 
 
 def checked_labels(where: Any, name: str, labels: Array) -> Array:
@@ -170,11 +171,6 @@ def named_steps(text: str, rows: int) -> Array:
     return steps
 
 
-Variables = tuple[ImportedVariable, ...]
-
-_STATE = ("W", "exp_avg", "exp_avg_sq")
-
-
 class FileRows:
     """Rows of a run in a file: their steps, and the state that each of them holds.
 
@@ -215,7 +211,9 @@ class FileRows:
         self.notes: list[str] = []
         self.single = len(anchor.shape) == 2
         self.count = 1 if self.single else anchor.shape[anchor.extra]
-        self._labels = [one for one in part.found if one.kind.name == STEP.name and one.shape]
+        self._labels = [
+            array for array in part.arrays if array.kind.name == STEP.name and array.shape
+        ]
         self._start = self._number(STARTING_STEP)
         self.steps = self._steps()
         self._resumed = bool(self._start) and int(self.steps[0]) == self._start
@@ -232,9 +230,9 @@ class FileRows:
         if wanted is not None and wanted not in self._file.keys:
             return named_steps(wanted, self.count)
         if wanted is not None:
-            labels = [one for one in labels if one.key == wanted]
+            labels = [array for array in labels if array.key == wanted]
         if labels:
-            labeled = {one.key: self._labels_of(one) for one in labels}
+            labeled = {array.key: self._labels_of(array) for array in labels}
             key, steps = next(iter(labeled.items()))
             for other, values in labeled.items():
                 if not np.array_equal(values, steps):
@@ -264,20 +262,20 @@ class FileRows:
             )
         return steps
 
-    def _labels_of(self, one: NamedArray) -> Array:
+    def _labels_of(self, array: NamedArray) -> Array:
         """Labels of the rows. Labels of several runs have a first axis of runs."""
-        shape, outer = one.shape, self._part.outer
+        shape, outer = array.shape, self._part.outer
         if self.count in shape:
-            values = values_of(self._file, one.key)
+            values = values_of(self._file, array.key)
             if values.ndim == 2 and outer is not None and len(values) > outer:
                 values = values[outer]
             shape = values.shape
         if shape != (self.count,):
             raise FormatError(
-                f"{self._file.path}: {one.key} has shape {shape}, expected ({self.count},): "
+                f"{self._file.path}: {array.key} has shape {shape}, expected ({self.count},): "
                 f"{self._anchor.key} has {self.count} rows"
             )
-        return checked_labels(self._file.path, one.key, values)
+        return checked_labels(self._file.path, array.key, values)
 
     def _number(self, names: Collection[str], *, in_groups: bool = False) -> int | None:
         """A number of the file that counts steps, by its name, or also by its name in a group."""
@@ -299,8 +297,10 @@ class FileRows:
         if not self.single and self._layout is not None and self._are_before(self._layout):
             self._check_before(variables, self._layout)
             variables = tuple(
-                replace(held, shift=held.shift + 1) if held.variable in _STATE else held
-                for held in variables
+                replace(variable, shift=variable.shift + 1)
+                if variable.variable in _STATE
+                else variable
+                for variable in variables
             )
         return tuple(map(self._with_first_row, variables))
 
@@ -321,58 +321,59 @@ class FileRows:
 
         Rows 0 and 1 are both before step 1, so they are equal. Steps are consecutive.
         """
-        for held in variables:
-            if held.variable not in _STATE:
+        for variable in variables:
+            if variable.variable not in _STATE:
                 continue
             if (np.diff(self.steps) != 1).any():
                 raise FormatError(
-                    f"{self._file.path}: {held.key} is the value before the step of its row, "
+                    f"{self._file.path}: {variable.key} is the value before the step of its row, "
                     "so its steps must be consecutive; use the run from which it was exported"
                 )
             both = self.steps[0] == 0 and len(self.steps) > 1
-            if both and not np.array_equal(held.read(0, 1), held.read(1, 2)):
+            if both and not np.array_equal(variable.read(0, 1), variable.read(1, 2)):
                 name = layout.name
                 fix = f"omit --layout {name}" if self._options.layout else "pass --first-row 0"
                 raise FormatError(
-                    f"{self._file.path}: {held.key} differs between rows 0 and 1, but in layout "
-                    f"{name} both come before step 1; {fix}"
+                    f"{self._file.path}: {variable.key} differs between rows 0 and 1, but in "
+                    f"layout {name} both come before step 1; {fix}"
                 )
 
-    def _with_first_row(self, held: ImportedVariable) -> ImportedVariable:
+    def _with_first_row(self, variable: ImportedVariable) -> ImportedVariable:
         """The variable. Its first row becomes NaN if no step precedes it."""
         first = self.steps[0]
-        if held.shift or VARIABLES[held.variable].row0 != "nan":
-            return held
+        if variable.shift or VARIABLES[variable.variable].row0 != "nan":
+            return variable
         if first != 0 and not self._resumed:
-            if held.variable == "grad" and len(self.steps) > 1 and held.is_blank(0):
+            if variable.variable == "grad" and len(self.steps) > 1 and variable.is_blank(0):
                 self.notes.append(
-                    f"{held.key} of step {first}, the first row, is 0 or NaN everywhere and was "
-                    "kept; if a training was resumed there, add the number starting_step "
+                    f"{variable.key} of step {first}, the first row, is 0 or NaN everywhere and "
+                    "was kept; if a training was resumed there, add the number starting_step "
                     f"{first} to the file"
                 )
-            return held
-        if held.is_blank(0):
+            return variable
+        if variable.is_blank(0):
             note = (
                 f"resumed at step {first}: the file does not hold the results of that step, which "
                 "are NaN in the run"
             )
             self.notes += [note] if self._resumed and note not in self.notes else []
-            return replace(held, blank=True)
+            return replace(variable, blank=True)
         if self._resumed:
-            return held
-        if held.variable == "logits":
+            return variable
+        if variable.variable == "logits":
             self.notes.append(
-                f"{held.key} of row 0 omitted: they come from a forward pass before the first step"
+                f"{variable.key} of row 0 omitted: they come from a forward pass before the first "
+                "step"
             )
-            return replace(held, blank=True)
-        if held.variable == "hidden_mean":
+            return replace(variable, blank=True)
+        if variable.variable == "hidden_mean":
             self.notes.append(
-                f"{held.key} of row 0 comes from a forward pass before the first step"
+                f"{variable.key} of row 0 comes from a forward pass before the first step"
             )
-            return held
+            return variable
         raise FormatError(
-            f"{self._file.path}: {held.key} has values in the row of step 0, before the first "
+            f"{self._file.path}: {variable.key} has values in the row of step 0, before the first "
             "step; a row of a run holds the gradient, logits and loss of its step, and the state "
             "after it. If the first row belongs to step 1, pass --first-row 1; or omit it with "
-            f"--map ignore={held.key}"
+            f"--map ignore={variable.key}"
         )

@@ -1,10 +1,8 @@
-"""Import of existing files.
+"""Import of files of other programs, and its preview.
 
-The rows are copied from the file into the buffer of a writer, a few at a time; no tensor is ever
+Rows are copied from the file into the buffer of a writer, a few at a time; no tensor is ever
 completely in memory. Nothing is invented: missing information stays missing, and notes report every
 difference between the file and the run.
-
-Runs of a file under the given options: the only way from a path to runs.
 """
 
 from __future__ import annotations
@@ -43,6 +41,12 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress
 from trajstore.units import EXCHANGE_MEMORY, parse_bytes
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
+
+Array = npt.NDArray[Any]
+_BATCH = 4 << 20
+_TINY_ROW = 16 << 10
+_MANY_ROWS = 1 << 12
+_FEWEST_MEMORY = 64 << 20
 
 OnLabels = Callable[[list[str]], object]
 """Called with the labels of the runs of a file."""
@@ -109,14 +113,14 @@ def read_runs(
         _check_layout(file, layout, is_given=options.layout is not None)
     if layout is not None and layout.whole:
         _check_no_options(file, layout, options)
-        found = read_whole(file, layout)
+        content = read_whole(file, layout)
     else:
-        found = read_arrays(file, options, memory)
+        content = read_arrays(file, options, memory)
     if on_labels is not None:
-        on_labels([run.label for run in found.runs])
+        on_labels([run.label for run in content.runs])
     if layout is not None and layout.whole:
-        return found
-    return replace(found, runs=tuple(_typed(run, options) for run in found.runs))
+        return content
+    return replace(content, runs=tuple(_typed(run, options) for run in content.runs))
 
 
 def _check_layout(file: ArrayFile, layout: Layout, *, is_given: bool) -> None:
@@ -154,21 +158,21 @@ def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
     """The run with the narrowest types that hold every value, and notes on them."""
     halves = _halves(run, options)
     made, narrowed, warned, valued, reread = [], [], [], [], []
-    for held in run.variables:
-        form = halves.get(held.variable)
-        if form is None and held.native.name == "float32" and held.holds_bfloat16():
-            narrowed.append(held.variable)
-            made.append(_as_bfloat16(held))
-        elif form is None or options.bits_of(held.variable, *held.keys) is None:
-            warned += [held.variable] if form in ("values", "either") else []
-            made.append(held)
+    for variable in run.variables:
+        form = halves.get(variable.variable)
+        if form is None and variable.native.name == "float32" and variable.holds_bfloat16():
+            narrowed.append(variable.variable)
+            made.append(_as_bfloat16(variable))
+        elif form is None or options.bits_of(variable.variable, *variable.keys) is None:
+            warned += [variable.variable] if form in ("values", "either") else []
+            made.append(variable)
         elif form == "bits":
             native = NATIVE_TYPES["bfloat16"]
-            reread.append(held.key)
-            made.append(replace(held, native=native, wanted=native))
+            reread.append(variable.key)
+            made.append(replace(variable, native=native, wanted=native))
         else:
-            valued.append(held.variable)
-            made.append(_as_bfloat16(held))
+            valued.append(variable.variable)
+            made.append(_as_bfloat16(variable))
     notes = [f"{key}: the bits of its float16 were read as bits of bfloat16" for key in reread]
     if narrowed:
         notes.append(
@@ -200,15 +204,17 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
     InvalidArgument
         If ``--bits bfloat16`` would mean values for some arrays and bits for others.
     """
-    found: dict[str, HalfForm] = {}
+    forms: dict[str, HalfForm] = {}
     unnamed: dict[str, str] = {}
-    for held in run.variables:
-        type = options.bits_of(held.variable, *held.keys)
-        if held.native.name != "float16" or type == "float16":
+    for variable in run.variables:
+        type = options.bits_of(variable.variable, *variable.keys)
+        if variable.native.name != "float16" or type == "float16":
             continue
-        form = found[held.variable] = held.half_form()
-        if type == "bfloat16" and options.bits.keys().isdisjoint((held.variable, *held.keys)):
-            unnamed.setdefault(form, held.variable)
+        form = forms[variable.variable] = variable.half_form()
+        if type == "bfloat16" and options.bits.keys().isdisjoint(
+            (variable.variable, *variable.keys)
+        ):
+            unnamed.setdefault(form, variable.variable)
     if {"values", "bits"} <= set(unnamed):
         valued, other = unnamed["values"], unnamed["bits"]
         raise InvalidArgument(
@@ -216,19 +222,11 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
             f"value of {other}, whose bits would be reinterpreted; name the variables, such as "
             f"--bits {valued}=bfloat16"
         )
-    return found
+    return forms
 
 
-def _as_bfloat16(held: ImportedVariable) -> ImportedVariable:
-    return replace(held, wanted=NATIVE_TYPES["bfloat16"])
-
-
-Array = npt.NDArray[Any]
-
-_BATCH = 4 << 20
-_TINY_ROW = 16 << 10
-_MANY_ROWS = 1 << 12
-_FEWEST_MEMORY = 64 << 20
+def _as_bfloat16(variable: ImportedVariable) -> ImportedVariable:
+    return replace(variable, wanted=NATIVE_TYPES["bfloat16"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,8 +294,8 @@ def preview_import(
     >>> [(line.name, line.kind) for line in preview_import(file).table if line.name == "momentum"]
     [('momentum', 'exp_avg')]
     """
-    with opened_file(file, import_options(**options), memory) as held:
-        return _imported(held, [None] * len(held.runs))
+    with opened_file(file, import_options(**options), memory) as content:
+        return _imported(content, [None] * len(content.runs))
 
 
 @checks_types
@@ -395,21 +393,21 @@ def import_file(
             check_local_target(_target(local_path(path), label), overwrite=overwrite)
 
     with ExitStack() as stack:
-        held = stack.enter_context(opened_file(file, options, memory, check))
-        targets = [_target(local_path(path), run.label) for run in held.runs]
+        content = stack.enter_context(opened_file(file, options, memory, check))
+        targets = [_target(local_path(path), run.label) for run in content.runs]
         places = [
             stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
         ]
-        sizes = [len(run.steps) * run.row_bytes for run in held.runs]
-        for number, (run, place) in enumerate(zip(held.runs, places, strict=True)):
-            origin = _origin(file, masks, held, run)
+        sizes = [len(run.steps) * run.row_bytes for run in content.runs]
+        for number, (run, place) in enumerate(zip(content.runs, places, strict=True)):
+            origin = _origin(file, masks, content, run)
             rows = block_rows or _block_rows(run, parse_bytes(memory))
             before = sum(sizes[:number])
             with _writer(place, run, origin, memory=memory, block_rows=rows) as writer:
                 for done in _filled(writer, run):
                     if on_progress is not None:
                         on_progress(before + done, sum(sizes))
-    return _imported(held, targets)
+    return _imported(content, targets)
 
 
 def _block_rows(run: ImportedRun, memory: int) -> int | None:
@@ -430,12 +428,12 @@ def _target(path: Path, label: str) -> Path:
     return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
 
 
-def _imported(held: ImportedFile, targets: Sequence[Path | None]) -> Imported:
+def _imported(content: ImportedFile, targets: Sequence[Path | None]) -> Imported:
     first, *others = (
         Imported(
             path=target,
             label=run.label,
-            layout=held.layout,
+            layout=content.layout,
             rows=len(run.steps),
             tokens=len(run.token),
             hidden=run.hidden,
@@ -444,15 +442,15 @@ def _imported(held: ImportedFile, targets: Sequence[Path | None]) -> Imported:
             last_step=int(run.steps[-1]),
             variables=_types(run),
             notes=tuple(_notes(run)),
-            table=held.table,
+            table=content.table,
         )
-        for run, target in zip(held.runs, targets, strict=True)
+        for run, target in zip(content.runs, targets, strict=True)
     )
     return replace(first, others=tuple(others))
 
 
 def _types(run: ImportedRun) -> dict[str, str]:
-    return {held.variable: held.wanted.name for held in run.variables}
+    return {variable.variable: variable.wanted.name for variable in run.variables}
 
 
 def _dead(run: ImportedRun) -> int | None:
@@ -463,7 +461,7 @@ def _dead(run: ImportedRun) -> int | None:
 def _origin(
     file: str | os.PathLike[str],
     masks: str | os.PathLike[str] | None,
-    held: ImportedFile,
+    content: ImportedFile,
     run: ImportedRun,
 ) -> dict[str, Any]:
     """Value of the attribute `imported` of a run."""
@@ -472,7 +470,7 @@ def _origin(
     origin: dict[str, Any] = {
         "file": source.name,
         "bytes": sum(sizes) if source.is_dir() else source.stat().st_size,
-        "layout": held.layout,
+        "layout": content.layout,
         "notes": list(_notes(run)),
         "trajstore_version": __version__,
     }
@@ -488,7 +486,11 @@ def _origin(
 def _notes(run: ImportedRun) -> Iterator[str]:
     """Notes on differences between the file and the run, and on missing information."""
     yield from run.notes
-    shifted = [one.variable for one in run.variables if one.rows - one.shift < len(run.steps)]
+    shifted = [
+        variable.variable
+        for variable in run.variables
+        if variable.rows - variable.shift < len(run.steps)
+    ]
     if shifted:
         yield (
             f"{', '.join(shifted)} are the values before the step of their row and were shifted by "
@@ -504,7 +506,7 @@ def _writer(place: Path, run: ImportedRun, origin: dict[str, Any], **options: An
         token=run.token,
         hidden=run.hidden,
         variables=_types(run),
-        **row_lengths({held.variable: held.row_shape for held in run.variables}),
+        **row_lengths({variable.variable: variable.row_shape for variable in run.variables}),
         **names,
         populations=run.populations,
         attributes=run.attributes | {"imported": origin},
@@ -518,19 +520,19 @@ def _writer(place: Path, run: ImportedRun, origin: dict[str, Any], **options: An
 
 def _filled(writer: RunWriter, run: ImportedRun) -> Iterator[int]:
     """Copy all rows, a few at a time, and yield the bytes that are done."""
-    variables = {held.variable: held for held in run.variables}
+    variables = {variable.variable: variable for variable in run.variables}
     for at, places in writer.segments(run.steps, max(1, _BATCH // run.row_bytes)):
         for name, place in places.items():
             _copy(variables[name], at.start, at.stop, place)
         yield run.row_bytes * at.stop
 
 
-def _copy(held: ImportedVariable, start: int, stop: int, place: Array) -> None:
+def _copy(variable: ImportedVariable, start: int, stop: int, place: Array) -> None:
     """Write rows of the run from `start` up to `stop` to a place, as bits of the wanted type."""
-    first, last = max(start + held.shift, 0), min(stop + held.shift, held.rows)
-    before, count = first - held.shift - start, max(last - first, 0)
+    first, last = max(start + variable.shift, 0), min(stop + variable.shift, variable.rows)
+    before, count = first - variable.shift - start, max(last - first, 0)
     if count:
-        place[before : before + count] = held.wanted_bits(held.read(first, last))
-    place[:before] = place[before + count :] = held.wanted.nan_bits
-    if held.blank and start == 0:
-        place[0] = held.wanted.nan_bits
+        place[before : before + count] = variable.wanted_bits(variable.read(first, last))
+    place[:before] = place[before + count :] = variable.wanted.nan_bits
+    if variable.blank and start == 0:
+        place[0] = variable.wanted.nan_bits

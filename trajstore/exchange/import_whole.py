@@ -61,7 +61,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
         if not len(values):
             raise FormatError(f"{file.path}: {key} is empty")
     keys = {name: name for name in variables_of(attributes)}
-    keys |= {one.variable: one.key for one in layout.columns}
+    keys |= {column.variable: column.key for column in layout.columns}
     names = _names(file, texts)
     populations = {
         name: _vector(file, name, ("bool",), len(token))
@@ -113,27 +113,27 @@ def _coordinates(
     file: ArrayFile, layout: Layout, texts: Mapping[str, str], tokens: int
 ) -> dict[str, Any]:
     """Dead tokens, on which all marks must agree, counts and texts, if the file has them."""
-    found: dict[str, Any] = {}
+    coordinates: dict[str, Any] = {}
     for key in [key for key in layout.marks if key in file.keys]:
         population, _, form = MARKS[key].partition("_")
         values = _vector(file, key, ("bool",) if form == "mask" else ("int64",),
                          None if form == "ids" else tokens)  # fmt: skip
         if form == "count":
-            found["token_count"] = values
+            coordinates["token_count"] = values
             continue
         marked = np.isin(np.arange(tokens), values) if form == "ids" else values
-        is_dead = found.setdefault("is_dead", marked == (population == "dead"))
+        is_dead = coordinates.setdefault("is_dead", marked == (population == "dead"))
         marked = is_dead == (population == "dead")
         if not np.array_equal(values, np.flatnonzero(marked) if form == "ids" else marked):
             raise FormatError(f"{file.path}: {key} and other marks disagree about dead tokens")
     if "token_text" in texts:
-        found["token_text"] = checked_texts(file, "token_text", texts["token_text"], tokens)
-    return found
+        coordinates["token_text"] = checked_texts(file, "token_text", texts["token_text"], tokens)
+    return coordinates
 
 
 def _names(file: ArrayFile, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Coordinates of names, for variables along them."""
-    found = {}
+    coordinates = {}
     for name, needing in NAMES.items():
         for key in [key for key in needing if key in file.keys][:1]:
             shape = file.shape(key)
@@ -145,15 +145,15 @@ def _names(file: ArrayFile, texts: Mapping[str, str]) -> dict[str, tuple[str, ..
             names = checked_texts(file, name, texts[name], shape[1])
             if len(set(names)) != len(names):
                 raise FormatError(f"{file.path}: {name} repeats a name, expected distinct names")
-            found[name] = tuple(names)
-    return found
+            coordinates[name] = tuple(names)
+    return coordinates
 
 
 def _variables(
     file: ArrayFile, keys: Mapping[str, str], lengths: dict[str, int]
 ) -> tuple[ImportedVariable, ...]:
     """Variables of the file. The first one with a dimension defines its length, unless given."""
-    found = []
+    variables = []
     for name, key in keys.items():
         dims = VARIABLES[name].dims
         if key not in file.keys:
@@ -172,7 +172,7 @@ def _variables(
                 f"{file.path}: {key} has type {dtype}, expected {', '.join(NATIVE_TYPES)}"
             )
         native = NATIVE_TYPES[dtype]
-        found.append(
+        variables.append(
             ImportedVariable(
                 variable=name,
                 keys=(key,),
@@ -183,12 +183,12 @@ def _variables(
                 row_shape=shape[1:],
             )
         )
-    if not any(held.variable in TRAJECTORIES for held in found):
+    if not any(variable.variable in TRAJECTORIES for variable in variables):
         raise FormatError(
             f"{file.path} holds {abridged(file.keys)}, but a run needs one of "
             f"{', '.join(TRAJECTORIES)} of (step, token, hidden)"
         )
-    return tuple(found)
+    return tuple(variables)
 
 
 def _vector(file: ArrayFile, key: str, dtypes: tuple[str, ...], length: int | None = None) -> Array:

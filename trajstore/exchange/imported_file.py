@@ -1,8 +1,6 @@
-"""Content of a file, with checked shapes and types.
+"""The runs of a file before they are written: options, assignment of arrays to runs, and content.
 
-Assignment of arrays to runs, for files of several runs or of both matrices of a model.
-
-Options of an import. They override or complete the usual names.
+A file can hold several runs, or both matrices of a model.
 """
 
 from __future__ import annotations
@@ -195,7 +193,7 @@ class ImportedRun:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all variables in the file, at least 1."""
-        return sum(held.row_bytes for held in self.variables) or 1
+        return sum(variable.row_bytes for variable in self.variables) or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,14 +308,14 @@ class RunPart:
     Attributes
     ----------
     label : str
-    found : tuple of NamedArray
+    arrays : tuple of NamedArray
     numbers : dict
     outer : int, optional
         Position along a first axis of runs, for arrays that have one.
     """
 
     label: str
-    found: tuple[NamedArray, ...]
+    arrays: tuple[NamedArray, ...]
     numbers: dict[str, Any]
     outer: int | None = None
 
@@ -335,11 +333,13 @@ def run_parts(file: ArrayFile, content: NamedArrays) -> Iterator[RunPart]:
     FormatError
         If arrays disagree about the number of runs, or an array belongs to an unknown run.
     """
-    found = content.arrays
-    anchors = [one for one in found if one.kind.name in TRAJECTORIES]
-    numbered = sorted({one.run for one in anchors if one.run is not None})
-    lengths = {one.key: one.shape[0] for one in found if one.extra == 1 and one.kind.is_variable}
-    along = [lengths[one.key] for one in anchors if one.extra == 1]
+    arrays = content.arrays
+    anchors = [array for array in arrays if array.kind.name in TRAJECTORIES]
+    numbered = sorted({array.run for array in anchors if array.run is not None})
+    lengths = {
+        array.key: array.shape[0] for array in arrays if array.extra == 1 and array.kind.is_variable
+    }
+    along = [lengths[array.key] for array in anchors if array.extra == 1]
     if along:
         for key, length in lengths.items():
             if length != along[0]:
@@ -358,14 +358,14 @@ def run_parts(file: ArrayFile, content: NamedArrays) -> Iterator[RunPart]:
         else f"{anchors[0].key} of shape {anchors[0].shape} has {count} runs"
     )  # fmt: skip
     _check_count(file, content, count, what)
-    for one in found:
-        of_all = one.run is None and one.extra < 1
-        if (numbered or along) and one.kind.is_variable and of_all and one.kind.name != "lr":
+    for array in arrays:
+        of_all = array.run is None and array.extra < 1
+        if (numbered or along) and array.kind.is_variable and of_all and array.kind.name != "lr":
             raise FormatError(
-                f"{file.path}: {anchors[0].key} belongs to one of {count} runs, but {one.key} has "
-                f"no number of a run; omit it with --map ignore={one.key}"
+                f"{file.path}: {anchors[0].key} belongs to one of {count} runs, but {array.key} "
+                f"has no number of a run; omit it with --map ignore={array.key}"
             )
-    matrices = sorted({one.matrix for one in anchors if one.matrix is not None})
+    matrices = sorted({array.matrix for array in anchors if array.matrix is not None})
     places: Sequence[tuple[int | None, int | None]] = (
         [(run, None) for run in numbered] if numbered
         else [(None, at) for at in range(along[0])] if along
@@ -375,22 +375,24 @@ def run_parts(file: ArrayFile, content: NamedArrays) -> Iterator[RunPart]:
         number = run if run is not None else outer
         for matrix in matrices or (None,):
             mine = tuple(
-                one for one in found
-                if one.run in (None, run) and (one.matrix in (None, matrix) or not matrices)
+                array for array in arrays
+                if array.run in (None, run) and (array.matrix in (None, matrix) or not matrices)
             )  # fmt: skip
-            for one in mine:
-                if matrices and one.matrix is None and one.kind.dims == VARIABLES["W"].dims:
+            for array in mine:
+                if matrices and array.matrix is None and array.kind.dims == VARIABLES["W"].dims:
                     raise FormatError(
-                        f"{file.path}: {one.key} belongs to E or W, which are untied, but its name "
-                        f"does not end with _E or _W; omit it with --map ignore={one.key}"
+                        f"{file.path}: {array.key} belongs to E or W, which are untied, but its "
+                        f"name does not end with _E or _W; omit it with --map ignore={array.key}"
                     )
             numbers = dict(content.numbers)
             for key, values in content.vectors.items():
                 if number is not None and len(values) == len(places):
                     numbers[key] = values[outer if outer is not None else places.index((run, None))]
-            used = tuple(one for one in mine if one.key not in numbers or one.kind.is_variable)
+            used = tuple(
+                array for array in mine if array.key not in numbers or array.kind.is_variable
+            )
             labels = [str(each) for each in (number, matrix) if each is not None]
-            yield RunPart(label=".".join(labels), found=used, numbers=numbers, outer=outer)
+            yield RunPart(label=".".join(labels), arrays=used, numbers=numbers, outer=outer)
 
 
 def _check_count(file: ArrayFile, content: NamedArrays, count: int, what: str) -> None:
@@ -401,7 +403,7 @@ def _check_count(file: ArrayFile, content: NamedArrays, count: int, what: str) -
                 f"{file.path}: {key} is {value}, but {what}; omit it with --map ignore={key}"
             )
     for key, values in content.vectors.items():
-        of_rows = any(one.key == key for one in content.arrays)
+        of_rows = any(array.key == key for array in content.arrays)
         if len(values) not in (1, count) and count > 1 and not of_rows:
             raise FormatError(
                 f"{file.path}: {key} has {len(values)} values, but {what}; omit it with --map "

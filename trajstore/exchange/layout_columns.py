@@ -1,6 +1,6 @@
-"""Arrays of a file in a layout: variables of a run, in the types and rows of the layout.
+"""Tensors of a file in a layout, made from variables of one run or of several.
 
-Arrays of several runs in one file: along a first axis, under numbered keys, or as matrices.
+Several runs lie along a first axis, under numbered keys, or as the matrices E and W.
 """
 
 from __future__ import annotations

@@ -219,16 +219,16 @@ def _layout(name: str, given: Mapping[str, Any]) -> Layout:
         )
     if table.get("runs") == "axis" and table.get("format") == "hdf5":
         raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
-    own: dict[str, Any] = {"required": tuple([*arrays][:1] or table["marks"])} | {
+    settings: dict[str, Any] = {"required": tuple([*arrays][:1] or table["marks"])} | {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in table.items()
         if key not in ("arrays", "like", *_OF_ARRAY)
     }
     return Layout(
         name=name,
-        columns=tuple(_column(name, key, one, table) for key, one in arrays.items()),
+        columns=tuple(_column(name, key, entry, table) for key, entry in arrays.items()),
         whole=name in _WHOLE,
-        **own,
+        **settings,
     )
 
 
@@ -294,19 +294,19 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "like" not in table:
         return table
-    _check_word(name, "like", table["like"], [one for one in _TABLES if one not in _WHOLE])
+    _check_word(name, "like", table["like"], [entry for entry in _TABLES if entry not in _WHOLE])
     base = _whole(name, _TABLES[table["like"]])
-    own = table.get("arrays", {})
-    if not isinstance(own, dict):
+    changes = table.get("arrays", {})
+    if not isinstance(changes, dict):
         return {**base, **table}  # `_layout` refuses it
-    for key in own:
-        if own[key] is False and key not in base["arrays"]:
+    for key in changes:
+        if changes[key] is False and key not in base["arrays"]:
             raise InvalidArgument(
                 f"{name}: arrays.{key} is false, but layout {table['like']} has no {key!r}"
                 f"{did_you_mean(key, base['arrays'])}; it has {', '.join(base['arrays'])}"
             )
-    arrays = {key: one for key, one in (base["arrays"] | own).items() if one is not False}
-    required = [key for key in base.get("required", ()) if key in arrays or key not in own]
+    arrays = {key: entry for key, entry in (base["arrays"] | changes).items() if entry is not False}
+    required = [key for key in base.get("required", ()) if key in arrays or key not in changes]
     return {**base, "required": required or [*arrays][:1], **table, "arrays": arrays}
 
 
@@ -314,7 +314,7 @@ _WHOLE = ("native", "hdf5")
 _TABLES = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
 _ALL = {name: _layout(name, table) for name, table in _TABLES.items()}
 
-LAYOUTS: dict[str, Layout] = {name: one for name, one in _ALL.items() if not one.whole}
+LAYOUTS: dict[str, Layout] = {name: layout for name, layout in _ALL.items() if not layout.whole}
 """Layouts of the notebooks, by name."""
 
 EXPORT_LAYOUTS = tuple(_ALL)

@@ -7,8 +7,9 @@ from values: arrays with other names are omitted and listed.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trajstore.errors import FormatError, InvalidArgument, did_you_mean
@@ -133,74 +134,163 @@ def named_arrays(
     mapped = mapped or {}
     _check_map(file, mapped, ignored)
     _check_attributes(file, ignored)
-    key_of = {kind: key for key, kind in mapped.items()}
-    arrays: list[NamedArray] = []
-    left: dict[str, str] = {}
-    numbers = single_numbers(file, ignored)
-    vectors = numbers_per_run(file, ignored)
-    alone: list[NamedArray] = []
+    reading = _Reading(
+        file=file,
+        mapped=mapped,
+        ignored=ignored,
+        derived=derived,
+        numbers=single_numbers(file, ignored),
+        vectors=numbers_per_run(file, ignored),
+    )
     for key in file.keys:
-        shape, dtype, name = file.shape(key), file.dtype(key), named(key)
-        if key in ignored:
-            left[key] = _IGNORED
-            continue
-        if key in mapped:
-            if mapped[key] not in ARRAY_KINDS:
-                continue  # a scalar, already among the numbers
-            name = replace(name, kind=ARRAY_KINDS[mapped[key]])
-        elif key in derived:
-            left[key] = _DERIVED
-            continue
-        elif name.kind is not None and name.kind.is_variable and name.kind.name in key_of:
-            left[key] = f"replaced by {key_of[name.kind.name]} (--map)"
-            continue
-        if name.kind is None:
-            if key in numbers or f"{key}[0]" in numbers:
-                continue
-            if len(shape) == 1 and scalar_of(key) is not None:
-                vectors[key] = values_of(file, key).tolist()
-            else:
-                left[key] = UNKNOWN if shape else "not a number"
-            continue
-        array = NamedArray(key=key, dtype=dtype, shape=shape, **(vars(name) | {"kind": name.kind}))
-        if not shape:
-            if not is_number(dtype):
-                raise _unfit(file, array, is_mapped=key in mapped)
-            if array.kind.is_variable and dtype in NATIVE_TYPES:
-                alone.append(array)
-            elif key not in numbers:
-                left[key] = "not a number"
-        elif _fits(array):
-            arrays.append(array)
-            if array.kind.name == "lr" and len(shape) == 1 and scalar_of(key) is not None:
-                vectors[key] = values_of(file, key).tolist()
-        elif "." in key:  # one of the many arrays of a checkpoint
-            left[key] = _OTHER_PARAMETER
-        else:
-            raise _unfit(file, array, is_mapped=key in mapped)
-    arrays, others = _of_one_parameter(arrays)
-    anchors = [array for array in arrays if array.kind.name in TRAJECTORIES]
-    for key in [key for key, values in vectors.items() if len(values) == 1]:
-        # One rate for all rows, unless the file has only one row.
-        if any(len(one.shape) > 2 and one.shape[one.extra] > 1 for one in anchors):
-            numbers[key] = number_of_one(file, key)
-            del vectors[key]
-            arrays = [array for array in arrays if array.key != key]
-    if anchors and all(len(array.shape) == 2 for array in anchors):
-        arrays += alone  # values of the one state that the file holds
+        reading.add(key)
+    reading.keep_one_parameter()
+    reading.take_common_rates()
     unread = {key: _IGNORED if key in ignored else why for key, why in file.unread.items()}
     return NamedArrays(
-        arrays=tuple(_distinct(file, arrays)),
-        numbers=numbers,
-        vectors=vectors,
+        arrays=tuple(_distinct(file, reading.arrays)),
+        numbers=reading.numbers,
+        vectors=reading.vectors,
         omitted=(
             *(TableLine(name=key, dtype="", shape=(), why=why) for key, why in unread.items()),
             *(
                 TableLine(name=key, dtype=file.dtype(key), shape=file.shape(key), why=why)
-                for key, why in (left | others).items()
+                for key, why in reading.omitted.items()
             ),
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """Arrays and numbers of a file, while its keys are read.
+
+    Attributes
+    ----------
+    file, mapped, ignored, derived
+        As for `named_arrays`.
+    numbers, vectors
+        As of `NamedArrays`.
+    arrays : list of NamedArray
+    states : list of NamedArray
+        Values of one state: numbers with the name of a variable.
+    omitted : dict of str to str
+        Reasons by key.
+    """
+
+    file: ArrayFile
+    mapped: Mapping[str, str]
+    ignored: tuple[str, ...]
+    derived: Collection[str]
+    numbers: dict[str, Any]
+    vectors: dict[str, list[Any]]
+    arrays: list[NamedArray] = field(default_factory=list)
+    states: list[NamedArray] = field(default_factory=list)
+    omitted: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str) -> None:
+        """Read the name of an array, and add it to those of its kind."""
+        why = self._why_omitted(key)
+        if why:
+            self.omitted[key] = why
+            return
+        name = named(key)
+        if key in self.mapped:
+            if self.mapped[key] not in ARRAY_KINDS:
+                return  # a scalar, already among the numbers
+            name = replace(name, kind=ARRAY_KINDS[self.mapped[key]])
+        shape, dtype = self.file.shape(key), self.file.dtype(key)
+        if name.kind is None:
+            self._add_unnamed(key, shape)
+            return
+        array = NamedArray(key=key, dtype=dtype, shape=shape, **(vars(name) | {"kind": name.kind}))
+        if shape:
+            self._add_array(array)
+        else:
+            self._add_number(array)
+
+    def _why_omitted(self, key: str) -> str:
+        """Reason for the omission of an array, whatever its type and shape; empty without one."""
+        if key in self.ignored:
+            return _IGNORED
+        if key in self.mapped:
+            return ""
+        if key in self.derived:
+            return _DERIVED
+        kind = named(key).kind
+        mapped = [other for other, name in self.mapped.items() if kind and name == kind.name]
+        if kind is not None and kind.is_variable and mapped:
+            return f"replaced by {mapped[-1]} (--map)"
+        return ""
+
+    def _add_unnamed(self, key: str, shape: tuple[int, ...]) -> None:
+        if key in self.numbers or f"{key}[0]" in self.numbers:
+            return
+        if len(shape) == 1 and scalar_of(key) is not None:
+            self.vectors[key] = values_of(self.file, key).tolist()
+        else:
+            self.omitted[key] = UNKNOWN if shape else "not a number"
+
+    def _add_number(self, array: NamedArray) -> None:
+        if not is_number(array.dtype):
+            raise self._unfit(array)
+        if array.kind.is_variable and array.dtype in NATIVE_TYPES:
+            self.states.append(array)
+        elif array.key not in self.numbers:
+            self.omitted[array.key] = "not a number"
+
+    def _add_array(self, array: NamedArray) -> None:
+        key = array.key
+        if _fits(array):
+            self.arrays.append(array)
+            if array.kind.name == "lr" and len(array.shape) == 1 and scalar_of(key) is not None:
+                self.vectors[key] = values_of(self.file, key).tolist()
+        elif "." in key:  # one of the many arrays of a checkpoint
+            self.omitted[key] = _OTHER_PARAMETER
+        else:
+            raise self._unfit(array)
+
+    def _unfit(self, array: NamedArray) -> FormatError:
+        expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
+                    "truth": "booleans"}[array.kind.values]  # fmt: skip
+        received = f"{array.key} has type {array.dtype} and shape {array.shape}"
+        wanted = f"expected {expected} of ({', '.join(array.kind.dims)})"
+        if array.key in self.mapped:
+            return FormatError(
+                f"{self.file.path}: {received}, but is mapped to {array.kind.name}, {wanted}; map "
+                f"another array of {abridged(self.file.keys)}"
+            )
+        return FormatError(
+            f"{self.file.path}: {received}, but its name means {array.kind.name}, {wanted}; name "
+            f"its kind with --map KIND={array.key}, or omit it with --map {IGNORE}={array.key}"
+        )
+
+    def keep_one_parameter(self) -> None:
+        """Keep the moments of W from an optimizer's state, which has those of all parameters."""
+        shapes = {array.shape for array in self.arrays if array.kind.name == "W"}
+        shape_of = Counter((array.kind.name, array.shape) for array in self.arrays)
+        kept: list[NamedArray] = []
+        for array in self.arrays:
+            is_state = array.kind.name in ("exp_avg", "exp_avg_sq", "grad") and "." in array.key
+            is_like_w = array.shape in shapes
+            if not is_state or (is_like_w and shape_of[array.kind.name, array.shape] == 1):
+                kept.append(array)
+            elif is_like_w:
+                self.omitted[array.key] = "several parameters have this shape; choose with --map"
+            else:
+                self.omitted[array.key] = _OTHER_PARAMETER
+        self.arrays[:] = kept
+
+    def take_common_rates(self) -> None:
+        """Take one rate as that of all rows, unless the file has only one row."""
+        anchors = [array for array in self.arrays if array.kind.name in TRAJECTORIES]
+        if any(len(array.shape) > 2 and array.shape[array.extra] > 1 for array in anchors):
+            for key in [key for key, values in self.vectors.items() if len(values) == 1]:
+                self.numbers[key] = number_of_one(self.file, key)
+                del self.vectors[key]
+                self.arrays[:] = [array for array in self.arrays if array.key != key]
+        if anchors and all(len(array.shape) == 2 for array in anchors):
+            self.arrays.extend(self.states)
 
 
 def described(file: ArrayFile) -> str:
@@ -231,9 +321,9 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
                 f"there is no kind {kind!r}{did_you_mean(kind, KINDS)}; choose from "
                 f"{', '.join(KINDS)}"
             )
-    held = (*file.keys, *file.attributes)
-    unknown = [key for key in mapped if key not in held]
-    unknown += [key for key in ignored if key not in (*held, *file.unread)]
+    known = (*file.keys, *file.attributes)
+    unknown = [key for key in mapped if key not in known]
+    unknown += [key for key in ignored if key not in (*known, *file.unread)]
     if unknown:
         raise InvalidArgument(
             f"{file.path} holds no {unknown[0]!r}; it holds {abridged(file.keys)}"
@@ -268,39 +358,6 @@ def _fits(array: NamedArray) -> bool:
         fits = array.dtype == "bool" or "int" in array.dtype
     least = len(kind.dims) - (1 if "step" in kind.dims and len(kind.dims) > 1 else 0)
     return fits and least <= rank <= len(kind.dims) + 1
-
-
-def _unfit(file: ArrayFile, array: NamedArray, *, is_mapped: bool) -> FormatError:
-    expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
-                "truth": "booleans"}[array.kind.values]  # fmt: skip
-    received = f"{array.key} has type {array.dtype} and shape {array.shape}"
-    wanted = f"expected {expected} of ({', '.join(array.kind.dims)})"
-    if is_mapped:
-        return FormatError(
-            f"{file.path}: {received}, but is mapped to {array.kind.name}, {wanted}; map another "
-            f"array of {abridged(file.keys)}"
-        )
-    return FormatError(
-        f"{file.path}: {received}, but its name means {array.kind.name}, {wanted}; name its kind "
-        f"with --map KIND={array.key}, or omit it with --map {IGNORE}={array.key}"
-    )
-
-
-def _of_one_parameter(arrays: list[NamedArray]) -> tuple[list[NamedArray], dict[str, str]]:
-    """Keep the moments of W from an optimizer's state, which has moments of every parameter."""
-    shapes = {one.shape for one in arrays if one.kind.name == "W"}
-    kept: list[NamedArray] = []
-    left: dict[str, str] = {}
-    for one in arrays:
-        state = one.kind.name in ("exp_avg", "exp_avg_sq", "grad") and "." in one.key
-        alike = [other for other in arrays if other.kind == one.kind and other.shape == one.shape]
-        if not state or (one.shape in shapes and len(alike) == 1):
-            kept.append(one)
-        elif one.shape in shapes:
-            left[one.key] = "several parameters have this shape; choose with --map"
-        else:
-            left[one.key] = _OTHER_PARAMETER
-    return kept, left
 
 
 def _distinct(file: ArrayFile, arrays: list[NamedArray]) -> list[NamedArray]:

@@ -172,7 +172,9 @@ def _range(item: str, text: str) -> int | slice:
 
 def _in_slice(recorded: Array, item: slice) -> Array:
     start, stop, stride = item.start, item.stop, 1 if item.step is None else item.step
-    whole = all(one is None or isinstance(one, int | np.integer) for one in (start, stop, stride))
+    whole = all(
+        number is None or isinstance(number, int | np.integer) for number in (start, stop, stride)
+    )
     if not whole or stride < 1 or any(bound is not None and bound < 0 for bound in (start, stop)):
         raise InvalidArgument(
             f"got steps {start}:{stop}:{stride}, expected step numbers of at least 0 and a stride "
@@ -194,20 +196,21 @@ def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
                 "select tokens by their ids, or label them with trajstore annotate"
             )
         is_dead = coordinates["is_dead"].astype(bool)
-        found = np.flatnonzero(is_dead == (tokens == "dead"))
+        places = np.flatnonzero(is_dead == (tokens == "dead"))
     else:
         ids = _ids(tokens)
-        found = positions(coordinates["token"], ids)
-        if (found < 0).any():
-            held = coordinates["token"]
-            span = f", from {held.min()} to {held.max()}" if len(held) else ""
+        places = positions(coordinates["token"], ids)
+        if (places < 0).any():
+            recorded = coordinates["token"]
+            span = f", from {recorded.min()} to {recorded.max()}" if len(recorded) else ""
             raise InvalidArgument(
-                f"token {ids[found < 0][0]} was not recorded; the run holds {len(held)} ids{span}"
+                f"token {ids[places < 0][0]} was not recorded; the run holds {len(recorded)} "
+                f"ids{span}"
             )
-        found = np.unique(found)
-    if not len(found):
+        places = np.unique(places)
+    if not len(places):
         raise InvalidArgument(f"got tokens {tokens!r}, which selects no token of this run")
-    return found
+    return places
 
 
 def _ids(tokens: str | os.PathLike[str] | Iterable[int]) -> Array:

@@ -1,11 +1,9 @@
 """Tokens of the rows of a file: their ids, which are dead, and how often they occur.
 
 Sources are masks along the vocabulary, lists of ids, counts of occurrences, and sizes of the
-populations, in the file itself or in another one. All sources must agree. Rows are the tokens 0, 1,
-2, … unless an array ``token`` holds their ids. A mask as long as such an array marks the rows, any
-other mask the vocabulary.
-
-Files of masks, ids or counts that label dead tokens, for an import or an existing run.
+populations, in the file itself or in another one (``--masks``). All sources must agree. Rows are
+the tokens 0, 1, 2, … unless an array ``token`` holds their ids. A mask as long as such an array
+marks the rows, any other mask the vocabulary.
 """
 
 from __future__ import annotations
@@ -110,35 +108,35 @@ def token_arrays(file: ArrayFile, named: Iterable[NamedArray], *, of: str = "") 
         1-D.
     """
     arrays = []
-    for one in named:
-        if one.kind.name not in TOKEN_KINDS:
+    for array in named:
+        if array.kind.name not in TOKEN_KINDS:
             continue
-        values = labels_of(file, one.key)
-        name = f"{one.key}{of}"
+        values = labels_of(file, array.key)
+        name = f"{array.key}{of}"
         if values.ndim != 1:
             differs = " (it differs between files)" if file.format == "folder" else ""
             raise FormatError(
                 f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
-                f"omit it with --map ignore={one.key}"
+                f"omit it with --map ignore={array.key}"
             )
-        if one.kind.values == "truth":
+        if array.kind.values == "truth":
             if values.dtype != bool and ((values < 0) | (values > 1)).any():
                 raise FormatError(
                     f"{file.path}: {name} holds values from {values.min()} to {values.max()}, "
                     "expected 0 and 1"
                 )
-            arrays.append(TokenArray(name=name, kind=one.kind.name, values=values.astype(bool)))
+            arrays.append(TokenArray(name=name, kind=array.kind.name, values=values.astype(bool)))
             continue
         if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 62):
-            what = "token ids" if one.kind.name != "token_count" else "counts"
+            what = "token ids" if array.kind.name != "token_count" else "counts"
             raise FormatError(
                 f"{file.path}: {name} holds values from {values.min()} to {values.max()}, expected "
                 f"{what} of at least 0"
             )
         values = values.astype(np.int64)
-        if one.kind.name != "token_count" and len(np.unique(values)) != len(values):
+        if array.kind.name != "token_count" and len(np.unique(values)) != len(values):
             raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
-        arrays.append(TokenArray(name=name, kind=one.kind.name, values=values))
+        arrays.append(TokenArray(name=name, kind=array.kind.name, values=values))
     return arrays
 
 
@@ -360,12 +358,12 @@ def annotations_of(
         If the file does not exist, labels no tokens, or does not fit the run's tokens.
     """
     ids = TokenArray(name="the run's tokens", kind="token", values=np.asarray(token, np.int64))
-    arrays = [one for one in masks_of(masks) if one.kind != "token"]
+    arrays = [array for array in masks_of(masks) if array.kind != "token"]
     table = token_table(masks, len(token), [ids, *arrays], {}, sizes={}, rows_of="the run")
-    found = table.coordinates
-    if not found:
+    coordinates = table.coordinates
+    if not coordinates:
         raise FormatError(
             f"{masks} holds only the ids of tokens, expected labels of dead tokens or counts; name "
             "the array dead_ids, live_ids, dead_mask, live_mask or token_count"
         )
-    return found
+    return coordinates

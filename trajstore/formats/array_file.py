@@ -1,6 +1,6 @@
-"""Base of every format: named arrays, read by rows, and attributes.
+"""Base of every format, named arrays that are read by rows, and NumPy's files, `.npy` and `.npz`.
 
-NumPy's files: `.npy` with one array, `.npz` with several. Pickled objects are never read.
+A format checks a file completely before it reads a value. Pickled objects are never read.
 """
 
 from __future__ import annotations
@@ -228,15 +228,15 @@ def number_in(value: Any) -> Any:
     return value
 
 
-def plain_number(held: Any) -> int | float | bool | None:
+def plain_number(number: Any) -> int | float | bool | None:
     """A NumPy value as a Python number; None if it is not finite.
 
     A float becomes the shortest decimal that rounds to it, such as 0.001.
     """
-    if not isinstance(held, np.floating):
-        value: int | bool = held.item()
+    if not isinstance(number, np.floating):
+        value: int | bool = number.item()
         return value
-    return float(str(held)) if np.isfinite(held) else None
+    return float(str(number)) if np.isfinite(number) else None
 
 
 def read_rows(

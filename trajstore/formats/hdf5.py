@@ -1,8 +1,4 @@
-"""The HDF5 file format. All objects of a file are checked before a value is read.
-
-HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute for the type.
-
-Writing of HDF5 files, part by part.
+"""HDF5 files: all objects are checked before a value is read; writing is part by part.
 
 HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute for the type.
 """
@@ -83,9 +79,10 @@ class Hdf5File(ArrayFile):
         h5py = load_h5py()
         self._file = self._files.enter_context(h5py.File(self.path, "r"))
         self._datasets = dict(self._items(h5py, self._file, "", 0, [_MOST_ITEMS]))
-        check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
+        check_expansion(self.path, sum(dataset.nbytes for dataset in self._datasets.values()))
         self._arrays = {
-            key: (tuple(one.shape), self._type(key, one)) for key, one in self._datasets.items()
+            key: (tuple(dataset.shape), self._type(key, dataset))
+            for key, dataset in self._datasets.items()
         }
 
     def _type(self, key: str, dataset: Any) -> str:
@@ -127,8 +124,8 @@ class Hdf5File(ArrayFile):
         access, chunks, shape = dataset.id.get_access_plist(), dataset.chunks, dataset.shape
         beside = zip(shape[axis + 1 :], chunks[axis + 1 :], strict=True)
         chunk = math.prod(chunks) * dataset.dtype.itemsize
-        held = chunk * math.prod(-(-length // part) for length, part in beside)
-        self._held[key] = held + _COPIES_OF_A_CHUNK * chunk
+        cached = chunk * math.prod(-(-length // part) for length, part in beside)
+        self._held[key] = cached + _COPIES_OF_A_CHUNK * chunk
         used = sum(self._held.values())
         if used > self._memory:
             raise InvalidArgument(
@@ -138,7 +135,7 @@ class Hdf5File(ArrayFile):
                 "smaller chunks (h5repack)"
             )
         slots, _, preemption = access.get_chunk_cache()
-        access.set_chunk_cache(slots, held, preemption)
+        access.set_chunk_cache(slots, cached, preemption)
         # HDF5 gives the cache to a dataset only when it is opened for the first time.
         del dataset, self._datasets[key]
         self._datasets[key] = h5py.Dataset(h5py.h5d.open(self._file.id, key.encode(), access))

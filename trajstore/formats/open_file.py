@@ -1,10 +1,7 @@
-"""Detection of the format of a file, by its first bytes and never by its name.
+"""The format of a file, by its first bytes and never by its name; folders as one file.
 
-Folders of one file per step, or of checkpoints of a Trainer, as one file with a row per step.
-
-Numbers of a folder of one file per step.
-
-A number that is equal in all files is stored once; a number that differs has a row per file.
+A folder holds one file per step, or checkpoints of a Trainer, and is read as a file with a row per
+step. A number that is equal in all files is stored once; one that differs has a row per file.
 """
 
 from __future__ import annotations
@@ -54,8 +51,10 @@ def common_numbers(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(
+        value == other or (value != value and other != other)
+    )
 
 
 def numbers_of_steps(
@@ -88,12 +87,12 @@ def numbers_of_steps(
         values = [number_in(each.get(key)) for each in files]
         first = 1 if values[0] is None and len(values) > 1 else 0
         absent = [place for place in range(first, len(values)) if values[place] is None]
-        held = [value for value in values if value is not None]
-        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in held):
+        present = [value for value in values if value is not None]
+        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in present):
             left[key] = "not a number, and it differs between files"
-        elif any(isinstance(value, int) and abs(value) >= _LARGEST for value in held):
+        elif any(isinstance(value, int) and abs(value) >= _LARGEST for value in present):
             left[key] = "a number too large"
-        elif not absent and all(isinstance(value, int) for value in held):
+        elif not absent and all(isinstance(value, int) for value in present):
             series[key] = np.array(values[first:], np.int64)
         else:
             rows = [math.nan if value is None else float(value) for value in values[first:]]
@@ -135,7 +134,7 @@ def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
     FormatError
         If two entries have the same number, a number is too large, or no entry has one.
     """
-    found: dict[int, Path] = {}
+    entries: dict[int, Path] = {}
     others: list[Path] = []
     for entry in sorted(path.iterdir()):
         is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
@@ -146,13 +145,13 @@ def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
         step = int(number[1])
         if step > _LAST_STEP:
             raise FormatError(f"{entry}: got step {step}, expected at most {_LAST_STEP}; rename it")
-        if step in found:
+        if step in entries:
             raise FormatError(
-                f"{path}: {found[step].name} and {entry.name} both have step {step}; rename or "
+                f"{path}: {entries[step].name} and {entry.name} both have step {step}; rename or "
                 "move one"
             )
-        found[step] = entry
-    if not found:
+        entries[step] = entry
+    if not entries:
         raise FormatError(
             f"{path} holds no files with a step in their names, such as step_00100.safetensors or "
             "checkpoint-100; rename them"
@@ -160,7 +159,7 @@ def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
     unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
     if others[_MOST_NAMED:]:
         unread[f"{len(others) - _MOST_NAMED} more files"] = "also not files of steps"
-    return sorted(found.items())
+    return sorted(entries.items())
 
 
 def _reason(entry: Path) -> str:
@@ -211,14 +210,14 @@ class StepFolder(_Folder):
         self._entries = _step_entries(self.path, self.unread)
         self._held = {STEPS: np.array([step for step, _ in self._entries], np.int64)}
         self._kinds = self._agreed()
-        held = {key: (values.shape, values.dtype.name) for key, values in self._held.items()}
+        kinds = {key: (values.shape, values.dtype.name) for key, values in self._held.items()}
         files = len(self._entries)
-        self._arrays = {STEPS: held[STEPS]}
+        self._arrays = {STEPS: kinds[STEPS]}
         self._arrays |= {
             key: ((files - first, *shape), dtype)
             for key, (shape, dtype, first) in self._kinds.items()
         }
-        self._arrays |= held
+        self._arrays |= kinds
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         if outer is not None:
@@ -403,24 +402,24 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     MissingExtra
         If its format needs a library that is not installed.
     """
-    found = Path(path)
-    if found.is_dir():
+    place = Path(path)
+    if place.is_dir():
         opened = partial(open_file, memory=memory)
-        folder = TrainerCheckpoint if model_files(found) else StepFolder
-        return folder(found, opened)
-    if not found.is_file():
+        folder = TrainerCheckpoint if model_files(place) else StepFolder
+        return folder(place, opened)
+    if not place.is_file():
         raise RunNotFound(f"there is no file at {path}")
-    with found.open("rb") as file:
+    with place.open("rb") as file:
         begin = file.read(16)
     if begin.startswith(_HDF5_SIGNATURE):
-        return Hdf5File(found, memory)
+        return Hdf5File(place, memory)
     if begin.startswith(_NPY_SIGNATURE):
-        return NpyFile(found)
+        return NpyFile(place)
     if begin.startswith(_OLD_TORCH):
-        return TorchFile(found)
+        return TorchFile(place)
     if begin.startswith(_ZIP_SIGNATURES):
-        return TorchFile(found) if _is_of_torch(found) else NpzFile(found)
-    return SafetensorsFile(found)
+        return TorchFile(place) if _is_of_torch(place) else NpzFile(place)
+    return SafetensorsFile(place)
 
 
 def _is_of_torch(path: Path) -> bool:

@@ -1,12 +1,10 @@
-"""The safetensors file format. Its library checks the header before data are read.
+"""safetensors files, and the tensors that any format writes part by part.
 
 Source: the format's specification. An 8-byte little-endian length, a JSON header padded with
 spaces, then the data; each tensor is ``{"dtype", "shape", "data_offsets": [begin, end]}`` relative
-to the data, and together they cover it without holes or overlaps.
-
-Values are read here, as bits: the library needs ml_dtypes for bfloat16, and maps the whole file.
-
-Tensors to write, whose parts are read one after another.
+to the data, and together they cover it without holes or overlaps. The library of the format checks
+the header. Values are read here, as bits: the library needs ml_dtypes for bfloat16, and maps the
+whole file.
 """
 
 from __future__ import annotations

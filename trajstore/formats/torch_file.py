@@ -69,12 +69,12 @@ class TorchFile(ArrayFile):
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         import torch
 
-        held = self._held[key] if outer is None else self._held[key][outer]
-        if isinstance(held, list):
-            held = torch.stack(held[rows])
-        elif held.ndim:
-            held = held[rows]
-        tensor = held.detach().contiguous()
+        source = self._held[key] if outer is None else self._held[key][outer]
+        if isinstance(source, list):
+            source = torch.stack(source[rows])
+        elif source.ndim:
+            source = source[rows]
+        tensor = source.detach().contiguous()
         dtype = self.dtype(key)
         if dtype not in NATIVE_TYPES:
             return np.array(tensor.numpy())
@@ -111,7 +111,7 @@ class TorchFile(ArrayFile):
         dtype = str(first.dtype).removeprefix("torch.")
         fault = next(filter(None, (_fault(torch, tensor, dtype) for tensor in tensors)), "")
         # A list that repeats one tensor could announce any size.
-        if rows and not fault and sum(one.nbytes for one in tensors) > self.path.stat().st_size:
+        if rows and not fault and sum(row.nbytes for row in tensors) > self.path.stat().st_size:
             fault = "a list that repeats one tensor, so earlier values are lost"
         if not fault and not rows and first.numel():
             place = (first.data_ptr(), first.shape, first.stride(), first.dtype)

@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pooch")
-from trajstore.cli.output import in_options
 from trajstore.errors import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
 from trajstore.trainers.downloads import (
@@ -145,5 +144,5 @@ def test_a_server_that_is_not_there_is_reported_at_once(
     match = r"cannot reach http://127\.0\.0\.1:9 .* local copy as source=…"
     with pytest.raises(CorpusError, match=match) as raised:
         fetch(name)
-    assert "local copy as --source …" in in_options(str(raised.value))
+    assert "local copy as --source …" in raised.value.in_command
     assert not cache.exists()

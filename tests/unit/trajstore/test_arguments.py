@@ -20,7 +20,6 @@ from trajstore.analysis import with_populations
 from trajstore.arguments import Bound, Positive, checks_types, exact, exact_json, exact_step
 from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
 from trajstore.store.writing.create import annotate_run
-from trajstore.units import format_bytes, format_duration, parse_bytes
 
 
 class _NotComputed:
@@ -135,38 +134,6 @@ def test_whole_floats_are_counts() -> None:
     for number in (3.0, np.float32(3)):
         found = ask(k=number)  # type: ignore[arg-type]
         assert (found, type(found)) == (3, int)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1GiB", 1 << 30), ("1.5 MiB", 3 << 19), ("8MB", 8_000_000), ("77", 77), ("1kib", 1024)],
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", [1.5, "GiB", "-1GiB", "1 apple", "inf"])
-def test_what_is_no_size_is_refused(text: Any) -> None:
-    with pytest.raises(InvalidArgument, match="got size"):
-        parse_bytes(text)
-
-
-def test_sizes_are_printed_in_the_largest_unit() -> None:
-    assert format_bytes(1536) == "1.5 KiB"
-    assert format_bytes(0) == "0 B"
-    assert format_bytes(5 << 30) == "5 GiB"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-3, "0 s"), (0, "0 s"), (0.0042, "4.2 ms"), (0.5, "500 ms"), (0.9999, "1.0 s"),
-        (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min"), (140, "2 min 20 s"), (3599.7, "1 h"),
-        (3720, "1 h 2 min"), (86_399.9, "1 d"), (360_000, "4 d 4 h"),
-    ],
-)  # fmt: skip
-def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 NAN = float("nan")

@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 import threading
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trajstore import compiled_loop
 from trajstore.compiled_loop import (
     CompiledLoop,
     memory_of,
@@ -31,13 +29,12 @@ def double(values, out):
 
 @pytest.fixture
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledLoop:
-    """One of a module of its own, compiled after 1,000 numbers."""
+    """The loop of a module in `tmp_path`, compiled after 1,000 numbers."""
     (tmp_path / "doubling.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(compiled_loop, "_ENOUGH", 1_000)
     importlib.invalidate_caches()
     sys.modules.pop("doubling", None)
-    return CompiledLoop("doubling", "double")
+    return CompiledLoop("doubling", "double", enough=1_000)
 
 
 def doubled(loop: CompiledLoop, dtype: str = "f8") -> bool:
@@ -94,18 +91,12 @@ def test_other_threads_use_numpy_during_compilation(
     assert doubled(loop, "f4")
 
 
-def test_a_loop_is_compiled_after_an_interruption(
-    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_is_compiled_after_an_interruption(loop: CompiledLoop, tmp_path: Path) -> None:
     pytest.importorskip("numba")
-
-    def interrupted(name: str) -> types.ModuleType:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled_loop, "import_module", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            doubled(loop)
+    (tmp_path / "doubling.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        doubled(loop)
+    (tmp_path / "doubling.py").write_text(SOURCE)
     assert doubled(loop)
 
 
@@ -117,7 +108,7 @@ def never(loop: CompiledLoop) -> None:
 
 
 def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_loop, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "numba", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not doubled(loop)
@@ -125,13 +116,10 @@ def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.M
 
 
 def test_a_numba_that_cannot_be_used_is_reported_once(
-    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(name: str) -> types.ModuleType:
-        raise ImportError("Numba needs NumPy 2.3 or less")
-
-    monkeypatch.setattr(compiled_loop, "find_spec", lambda name: True)
-    monkeypatch.setattr(compiled_loop, "import_module", broken)
+    (tmp_path / "numba.py").write_text('raise ImportError("Numba needs NumPy 2.3 or less")')
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
     with pytest.warns(RuntimeWarning, match=r"^numba failed.*2\.3 or less.*NUMBA_DISABLE_JIT"):
         assert not doubled(loop)
     never(loop)

@@ -1,4 +1,4 @@
-""""""
+"""Populations by masks, ids, labels, files and expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""The command trajstore: help, names, and commands of other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Exports to safetensors, HDF5, Zarr and new runs."""
 
 from __future__ import annotations
 

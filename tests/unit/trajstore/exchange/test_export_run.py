@@ -96,7 +96,6 @@ def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) ->
         trajstore.export(sample, tmp_path / "out.h5", format="hdf5", encoding="delta")
 
 
-Small = tuple[Path, dict[str, np.ndarray]]
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
 
 
@@ -105,12 +104,6 @@ def branch(source: Path, rows: int, **types: str) -> Path:
     attributes = {"config": {"why": "a branch"}}
     branch_run(source, path, rows, types=TYPES | types, attributes=attributes, memory="64MiB")
     return path
-
-
-def contents_of_branched_run(run: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
-    }
 
 
 def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
@@ -127,9 +120,9 @@ def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
 
 
 @pytest.mark.parametrize("rows", [4, 6, 11])
-def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: int) -> None:
+def test_all_blocks_are_shared_until_more_rows_follow(small_run: SmallRun, rows: int) -> None:
     source, values = small_run
-    before = contents_of_branched_run(source)
+    before = contents(source)
     path = branch(source, rows)
     ds = same_rows(path, source, rows)
     assert ds.attrs["status"] == "interrupted"
@@ -149,10 +142,10 @@ def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: in
         for shard in (path / name).glob("c.*"):
             whole = (int(shard.name.split(".")[1]) + 1) * 4 <= rows
             assert (shard.stat().st_nlink == 2) == whole
-    assert contents_of_branched_run(source) == before
+    assert contents(source) == before
 
 
-def test_wider_types_hold_the_same_values(small_run: Small) -> None:
+def test_wider_types_hold_the_same_values(small_run: SmallRun) -> None:
     source, values = small_run
     path = branch(source, 10, W="float32", grad="float32")
     ds = same_rows(path, source, 10)
@@ -162,9 +155,9 @@ def test_wider_types_hold_the_same_values(small_run: Small) -> None:
     assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {1}  # all is written again
 
 
-def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
+def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: SmallRun) -> None:
     source, values = small_run
-    before = contents_of_branched_run(source)
+    before = contents(source)
     path = branch(source, 8)
     rest: dict[str, Any] = {name: values[name][0] for name in ("W", "grad", "logits")}
     with RunWriter.resume(path) as run:
@@ -175,11 +168,11 @@ def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Sm
     same_rows(path, source, 6)
     (path / "W" / "c.0.0.0").unlink()
     assert repair(path).rows == 0
-    assert contents_of_branched_run(source) == before
+    assert contents(source) == before
     assert verify(source).clean
 
 
-def test_variables_can_be_left_out(small_run: Small) -> None:
+def test_variables_can_be_left_out(small_run: SmallRun) -> None:
     source, _ = small_run
     path = source.with_name("branch.zarr")
     branch_run(source, path, 5, types={"W": "bfloat16"}, attributes={}, memory="64MiB")
@@ -187,7 +180,7 @@ def test_variables_can_be_left_out(small_run: Small) -> None:
 
 
 @pytest.mark.parametrize("types", [{}, {"W": "float32"}], ids=["linked", "written"])
-def test_notes_of_its_rows_are_kept(small_run: Small, types: dict[str, str]) -> None:
+def test_notes_of_its_rows_are_kept(small_run: SmallRun, types: dict[str, str]) -> None:
     source, values = small_run
     notes = [
         {"note": name, "first_step": step, "last_step": step, "count": 1}
@@ -201,7 +194,7 @@ def test_notes_of_its_rows_are_kept(small_run: Small, types: dict[str, str]) -> 
 
 
 def test_without_hard_links_files_are_copied(
-    small_run: Small, monkeypatch: pytest.MonkeyPatch
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
@@ -212,7 +205,7 @@ def test_without_hard_links_files_are_copied(
     assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
 
 
-def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small) -> None:
+def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: SmallRun) -> None:
     source, _ = small_run
     with pytest.raises(InvalidArgument, match=r"after 12 rows, expected 0 to 11"):
         branch(source, 12)
@@ -264,7 +257,7 @@ def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
     differing: int | None,
 ) -> None:
     source = sample_part(sample, tmp_path / "run.zarr")
-    before = contents_of_branched_run(source)
+    before = contents(source)
     path = tmp_path / "branch.zarr"
     kept = {name: native for name, native in (SAMPLE_TYPES | types).items() if native}
     optimizer = {"class": "RoundedAdamW", "hyperparameters": OPTIMIZER | settings}
@@ -289,7 +282,7 @@ def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
     assert bool(notes) == (not has_rule)
     if differing is not None:
         assert sum(forms[name]["differences"] > 0 for name in computed) == differing
-    assert contents_of_branched_run(source) == before
+    assert contents(source) == before
     with RunWriter.resume(path, rows=13) as run:
         for row in range(13, 19):
             run.append(row, **{name: ds[name].values[row] for name in kept})
@@ -325,7 +318,9 @@ def filled(run: Path, **options: Any) -> tuple[Path, list[dict[str, Any]]]:
     found = verify(out)
     assert found.clean, [*map(str, found.problems)]
     notes: list[dict[str, Any]] = open_run(out).attrs.get("notes", [])
-    listed = [f"{one['note']} (steps {one['first_step']} to {one['last_step']})" for one in notes]
+    listed = [
+        f"{note['note']} (steps {note['first_step']} to {note['last_step']})" for note in notes
+    ]
     assert [note for note in done.notes if "holds NaN" in note] == listed
     return out, notes
 

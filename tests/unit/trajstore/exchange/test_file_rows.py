@@ -1,4 +1,4 @@
-""""""
+"""Labels of rows: steps, and counts of callbacks."""
 
 from __future__ import annotations
 

@@ -8,15 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from grammar_files import imported, stored, truth, write
+from grammar_files import imported, stored, truth
 from safetensors.numpy import save_file
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists, RunNotFound
-from trajstore.exchange import import_file as module
 from trajstore.exchange.file_rows import check_size
-from trajstore.exchange.imported_file import ImportedVariable
-from trajstore.formats import array_file
+from trajstore.formats.array_file import check_expansion
 
 ROWS, TOKENS, HIDDEN = 12, 6, 4
 
@@ -149,17 +147,13 @@ def test_the_dummy_logits_of_1_12a_are_omitted_with_a_note(tmp_path: Path) -> No
     assert ds.attrs["config"] == {"model": {"layers": 2}}
 
 
-def test_targets_and_sources_that_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_and_sources_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match="no file"):
         trajstore.import_file(tmp_path / "none", tmp_path / "run.zarr")
     file = notebook_file(tmp_path / "f")
     trajstore.import_file(file, tmp_path / "run.zarr")
-    with monkeypatch.context() as patch:
-        patch.setattr(ImportedVariable, "holds_bfloat16", None)  # refused before values are read
-        with pytest.raises(RunExists, match="already exists"):
-            trajstore.import_file(file, tmp_path / "run.zarr")
+    with pytest.raises(RunExists, match="already exists"):
+        trajstore.import_file(file, tmp_path / "run.zarr")
     notebook_file(file, losses=None)
     trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
     assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
@@ -191,40 +185,29 @@ def test_rows_and_memory_are_bounded_before_anything_is_read() -> None:
     check_size(file, "W", (1, 1 << 10, 1 << 10), "float32", 13 << 20)
 
 
-def test_what_would_be_far_larger_when_decompressed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    W = np.zeros((100, 64, 64), "f4")
-    file = write(tmp_path / "x.npz", "npz", {"W": W})
-    trajstore.import_file(file, tmp_path / "run.zarr")
-    monkeypatch.setattr(array_file, "_ALWAYS_EXPANDED", 1 << 20)
-    with pytest.raises(
-        FormatError, match=r"x\.npz has .* would expand to 1\.5.* without compression"
-    ):
-        trajstore.import_file(file, tmp_path / "other.zarr")
-    np.savez(file, W=W)
-    trajstore.import_file(file, tmp_path / "other.zarr")
+def test_what_would_be_far_larger_when_decompressed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.npz"
+    file.write_bytes(bytes(1 << 20))
+    check_expansion(file, 1 << 30)
+    with pytest.raises(FormatError, match=r"x\.npz has 1 MiB.* expand to 2 GiB.* without compress"):
+        check_expansion(file, 2 << 30)
+    file.write_bytes(bytes(11 << 20))
+    check_expansion(file, 2 << 30)
 
 
-def test_a_table_of_tokens_is_not_read_whatever_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(array_file, "_LARGEST_TABLE", 100)
-    np.savez(tmp_path / "x.npz", W=np.zeros((3, 4, 2), "f4"), dead_ids=np.arange(50))
-    with pytest.raises(FormatError, match=r"dead_ids has shape \(50,\), .* --map ignore=dead_ids"):
+def test_a_table_of_tokens_is_not_read_whatever_its_size(tmp_path: Path) -> None:
+    ids = np.zeros((8 << 20) + 1, "i8")
+    np.savez(tmp_path / "x.npz", W=np.zeros((3, 4, 2), "f4"), dead_ids=ids)
+    with pytest.raises(FormatError, match=r"has shape \(8388609,\), .* --map ignore=dead_ids"):
         trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
 
 
-def test_very_many_tiny_rows_are_few_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    W = np.random.default_rng(0).normal(size=(600, 4, 2)).astype("f4")
+def test_very_many_tiny_rows_are_few_blocks(tmp_path: Path) -> None:
+    W = np.random.default_rng(0).normal(size=(9_000, 32, 8)).astype("f4")
     np.savez(tmp_path / "x.npz", W=W)
-    monkeypatch.setattr(module, "_MANY_ROWS", 300)
-    monkeypatch.setattr(module, "_BATCH", 24_000)
     done = trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
     ds = trajstore.open_run(done.path)
-    assert ds.attrs["block_rows"] == 512
+    assert ds.attrs["block_rows"] == 2048
     assert (ds.W.values == W).all()
     assert trajstore.verify(done.path).clean
     given = trajstore.import_file(tmp_path / "x.npz", tmp_path / "other.zarr", block_rows=64)

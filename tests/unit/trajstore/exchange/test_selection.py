@@ -39,19 +39,6 @@ def test_steps_are_chosen_by_their_numbers(source: TiledRun, steps: Any, expecte
     assert source.steps[rows].tolist() == list(expected)
 
 
-@pytest.mark.parametrize(
-    "steps", ["", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None)]
-)
-def test_unreadable_or_empty_steps_are_refused(source: TiledRun, steps: Any) -> None:
-    with pytest.raises(InvalidArgument):
-        select(source, steps=steps)
-
-
-def test_a_step_that_was_not_recorded_is_named(source: TiledRun) -> None:
-    with pytest.raises(StepNotFound, match=r"step 3 was not recorded; .* 0 to 20"):
-        select(source, steps="3")
-
-
 def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> None:
     ids = source.coordinates["token"]
     chosen = {name: select(source, tokens=name).tokens for name in ("dead", "live")}
@@ -64,23 +51,31 @@ def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> 
         assert ids[select(source, tokens=tokens).tokens].tolist() == [7, 14, 63]
 
 
-@pytest.mark.parametrize("tokens", ["5", "none-such.txt", [], "99999999999999999999"])
-def test_tokens_that_are_not_there_are_refused(source: TiledRun, tokens: Any) -> None:
-    with pytest.raises(InvalidArgument):
-        select(source, tokens=tokens)
-
-
-def test_a_token_that_was_not_recorded_is_named_with_the_ids_of_the_run(source: TiledRun) -> None:
-    with pytest.raises(
-        InvalidArgument, match=r"token 999 was .* the run holds \d+ ids, from \d+ to"
-    ):
-        select(source, tokens=[999])
+@pytest.mark.parametrize(
+    ("selected", "error", "message"),
+    [
+        *(
+            ({"steps": steps}, InvalidArgument, "step")
+            for steps in ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))
+        ),
+        *(
+            ({"tokens": tokens}, InvalidArgument, "token")
+            for tokens in ("5", "none-such.txt", [], "99999999999999999999")
+        ),
+        ({"steps": "3"}, StepNotFound, r"step 3 was not recorded; .* 0 to 20"),
+        ({"tokens": [999]}, InvalidArgument, r"token 999 was .* holds \d+ ids, from \d+ to"),
+        ({"variables": "exp_avg"}, VariableNotRecorded, "exp_avg was not recorded"),
+        ({"variables": "weights"}, InvalidArgument, "no variable 'weights'"),
+    ],
+    ids=str,
+)
+def test_what_the_run_does_not_hold_is_refused(
+    source: TiledRun, selected: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        select(source, **selected)
 
 
 def test_variables_keep_the_order_of_the_schema(source: TiledRun) -> None:
     assert select(source, variables="loss, W").variables == ("W", "loss")
     assert select(source, variables=["grad"]).variables == ("grad",)
-    with pytest.raises(VariableNotRecorded, match="exp_avg was not recorded"):
-        select(source, variables="exp_avg")
-    with pytest.raises(InvalidArgument, match="no variable 'weights'"):
-        select(source, variables="weights")

@@ -1,4 +1,4 @@
-""""""
+"""HDF5 files, valid and damaged; reading by rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Detection of formats, and folders of one file per step."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from trajstore.cli.command_options import SELECT, file_stem, runs_and_names
 from trajstore.cli.main import main
-from trajstore.cli.options import SELECT, file_stem, runs_and_names
 from trajstore.errors import InvalidArgument
 
 

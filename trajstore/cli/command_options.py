@@ -50,11 +50,11 @@ POPULATIONS = click.option(
 
 def _recordable() -> str:
     """Help of ``--variables``: every recordable variable, by tier."""
-    in_each = [n for n in RECORDED if all(n in held for held in TIERS.values()) and n != "W"]
-    in_some = {name for held in TIERS.values() for name in held}
+    in_each = [n for n in RECORDED if all(n in names for names in TIERS.values()) and n != "W"]
+    in_some = {name for names in TIERS.values() for name in names}
     tiers = (
-        f"{tier} ({', '.join(name for name in held if name not in in_each)})"
-        for tier, held in TIERS.items()
+        f"{tier} ({', '.join(name for name in names if name not in in_each)})"
+        for tier, names in TIERS.items()
     )
     by_name = [name for name in RECORDED if name not in in_some]
     return (
@@ -92,7 +92,7 @@ def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
     """
 
     def parse(ctx: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
+        parts: dict[str, str] = {}
         for text in given:
             dim, equals, values = (part.strip() for part in text.partition("="))
             if dim not in dims:
@@ -105,10 +105,10 @@ def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
                 raise InvalidArgument(
                     f"got --select {text!r} without values; give {_EXAMPLES[dim]}"
                 )
-            if _KEYWORDS[dim] in found:
+            if _KEYWORDS[dim] in parts:
                 raise InvalidArgument(f"got --select {dim} twice; give all values in one")
-            found[_KEYWORDS[dim]] = values
-        return found
+            parts[_KEYWORDS[dim]] = values
+        return parts
 
     examples = ", ".join(_EXAMPLES[dim] for dim in dims)
     return click.option(
@@ -195,11 +195,11 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
     """
     from trajstore.populations import populations_from
 
-    for one in assignments:
-        if "=" not in one:
+    for assignment in assignments:
+        if "=" not in assignment:
             raise InvalidArgument(
-                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; analyze and "
-                f"plot show an existing one alone with --select population={one}"
+                f"got the population {assignment!r}, expected NAME=EXPRESSION or NAME=FILE; "
+                f"analyze and plot show an existing one alone with --select population={assignment}"
             )
     return populations_from(assignments)
 

@@ -1,4 +1,4 @@
-""""""
+"""Selections as torch tensors."""
 
 from __future__ import annotations
 
