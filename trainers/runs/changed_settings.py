@@ -21,7 +21,7 @@ from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import existing_runs, native_types, planned_runs, shared_path
-from trajstore.trainers.runs.run_state import RunState
+from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import find_device, learning_rate
 from trajstore.trainers.texts import Corpus
 from trajstore.values.optimizer_rule import MOMENTS
@@ -72,28 +72,32 @@ class ResumePoint:
 
     Attributes
     ----------
+    runs : sequence of Path or RemotePath
+        Their paths; the first run has the checkpoints.
     last_step : int
         Step of the last row; 0 without rows.
     complete : bool
         True if every run was closed as complete.
-    taken : RunState or None
+    in_rows : bool
+        True if each row holds the whole state, so that no checkpoint is needed.
+    checkpoint : RunState or None
         Newest usable checkpoint.
     """
 
+    runs: Sequence[Location]
     last_step: int
     complete: bool
-    taken: RunState | None
+    in_rows: bool
+    checkpoint: RunState | None
 
     def has_all(self, steps: int) -> bool:
         """Return True if all steps have been trained."""
         return self.last_step >= steps and (
-            self.complete or self.taken is None or self.taken.step >= steps
+            self.complete or self.checkpoint is None or self.checkpoint.step >= steps
         )
 
 
-def find_resume_point(
-    runs: Sequence[Location], config: RunConfig, *, in_rows: bool = False
-) -> ResumePoint:
+def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoint:
     """Return the state of a training to resume.
 
     Parameters
@@ -102,8 +106,6 @@ def find_resume_point(
         Paths of its existing runs.
     config : RunConfig
         Configuration of the resumed run.
-    in_rows : bool
-        The rows hold the whole state, so no checkpoint is needed.
 
     Raises
     ------
@@ -141,27 +143,30 @@ def find_resume_point(
                     f"{other} is missing, the other run of the training of {path}; restore it, "
                     "or record another training"
                 )
-        taken = None
+        in_rows = holds_state(path, config)
+        checkpoint = None
         if not in_rows:
-            taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
+            checkpoint = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
-    wanted = config.training.steps
-    if wanted < last:
+    steps = config.training.steps
+    if steps < last:
         raise NothingToResume(
-            f"{path} has {last} steps already, got training.steps={wanted}; to extend it, use "
+            f"{path} has {last} steps already, got training.steps={steps}; to extend it, use "
             f"resume=True and training.steps={2 * last}"
         )
     fork = attributes.get("provenance", {}).get("fork")
-    if fork and rows and taken is None and not in_rows and wanted > last:
+    if fork and rows and checkpoint is None and not in_rows and steps > last:
         raise NothingToResume(
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
         )
     return ResumePoint(
+        runs=runs,
         last_step=last,
         complete=all(each["status"] == "complete" for each in of_each),
-        taken=taken,
+        in_rows=in_rows,
+        checkpoint=checkpoint,
     )
 
 
@@ -209,18 +214,18 @@ def check_text(path: Location, text: Corpus) -> None:
         )
 
 
-def resume_notes(path: Location, config: RunConfig, taken: RunState) -> list[str]:
+def resume_notes(path: Location, config: RunConfig, state: RunState) -> list[str]:
     """Return notes about differences between a resumed run and an uninterrupted one."""
-    found = []
+    notes = []
     before = _attributes(path).get("provenance", {})
     for name, now in changed_provenance(before, find_device(config.training.device)).items():
-        found.append(
+        notes.append(
             f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "
             "an uninterrupted run"
         )
-    moved = decay_note(RunConfig.parse(taken.config), config, taken.step)
-    ended = _ended_note(config, taken.step)
-    return [*found, *(note for note in (moved, ended) if note)]
+    moved = decay_note(RunConfig.parse(state.config), config, state.step)
+    ended = _ended_note(config, state.step)
+    return [*notes, *(note for note in (moved, ended) if note)]
 
 
 def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
