@@ -90,6 +90,11 @@ class ResumePoint:
     in_rows: bool
     checkpoint: RunState | None
 
+    @property
+    def has_steps(self) -> bool:
+        """True if the run can resume after a trained step."""
+        return self.last_step > 0 or self.checkpoint is not None
+
     def has_all(self, steps: int) -> bool:
         """Return True if all steps have been trained."""
         return self.last_step >= steps and (

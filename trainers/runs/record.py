@@ -142,13 +142,13 @@ def record(
     if existing is not None and existing.has_all(config.training.steps):
         _complete(name, existing, fsync=fsync, on_note=on_note)
         return name
-    # An existing run without steps was killed before its first commit.
-    point = existing if existing is not None and existing.last_step else None
+    # Without steps, an existing run was killed before its first commit or checkpoint.
+    point = existing if existing is not None and existing.has_steps else None
     overwrite = point is None and (overwrite or existing is not None)
     target = point.runs[0] if point else _check_new(path, config, overwrite=overwrite)
     config, products = with_products(config)
     attributes = open_group(target).attrs.asdict() if point else {}
-    state = existing.checkpoint if existing else None
+    state = point.checkpoint if point else None
     sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     if existing is not None:

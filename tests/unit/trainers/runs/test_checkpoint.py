@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 from disk import Disk  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore.errors import FormatError, RunExists  # noqa: E402
+from trajstore.trainers import record  # noqa: E402
+from trajstore.trainers.recording.step_hooks import Recorder  # noqa: E402
 from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402
 from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
@@ -250,3 +254,19 @@ def test_a_checkpoint_gone_on_from_goes_when_a_newer_one_is_usable(tmp_path: Pat
     assert again.steps() == [3, 7]
     again.add(checkpoint(9, 10), 10)
     assert again.steps() == [9]
+
+
+def test_a_run_with_one_row_resumes_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
+    """It was killed after a checkpoint, and before its second row."""
+    config = small_config(["gatsby"], "recording.every=8", "recording.block_rows=1", steps=10)
+    whole, stopped, killed = (tmp_path / f"{name}.zarr" for name in ("whole", "stopped", "killed"))
+
+    def copy(recorder: Recorder) -> None:
+        if recorder.step == 5:
+            shutil.copytree(stopped, killed)
+
+    record(config, stopped, corpus=text, stop=stop_after(5), on_step=copy)
+    shutil.copytree(stopped.with_suffix(".ckpt"), killed.with_suffix(".ckpt"))
+    record(config, killed, corpus=text, resume=True)
+    record(config, whole, corpus=text)
+    assert same_values(whole, killed).step.values.tolist() == [0, 8, 10]
