@@ -1,6 +1,6 @@
-"""The point at which a run resumes, and the settings that must not change.
+"""What may change when a run is continued: the checks and notes of a resume and of a fork.
 
-The settings that may change at a fork, and their effect on the run.
+`find_resume_point` finds where a run resumes. A fork may change more fields than a resume.
 """
 
 from __future__ import annotations
@@ -371,12 +371,14 @@ def keeps_state(recorded: RunConfig, config: RunConfig) -> bool:
     return (recorded.optimizer.name == "sgd") == (config.optimizer.name == "sgd")
 
 
-def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig) -> dict[str, str]:
+def forked_types(
+    types: Mapping[str, str], recorded: RunConfig, config: RunConfig
+) -> dict[str, str]:
     """Return the native type of each variable of a fork.
 
     Parameters
     ----------
-    held : mapping of str to str
+    types : mapping of str to str
         Native type of each variable of the run to fork.
     recorded, config : RunConfig
         Configurations of that run and of the fork.
@@ -389,8 +391,8 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
         If the fork would lack a variable that the configuration names.
     """
     before, after = native_types(recorded), native_types(config)
-    types = {}
-    for name, native in held.items():
+    forked = {}
+    for name, native in types.items():
         if name not in VARIABLES and not keeps_state(recorded, config):
             continue
         of_other = name == "hyperparameters" and not keeps_state(recorded, config)
@@ -407,10 +409,48 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
                 f"{recorded.model.dtype}; leave out model.dtype"
             )
         same = before.get(name) == after.get(name)
-        types[name] = native if same else after.get(name, native)
-        if not holds_exactly(native, types[name]):
+        forked[name] = native if same else after.get(name, native)
+        if not holds_exactly(native, forked[name]):
             raise ConfigError(
-                f"{name} would change from {native} to {types[name]}, which rounds its values; a "
+                f"{name} would change from {native} to {forked[name]}, which rounds its values; a "
                 "fork can only widen types, such as model.dtype=float32"
             )
-    return types
+    return forked
+
+
+def fork_notes(
+    path: Location, attributes: Mapping[str, Any], recorded: RunConfig, config: RunConfig, step: int
+) -> list[str]:
+    """Return notes about a fork.
+
+    Parameters
+    ----------
+    path : Path or RemotePath
+        The run to fork.
+    attributes : mapping
+        Its attributes.
+    recorded, config : RunConfig
+        Its configuration after the step, and that of the fork.
+    step : int
+        Step of the fork.
+    """
+    notes = []
+    changed = changed_fields(recorded, config)
+    if listed_segments(attributes)[-1]["step"] > step and "training.steps" not in changed:
+        last = recorded_config(path).training.steps
+        notes.append(
+            f"step {step} was trained with training.steps={recorded.training.steps}, which "
+            f"the fork keeps; {path} was extended later to {last} steps: for as many, "
+            f"give training.steps={last}"
+        )
+    before, after = recorded.optimizer.name, config.optimizer.name
+    if not keeps_state(recorded, config):
+        notes.append(
+            f"{after} cannot use the state of {before}, so it starts without state at step "
+            f"{step + 1}" + (", and the fork has no moments" if after == "sgd" else "")
+        )
+    rescheduled = any(name.startswith("schedule.") for name in changed)
+    moved = decay_note(recorded, config, step)
+    if "training.steps" in changed and not rescheduled and moved:
+        notes.append(moved)
+    return notes
