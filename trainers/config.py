@@ -63,18 +63,18 @@ def _variables(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _populations(given: Any) -> Any:
+def _populations(populations: Any) -> Any:
     """Return texts NAME=EXPRESSION; a table becomes a list of such texts."""
-    if isinstance(given, Mapping):
-        given = [f"{name}={text}" for name, text in given.items()]
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(one, str) and "=" in one for one in given
+    if isinstance(populations, Mapping):
+        populations = [f"{name}={text}" for name, text in populations.items()]
+    if not isinstance(populations, list | tuple) or not all(
+        isinstance(item, str) and "=" in item for item in populations
     ):
         raise ValueError(
             'expected NAME=EXPRESSION or NAME=FILE, a list such as ["rare=token_count < 10"], or a '
             'table [recording.populations] with rare = "token_count < 10"'
         )
-    return given
+    return populations
 
 
 class ModelConfig(_Section):
@@ -360,14 +360,14 @@ class RunConfig(_Section):
             If an assignment has another form, an unknown field or an impossible value.
         """
         listed = isinstance(assignments, Iterable) and not isinstance(assignments, str | Mapping)
-        given = list(assignments) if listed else []
-        if not listed or not all(isinstance(one, str) for one in given):
+        settings = list(assignments) if listed else []
+        if not listed or not all(isinstance(item, str) for item in settings):
             raise ConfigError(
                 f"got {assignments!r}, expected a list of section.field=value, such as "
                 "['optimizer.lr=3e-4']"
             )
         values = self.model_dump()
-        for assignment in given:
+        for assignment in settings:
             name, equals, text = assignment.partition("=")
             section, dot, field = field_name(assignment).partition(".")
             if not (equals and dot and section and field):
@@ -437,7 +437,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
         if not meant and len(path) == 1 and isinstance(first["input"], dict):
             # There is no such section; another section may have the field that was to be set.
-            meant = next((found for key in first["input"] if (found := _elsewhere(key, model))), "")
+            meant = next((place for key in first["input"] if (place := _elsewhere(key, model))), "")
         return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]
@@ -456,7 +456,9 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
 
 def _elsewhere(field: str, model: type[BaseModel]) -> str:
     """Return a suggestion of the section that has a field of this name."""
-    sections: dict[str, Any] = {name: one.annotation for name, one in model.model_fields.items()}
+    sections: dict[str, Any] = {
+        name: section.annotation for name, section in model.model_fields.items()
+    }
     names = [f"{name}.{field}" for name, kind in sections.items() if field in kind.model_fields]
     return f" (did you mean {names[0]!r}?)" if names else ""
 

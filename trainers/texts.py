@@ -1,7 +1,4 @@
-"""Texts as token ids, including the embedded texts.
-
-Tokenizers: one token per ASCII byte, or any tokenizer that `transformers` loads from a path.
-"""
+"""Texts as token ids, including the embedded ones, and the tokenizers that make them."""
 
 from __future__ import annotations
 

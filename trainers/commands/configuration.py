@@ -1,7 +1,4 @@
-"""Options that set the configuration of a training run.
-
-Options of the commands that rebuild recorded models.
-"""
+"""Options that several training commands share, and the configuration that they set."""
 
 from __future__ import annotations
 
@@ -50,6 +47,12 @@ TOKENIZER = click.option(
     "--tokenizer",
     type=click.Path(),
     help="Folder of a tokenizer; default: the fetched tokenizer, or none.",
+)
+RUN_TOKENIZER = click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="ascii|PATH",
+    help="Tokenizer; default: that of the run.",
 )
 FSYNC = click.option(
     "--fsync/--no-fsync",
@@ -174,11 +177,3 @@ def settings_of(options: Mapping[str, Any]) -> list[str]:
             if value not in (None, ())
         ),
     ]
-
-
-RUN_TOKENIZER = click.option(
-    "--tokenizer",
-    type=click.Path(),
-    metavar="ascii|PATH",
-    help="Tokenizer; default: that of the run.",
-)

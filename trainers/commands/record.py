@@ -1,12 +1,6 @@
-"""The commands `record` and `fork`, which train a model and record it.
+"""The commands `record`, `fork`, `presets` and `fetch`.
 
-Progress of a recording.
-
-What `trajstore record --dry-run` prints: rows, files, memory and sizes of a planned run.
-
-The command `presets`.
-
-The command `fetch`.
+`record` and `fork` share the progress of a training and the report at its end.
 """
 
 from __future__ import annotations
@@ -366,7 +360,7 @@ def _train_and_print(
     from trajstore.trainers.runs.run_plan import planned_runs
 
     facts = {run: information(run) for run in planned_runs(path, config)}
-    least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
+    least = min(facts.values(), key=lambda entry: int(entry["committed_rows"]))
     if least["status"] == "interrupted":
         print_interrupted(path, least, fsync=options["fsync"])
         sys.exit(stop.exit_code)

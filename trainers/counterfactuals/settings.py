@@ -1,7 +1,4 @@
-"""The settings that a counterfactual may change, and the resulting optimizer.
-
-Learning rates and clipping factors of each step under changed settings.
-"""
+"""Settings that a counterfactual may change, and the optimizer, rates and factors that follow."""
 
 from __future__ import annotations
 
@@ -295,13 +292,13 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])
-    found = []
+    factors = []
     for number in range(len(rows)):
         coefficient = clip_coefficient(tensor_of(rows.scalar("grad_norm", number), norm), largest)
         if rows.steps[number] == 0:
             coefficient = torch.full_like(coefficient, float("nan"))
-        found.append(as_bits(coefficient.to(getattr(torch, factor.name)), factor, "clip_coef"))
-    return found
+        factors.append(as_bits(coefficient.to(getattr(torch, factor.name)), factor, "clip_coef"))
+    return factors
 
 
 def _base_rate(attributes: Mapping[str, Any]) -> float:

@@ -1,6 +1,6 @@
-"""A counterfactual run: W from the recorded gradients and another optimizer.
+"""`what_if` writes a counterfactual run: W from the recorded gradients and another optimizer.
 
-The rows of a counterfactual: the computed W, and variables copied from the recorded run.
+`CounterfactualRows` computes its rows; other variables are copied from the recorded run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The optimizer of a recorded run, to repeat its steps: the real class of `torch.optim`.
+"""The optimizer and the device of a recorded run, to repeat its steps.
 
-If its state has a separate type, it is a class of `rounded_optimizer`.
-
-The device of a replay, compared with the device of the recording.
+The optimizer is the real class of `torch.optim`; if its state has a separate type, a class of
+`rounded_optimizer`.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class RecordedOptimizer:
     def numbers(self) -> dict[str, float]:
         """Its numbers, apart from the rate, by the names in the rows of a run."""
         names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
-        found = numbers_of((name, self.hyperparameters[name]) for name in names)
-        return {name: number for name, number in found.items() if name not in NO_NUMBERS}
+        numbers = numbers_of((name, self.hyperparameters[name]) for name in names)
+        return {name: number for name, number in numbers.items() if name not in NO_NUMBERS}
 
     def unknown(self, numbers: Mapping[str, float]) -> list[str]:
         """Return which of its numbers are NaN in a row."""
@@ -151,15 +150,15 @@ class RecordedOptimizer:
         self._optimizer = self._class([self._parameter], **self._taken)
         if not steps_taken:
             return
-        held = {
-            name: state[name].to(one.device, one.dtype)
-            for name, one in self.example.items()
+        kept = {
+            name: state[name].to(example.device, example.dtype)
+            for name, example in self.example.items()
             if name in state
         }
         if self.counts_steps:
             count: Any = torch.full_like(self.example[_STEP], steps_taken)
-            held[_STEP] = count if self._count_type is torch.Tensor else count.item()
-        self._optimizer.state[self._parameter] = held
+            kept[_STEP] = count if self._count_type is torch.Tensor else count.item()
+        self._optimizer.state[self._parameter] = kept
 
     def step(
         self,
@@ -216,7 +215,7 @@ class RecordedOptimizer:
         if name not in self._tensors:
             return value
         if isinstance(value, tuple):
-            return tuple(self._of_type(name, one) for one in value)
+            return tuple(self._of_type(name, item) for item in value)
         return torch.as_tensor(value, dtype=getattr(torch, self._tensors[name]), device="cpu")
 
     def _state(self) -> State:
@@ -380,11 +379,11 @@ def replay_device(
         now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
         if products:
             now["processor_name"] = processor_name()
-        held = {name: facts.get(name, value) for name, value in now.items()}
+        recording = {name: facts.get(name, value) for name, value in now.items()}
         here, device = f"cpu ({_listed(now)})", torch.device("cpu")
-        exact = kind == "cpu" and held == now
+        exact = kind == "cpu" and recording == now
         if kind == "cpu":
-            recorded = f"cpu ({_listed(held)})"
+            recorded = f"cpu ({_listed(recording)})"
     detail = facts.get("device_name")
     recorded_on = f"{recorded} ({detail})" if detail else recorded
     replayed_on = f"cuda ({here})" if device.type == "cuda" else here
@@ -395,10 +394,10 @@ def replay_device(
             f"recorded on {recorded_on}, replayed on {replayed_on}: different values are counted "
             "but are no errors"
         )
-        if device.type == kind == "cpu" and held | {_CAPABILITY: now[_CAPABILITY]} == now:
+        if device.type == kind == "cpu" and recording | {_CAPABILITY: now[_CAPABILITY]} == now:
             notes.append(
-                f"to compare every bit on a processor that has {held[_CAPABILITY]}, too, set "
-                f"ATEN_CPU_CAPABILITY={str(held[_CAPABILITY]).lower()}"
+                f"to compare every bit on a processor that has {recording[_CAPABILITY]}, too, set "
+                f"ATEN_CPU_CAPABILITY={str(recording[_CAPABILITY]).lower()}"
             )
     if version != torch.__version__:
         notes.append(

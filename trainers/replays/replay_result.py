@@ -1,7 +1,4 @@
-"""The result of a replay: counts per variable, findings, and steps that were not replayed.
-
-Intermediate results of a replay, which become a `Replay`.
-"""
+"""The result of a replay: counts per variable, findings, and steps that were not replayed."""
 
 from __future__ import annotations
 
@@ -179,15 +176,15 @@ class Replay:
 
     def facts(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        found = asdict(self) | {
+        values = asdict(self) | {
             "clean": self.clean,
             "differing": self.differing,
             "findings": [finding.facts() for finding in self.findings],
             "total_findings": self.total,
             "unreplayed": [asdict(part) | {"sentence": part.sentence} for part in self.unreplayed],
         }
-        del found["total"]
-        return found
+        del values["total"]
+        return values
 
 
 Array = npt.NDArray[Any]
@@ -207,8 +204,8 @@ class UnreplayedSteps:
         except CannotReplay as error:
             for step in steps:
                 new = Unreplayed(reason=str(error), steps=0, first=step, last=step)
-                found = self._reasons.setdefault(str(error), new)
-                found.steps, found.last = found.steps + 1, step
+                entry = self._reasons.setdefault(str(error), new)
+                entry.steps, entry.last = entry.steps + 1, step
 
     def all(self) -> tuple[Unreplayed, ...]:
         """Return one entry per reason, in the order of occurrence."""

@@ -1,7 +1,4 @@
-"""The folder of checkpoints next to a run: its states, as files.
-
-The schedule of checkpoints of a recorded training.
-"""
+"""The checkpoints next to a run: their folder, and when a training writes one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A step of a recorded run, reached by repeating the training.
+"""The training of a run with a recorder, and the same training repeated.
 
-Every row on the way is compared with the recorded one, all its variables, bit for bit. So the
-result is the state that the run had, and the run may resume from it.
-
-A training run with a recorder: from its start or a checkpoint, with either loop.
+`run_recorded` trains from the start or from a state, with either loop. `train_again` compares every
+row with the recorded one, all its variables, bit for bit. So it ends in the state that the run had,
+and the run may resume from it.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ def train_again(
 
     def train(segment: Segment) -> RunState | None:
         """Return the state after a segment; None if rows after a difference are lost."""
-        found: list[RunState] = []
+        states: list[RunState] = []
         training = build_training(RunConfig.parse(segment.config), text)
 
         def after_step(recorder: Recorder, scaler: Any) -> bool:
@@ -261,7 +260,7 @@ def train_again(
             lost = comparison.difference is not None and comparison.successor is None
             ends = lost or recorder.step >= segment.last
             if ends and not lost:
-                found.append(
+                states.append(
                     RunState.take(
                         training, scaler, recorder, run=created, name=run.name, sources=sources
                     )
@@ -277,7 +276,7 @@ def train_again(
             on_note=lambda note: None,  # the recording reported its notes
             comparison=comparison,
         )
-        return found[0] if found else None
+        return states[0] if states else None
 
     try:
         for segment in trained_segments(attributes, 0 if taken is None else taken.step, step):
@@ -312,7 +311,7 @@ def retrain_to_last_row(
     with RunLock.acquire(run):
         config = recorded_config(run)
         runs = planned_runs(shared_path(run, config), config)
-        groups: list[Any] = [open_group(one) for one in runs]
+        groups: list[Any] = [open_group(path) for path in runs]
         rows = min(int(group.attrs["committed_rows"]) for group in groups)
         step = int(groups[0]["step"][rows - 1])
         reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)

@@ -1,9 +1,8 @@
-"""The contents and cost of a run, before it is recorded.
+"""The plan of a run, before it is recorded: its paths, contents and cost.
 
-Rows, chunks, memory, raw bytes and the number of files come from the planner of the writer, so they
-are exact. Bytes on disk are estimates from measured runs.
-
-The runs of one training: one, or with untied weights one of each matrix.
+With untied weights a training has two runs, one of each matrix. Rows, chunks, memory, raw bytes and
+the number of files come from the planner of the writer, so they are exact. Bytes on disk are
+estimates from measured runs.
 """
 
 from __future__ import annotations
@@ -226,9 +225,9 @@ class RunPlan:
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON values; bytes on disk are estimates."""
-        own = ("steps", "every", "rows", "tokens", "runs", "files", "encoding")
+        fields = ("steps", "every", "rows", "tokens", "runs", "files", "encoding")
         return {
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in fields},
             **self.totals(),
             "arrays": {
                 name: {
@@ -244,7 +243,7 @@ class RunPlan:
                 for name, array in self.layout.arrays.items()
             },
             "notes": list(self.notes),
-            "advice": [one.facts() for one in self.advice],
+            "advice": [item.facts() for item in self.advice],
         }
 
 
@@ -277,7 +276,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
     requested = set(config.recording.variables)
-    found = {
+    recorded = {
         name: types[name]
         for name in resolve_variables(config.recording.variables)
         if name not in absent or name in requested - set(TIERS)
@@ -285,10 +284,10 @@ def native_types(config: RunConfig) -> dict[str, str]:
     if config.optimizer.name == "sgd" and config.optimizer.momentum:
         of_matrix, of_others = kept_as(MOMENTUM, "element")
         if requested & {"matrix", "everything"}:
-            found[of_matrix] = types["exp_avg"]
+            recorded[of_matrix] = types["exp_avg"]
         if "everything" in requested:
-            found |= {of_others: types["exp_avg"], KEPT.name: "float64"}
-    return found
+            recorded |= {of_others: types["exp_avg"], KEPT.name: "float64"}
+    return recorded
 
 
 def numeric_advice(config: RunConfig) -> list[Advice]:
@@ -391,10 +390,10 @@ def plan(
     for population in populations_from(recording.populations):
         coordinates.append(f"{POPULATION}{population}")
         native[coordinates[-1]] = tokens
-    for own, count in (("parameter", model.parameters), ("hyperparameter", hyperparameters)):
-        if not types.keys().isdisjoint(NAMES[own]):
-            coordinates.append(own)
-            native[own] = count * _ITEMSIZE[own]
+    for axis, count in (("parameter", model.parameters), ("hyperparameter", hyperparameters)):
+        if not types.keys().isdisjoint(NAMES[axis]):
+            coordinates.append(axis)
+            native[axis] = count * _ITEMSIZE[axis]
     blocks = math.ceil(rows / layout.block_rows)
     return RunPlan(
         steps=steps,

@@ -101,7 +101,9 @@ class RunState:
         run, name, sources
             As the attributes.
         """
-        tensors = {_MODEL + key: _copy(one) for key, one in training.model.named_parameters()}
+        tensors = {
+            _MODEL + key: _copy(parameter) for key, parameter in training.model.named_parameters()
+        }
         for number, values in training.optimizer.state_dict()["state"].items():
             for key, value in values.items():
                 tensors[f"{_OPTIMIZER}{number}.{key}"] = _copy(value)
@@ -143,7 +145,8 @@ class RunState:
         stored = RunParameters(run)
         row = stored.row(step, stored.variables())
         tensors = {
-            _MODEL + one.name: tensor_of(one.bits(row), one.native) for one in stored.parameters
+            _MODEL + parameter.name: tensor_of(parameter.bits(row), parameter.native)
+            for parameter in stored.parameters
         }
         (saved,) = state_dicts_at(run, step)
         for number, values in saved["state"].items():

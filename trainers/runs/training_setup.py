@@ -1,11 +1,4 @@
-"""A training run from its configuration: model, optimizer, schedule, examples, and the loop.
-
-Shuffled batches for the plain PyTorch loop.
-
-The model and the initial values of its embeddings.
-
-The optimizer of a run and the schedule of its learning rate.
-"""
+"""The parts of a training from its configuration: model, optimizer, schedule, examples and loop."""
 
 from __future__ import annotations
 
