@@ -40,6 +40,8 @@ from trajstore.trainers.commands.configuration import (
 from trajstore.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from trajstore.store.storage.remote_path import Location, RunPath
     from trajstore.store.writing.writer import RunWriter
     from trajstore.trainers import RunConfig
@@ -66,12 +68,24 @@ class RecordingProgress(Bar):
     ----------
     steps : int
         Optimizer steps of the whole run.
+    console : Console
+        Where it is shown.
+    clock : callable
+        Returns seconds.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        console: Console = err,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._clock = clock
         # Seconds between reads of the loss, which may wait for the device.
-        self._interval = 0.2 if err.is_terminal else 30.0
-        self._wide = err.width >= _WIDE
+        self._interval = 0.2 if console.is_terminal else 30.0
+        self._wide = console.width >= _WIDE
         super().__init__(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),  # the rest of the width
@@ -80,6 +94,8 @@ class RecordingProgress(Bar):
             TextColumn("{task.fields[state]}"),
             speed_estimate_period=10,
             expand=True,
+            console=console,
+            get_time=clock,
         )
         self._began: float | None = None
         self._first: tuple[float, int] | None = None
@@ -91,35 +107,35 @@ class RecordingProgress(Bar):
 
     def show_corpus(self, corpus: Corpus) -> None:
         """Print which text is trained on, and start to measure the duration."""
-        self._began = time.monotonic()
+        self._began = self._clock()
         dead = int((corpus.counts() == 0).sum())
-        err.print(
+        self._console.print(
             f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
             f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
         )
 
     def show_products(self, sentence: str) -> None:
         """Print how products of matrices are computed, and why."""
-        err.print(f"{sentence}.")
+        self._console.print(f"{sentence}.")
 
     def show_note(self, note: str) -> None:
         """Print a note about the run."""
-        err.print(f"Note: {in_options(note)}.")
+        self._console.print(f"Note: {in_options(note)}.")
 
     def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""
-        if err.is_terminal:
+        if self._console.is_terminal:
             state = f"comparing step {step} of {last} with the recorded rows"
             self._bar.update(self._task, completed=step, state=state)
             return
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next or step == last:
             self._next = now + self._interval
-            err.print(f"comparing step {step} of {last} with the recorded rows")
+            self._console.print(f"comparing step {step} of {last} with the recorded rows")
 
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, the recorded bytes and the rows in memory."""
-        now = time.monotonic()
+        now = self._clock()
         self._last = now, recorder.step
         self._first = self._first or self._last
         if now < self._next and recorder.step != self._steps:
@@ -127,16 +143,16 @@ class RecordingProgress(Bar):
         # The second line comes soon, because only it can estimate the time.
         self._next = now + (self._interval if self._first != self._last else _SOON)
         state = f"loss {recorder.loss.item():.3f}"
-        if self.rate is not None and recorder.step < self._steps and not err.is_terminal:
+        if self.rate is not None and recorder.step < self._steps and not self._console.is_terminal:
             left = (self._steps - recorder.step) / self.rate
             state = f"{format_duration(left)} left, {state}"
         writer = recorder.writer
         if writer is not None:
             state += self._written(writer)
-        if err.is_terminal:
+        if self._console.is_terminal:
             self._bar.update(self._task, completed=recorder.step, state=state)
         else:
-            err.print(f"step {recorder.step}/{self._steps}: {state}")
+            self._console.print(f"step {recorder.step}/{self._steps}: {state}")
 
     @property
     def seconds(self) -> float | None:
@@ -156,7 +172,7 @@ class RecordingProgress(Bar):
         """Return the recorded and written bytes; a narrow terminal gets the most important."""
         waiting = writer.seconds_waited > self._waited
         self._waited = writer.seconds_waited
-        if err.is_terminal and not self._wide:
+        if self._console.is_terminal and not self._wide:
             shown = ", waiting for the disk" if waiting else ""
             return shown or f", {format_bytes(writer.bytes_recorded)}"
         state = f", {format_bytes(writer.bytes_recorded)} recorded"

@@ -299,8 +299,14 @@ class Checkpointing:
             recorder.close(complete=False)
         return stop
 
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and raise its error."""
+        if self._adding is not None:
+            adding, self._adding = self._adding, None
+            adding.result()
+
     def close(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint is written; its error is not raised."""
         self._thread.shutdown()
 
     def finish(self, recorder: Recorder) -> None:
@@ -323,27 +329,21 @@ class Checkpointing:
         if self._in_rows:
             return
         if self._adding is not None and self._adding.done():
-            self._wait_for_write()
+            self.wait()
         if not last and not self._is_due(recorder):
             return
-        self._wait_for_write()
+        self.wait()
         begun = self._clock()
         taken = self._take(recorder, scaler)
         self._last_step = recorder.step
         self._adding = submit(self._thread, self._add, taken, recorder.committed_rows, begun)
         if last:
-            self._wait_for_write()
+            self.wait()
 
     def _add(self, taken: RunState, committed_rows: int, begun: float) -> None:
         self._folder.add(taken, committed_rows)
         self._last_time = self._clock()
         self._took = self._last_time - begun
-
-    def _wait_for_write(self) -> None:
-        """Wait for the checkpoint that is being written, and raise its error."""
-        if self._adding is not None:
-            adding, self._adding = self._adding, None
-            adding.result()
 
     def _is_due(self, recorder: Recorder) -> bool:
         if self._every is not None:

@@ -13,12 +13,11 @@ import pytest
 pytest.importorskip("torch")
 
 from trajstore import RunWriter
-from trajstore.threads import submit
-from trajstore.trainers.runs import checkpoint
+from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing
 from trajstore.trainers.runs.run_state import RunState
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("written_at_once")]
+pytestmark = pytest.mark.torch
 
 STEPS = 1000
 
@@ -55,17 +54,18 @@ class Schedule:
             fsync=False,
             clock=lambda: self.now,
         )
+        self.state_class = RunState
         self.checkpointing._take = self._take  # type: ignore[method-assign]
 
     def _take(self, recorder: Any, scaler: Any) -> RunState:
         self.now += self.cost
-        return RunState(
+        return self.state_class(
             run="", name="run.zarr", step=recorder.step, rows=recorder.rows, config={}, sources={},
             state={}, tensors={},
         )  # fmt: skip
 
-    def step(self, number: int, *, at_block_end: bool = False) -> list[int]:
-        """Take a step, and tell which checkpoints are there."""
+    def step(self, number: int, *, at_block_end: bool = False, waits: bool = True) -> list[int]:
+        """Take a step, wait until its checkpoint is written, and return all checkpoints."""
         self.now += 1.0
         recorder: Any = SimpleNamespace(
             step=number,
@@ -76,6 +76,8 @@ class Schedule:
             committed_rows=self.committed_rows,
         )
         self.checkpointing.after_step(recorder, None)
+        if waits:
+            self.checkpointing.wait()
         return checkpoints(self.path)
 
     def close(self, *, complete: bool) -> None:
@@ -120,23 +122,20 @@ def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path)
     assert schedule.step(140) == [101, 140]
 
 
-def test_it_is_written_while_the_training_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "submit", submit)
+def test_it_is_written_while_the_training_continues(tmp_path: Path) -> None:
     schedule, goes_on, full = Schedule(tmp_path), threading.Event(), False
-    add = CheckpointFolder.add
 
-    def slow(folder: CheckpointFolder, *arguments: Any) -> None:
-        assert goes_on.wait(timeout=30)
-        if full:
-            raise OSError(28, "No space left on device")
-        add(folder, *arguments)
+    class SlowState(RunState):
+        def save(self, path: Location, *, fsync: bool = True) -> int:
+            assert goes_on.wait(timeout=30)
+            if full:
+                raise OSError(28, "No space left on device")
+            return super().save(path, fsync=fsync)
 
-    monkeypatch.setattr(CheckpointFolder, "add", slow)
+    schedule.state_class = SlowState
     schedule.committed_rows = STEPS + 1
     for step in range(1, 40):
-        assert schedule.step(step) == []
+        assert schedule.step(step, waits=False) == []
     goes_on.set()
     assert schedule.step(STEPS) == [STEPS]  # the last one is waited for
     full = True
