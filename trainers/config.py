@@ -341,8 +341,8 @@ class RunConfig(_Section):
                 field = kind.model_fields[name]
                 lines += _comment(field.description or "")
                 notes = ["not set"] * (value is None) + _allowed(field)
-                shown = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
-                lines.append(f"{shown}  # {', '.join(notes)}" if notes else shown)
+                line = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
+                lines.append(f"{line}  # {', '.join(notes)}" if notes else line)
             lines.append("")
         return "\n".join(lines)
 
@@ -440,18 +440,18 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             meant = next((place for key in first["input"] if (place := _elsewhere(key, model))), "")
         return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
-    given = first["input"]
-    if len(path) == 1 and isinstance(given, Mapping):  # a section whose fields do not fit together
+    value = first["input"]
+    if len(path) == 1 and isinstance(value, Mapping):  # a section whose fields do not fit together
         return f"{name}: {reason[0].lower()}{reason[1:]}"
-    shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else repr(value)
     if first["type"] == "literal_error":
-        reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
+        reason += did_you_mean(str(value), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
     example = None
     if first["type"].endswith(("_parsing", "_type", "_from_float")):
         example = RunConfig().flat().get(".".join(path[:2]))
     if example is not None:
         reason = f"{reason.partition(',')[0]}, such as {'.'.join(path[:2])}={_literal(example)}"
-    return f"{name} = {shown}: {reason[0].lower()}{reason[1:]}"
+    return f"{name} = {text}: {reason[0].lower()}{reason[1:]}"
 
 
 def _elsewhere(field: str, model: type[BaseModel]) -> str:

@@ -79,9 +79,9 @@ def _count_changes(func: Any, args: tuple[Any, ...]) -> None:
 
     Without a mode autograd does so, but for operations on lists not inside one.
     """
-    for given, argument in zip(args, func._schema.arguments, strict=False):
+    for value, argument in zip(args, func._schema.arguments, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            tensors = given if isinstance(given, list) else [given]
+            tensors = value if isinstance(value, list) else [value]
             torch.autograd.graph.increment_version(tensors)
 
 

@@ -269,8 +269,8 @@ def annotate(
     if masks is not None and corpus is not None:
         raise InvalidArgument("got both --masks and --corpus, which both set is_dead; give one")
     if not overwrite:  # before a file is read, or transformers is imported
-        given = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
-        check_unlabeled(run, [name for name, source in given.items() if source is not None])
+        sources = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        check_unlabeled(run, [name for name, file in sources.items() if file is not None])
     token = np.asarray(open_group(run)["token"])
     coordinates: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
     if tokenizer is not None:

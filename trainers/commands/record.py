@@ -173,8 +173,8 @@ class RecordingProgress(Bar):
         waiting = writer.seconds_waited > self._waited
         self._waited = writer.seconds_waited
         if self._console.is_terminal and not self._wide:
-            shown = ", waiting for the disk" if waiting else ""
-            return shown or f", {format_bytes(writer.bytes_recorded)}"
+            text = ", waiting for the disk" if waiting else ""
+            return text or f", {format_bytes(writer.bytes_recorded)}"
         state = f", {format_bytes(writer.bytes_recorded)} recorded"
         if writer.bytes_written:
             state += f", {format_bytes(writer.bytes_written)} on disk"
@@ -198,7 +198,7 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
     """
     from trajstore import trainers
 
-    facts = trainers.plan(config, **texts).facts()
+    summary = trainers.plan(config, **texts).facts()
     tiers = {}
     for tier in TIERS:
         changes: dict[str, Any] = {"variables": (tier,)}
@@ -208,17 +208,18 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         try:
             planned = trainers.plan(config.model_copy(update={"recording": recording}), **texts)
         except InvalidArgument as error:  # it needs more memory than the one that is wanted
-            facts["notes"].append(f"the tier {tier} is not possible: {error}")
+            summary["notes"].append(f"the tier {tier} is not possible: {error}")
         else:
             tiers[tier] = planned.totals()
     out.print(
-        f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
-        f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at "
-        f"most {format_bytes(facts['memory'])} of memory; {facts['files']} files."
+        f"{summary['rows']} rows of {summary['tokens']} tokens: steps 0 to {summary['steps']}, "
+        f"every {summary['every']}; encoding {summary['encoding']}; blocks of "
+        f"{summary['block_rows']} rows; at most {format_bytes(summary['memory'])} of memory; "
+        f"{summary['files']} files."
     )
     rows = [
         (name, array["native_dtype"], *_sizes(array), " × ".join(map(str, array["chunk"])))
-        for name, array in facts["arrays"].items()
+        for name, array in summary["arrays"].items()
     ]
     print_table("", ("array", "type", *_SIZES, "chunk"), rows)
     rows = [
@@ -226,11 +227,11 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         for tier, totals in tiers.items()
     ]
     print_table("Tiers", ("tier", *_SIZES, "memory", "rows per block"), rows)
-    print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+    print_notes([*summary["notes"], *(advice["sentence"] for advice in summary["advice"])])
 
 
-def _sizes(facts: dict[str, Any]) -> list[str]:
-    return [*map(format_bytes, (facts["bytes_native"], *facts["bytes_by_encoding"].values()))]
+def _sizes(totals: dict[str, Any]) -> list[str]:
+    return [*map(format_bytes, (totals["bytes_native"], *totals["bytes_by_encoding"].values()))]
 
 
 _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
@@ -375,12 +376,12 @@ def _train_and_print(
     from trajstore.store.reading.run_info import information
     from trajstore.trainers.runs.run_plan import planned_runs
 
-    facts = {run: information(run) for run in planned_runs(path, config)}
-    least = min(facts.values(), key=lambda entry: int(entry["committed_rows"]))
+    runs = {run: information(run) for run in planned_runs(path, config)}
+    least = min(runs.values(), key=lambda entry: int(entry["committed_rows"]))
     if least["status"] == "interrupted":
         print_interrupted(path, least, fsync=options["fsync"])
         sys.exit(stop.exit_code)
-    print_recorded(path, facts, progress.seconds, progress.rate)
+    print_recorded(path, runs, progress.seconds, progress.rate)
 
 
 @contextmanager
@@ -431,11 +432,11 @@ def print_recorded(
     took = "" if seconds is None else f" in {format_duration(seconds)}"
     if rate is not None:
         took += f" ({rate:.3g} steps per second)"
-    for place, facts in recorded.items():
+    for place, info in recorded.items():
         out.print(
-            f"Recorded {facts['committed_rows']} rows to {place}{took}: "
-            f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
-            f"on disk (ratio {facts['ratio']:.2f})."
+            f"Recorded {info['committed_rows']} rows to {place}{took}: "
+            f"{format_bytes(info['bytes_native'])} in {format_bytes(info['bytes_on_disk'])} "
+            f"on disk (ratio {info['ratio']:.2f})."
         )
     name, run = shlex.quote(str(path)), shlex.quote(str(next(iter(recorded))))
     next_commands = {
@@ -451,12 +452,12 @@ def print_recorded(
         out.print(f"  {command:<{longest}}   {purpose}")
 
 
-def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> None:
+def print_interrupted(path: RunPath, info: dict[str, Any], *, fsync: bool) -> None:
     """Print, on standard error, the last recorded step and the command that resumes the run."""
     again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --no-fsync' * (not fsync)}"
     err.print(
-        f"Interrupted after step {facts['steps']['last']}; "
-        f"{facts['committed_rows']} rows are committed. Resume with: {again}"
+        f"Interrupted after step {info['steps']['last']}; "
+        f"{info['committed_rows']} rows are committed. Resume with: {again}"
     )
 
 

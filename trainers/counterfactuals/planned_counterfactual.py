@@ -189,7 +189,7 @@ class PlannedCounterfactual:
         """
         before = self.source.attributes
         known = before.get("provenance")
-        kept = {
+        corpus = {
             name: known[name]
             for name in ("corpus", "tokenizer")
             if isinstance(known, Mapping) and name in known
@@ -208,7 +208,7 @@ class PlannedCounterfactual:
                 **self.settings.optimizer,
                 "schedule": changed_schedule(before, self.settings),
             },
-            "provenance": provenance(self.placement.device, kept | {"what_if": what_if}),
+            "provenance": provenance(self.placement.device, corpus | {"what_if": what_if}),
         }
         if "recording" in before:
             attributes["recording"] = before["recording"]
@@ -311,15 +311,15 @@ def _placement(
         ids = select_tokens(tokens, len(recorded), source.coordinates.get("is_dead"))
         chosen = ids
     else:
-        wanted = np.unique(exact("tokens", tokens, "int64", least=ANY))
-        missing = wanted[~np.isin(wanted, recorded)]
-        if not wanted.size:
+        requested = np.unique(exact("tokens", tokens, "int64", least=ANY))
+        missing = requested[~np.isin(requested, recorded)]
+        if not requested.size:
             raise InvalidArgument("tokens: got no ids, expected at least one; give ids of the run")
         if missing.size:
             raise InvalidArgument(
                 f"tokens: the run lacks {', '.join(map(str, missing[:5]))}; give ids of the run"
             )
-        chosen = np.flatnonzero(np.isin(recorded, wanted))
+        chosen = np.flatnonzero(np.isin(recorded, requested))
     if chosen is None:
         return whole, None
     # Without a recorded size of the vocabulary, the tokens of the run are the vocabulary.

@@ -312,7 +312,7 @@ def evaluate(
     array([0, 2, 4])
     """
     stored = RunParameters(run)
-    wanted = _wanted(stored.steps, steps, every)
+    selected = _selected_steps(stored.steps, steps, every)
     if isinstance(function, str):
         load_function(function)  # its errors are reported before a process starts
     about = {
@@ -322,20 +322,20 @@ def evaluate(
     }
     with ResultStore.open(output, about, overwrite=overwrite) as store:
         before = len(store.steps)
-        missing = np.setdiff1d(wanted, store.steps)
+        missing = np.setdiff1d(selected, store.steps)
         if before and len(missing) and missing[0] < store.steps[-1]:
             raise InvalidArgument(
                 f"{output} has results up to step {store.steps[-1]} but not of step {missing[0]}, "
                 "and results are only appended; choose another output, or replace it with "
                 "overwrite=True"
             )
-        done = len(wanted) - len(missing)
+        done = len(selected) - len(missing)
         try:
             for result in _results(run, function, constructor, missing.tolist(), jobs):
                 store.add(result)
                 done += 1
                 if on_progress is not None:
-                    on_progress(done, len(wanted))
+                    on_progress(done, len(selected))
         except TrajstoreError as error:
             if len(store.steps):
                 error.args = (
@@ -421,7 +421,7 @@ def _results(
     return in_processes(Evaluator, (run, function, constructor), steps, jobs)
 
 
-def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
+def _selected_steps(recorded: Any, steps: Steps, every: int) -> Any:
     """Return the steps to evaluate.
 
     Raises
@@ -430,10 +430,10 @@ def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
         If a single step was not recorded, or there are none.
     """
     chosen = select_part(xr.Dataset(coords={"step": recorded}), steps=steps)["step"].values
-    wanted = chosen[chosen % every == 0]
-    if not len(wanted):
+    multiples = chosen[chosen % every == 0]
+    if not len(multiples):
         raise InvalidArgument(f"no selected step is a multiple of {every}; give a smaller every=…")
-    return wanted
+    return multiples
 
 
 def _name(function: Evaluation | str) -> str:

@@ -365,12 +365,12 @@ def replay_device(
     FormatError
         If ``provenance.resumed`` is not a list of objects with a step.
     """
-    facts = recorded_facts(attributes, step)
-    recorded = str(facts.get("device", "an unknown device"))
+    provenance = recorded_facts(attributes, step)
+    recorded = str(provenance.get("device", "an unknown device"))
     kind = recorded.partition(":")[0]
     if kind == "cuda" and torch.cuda.is_available():
         here = torch.cuda.get_device_name()
-        exact = here == facts.get("device_name")
+        exact = here == provenance.get("device_name")
         device = torch.device("cuda")
     elif kind == "mps" and torch.backends.mps.is_available():
         here, exact, device = "mps", True, torch.device("mps")
@@ -379,15 +379,15 @@ def replay_device(
         now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
         if products:
             now["processor_name"] = processor_name()
-        recording = {name: facts.get(name, value) for name, value in now.items()}
+        recording = {name: provenance.get(name, value) for name, value in now.items()}
         here, device = f"cpu ({_listed(now)})", torch.device("cpu")
         exact = kind == "cpu" and recording == now
         if kind == "cpu":
             recorded = f"cpu ({_listed(recording)})"
-    detail = facts.get("device_name")
+    detail = provenance.get("device_name")
     recorded_on = f"{recorded} ({detail})" if detail else recorded
     replayed_on = f"cuda ({here})" if device.type == "cuda" else here
-    version = facts.get("torch", torch.__version__)
+    version = provenance.get("torch", torch.__version__)
     notes = []
     if not exact:
         notes.append(
@@ -404,7 +404,7 @@ def replay_device(
             f"recorded with torch {version}, replayed with {torch.__version__}, which may round "
             "differently: different values are counted but are no errors"
         )
-    count = facts.get("threads")
+    count = provenance.get("threads")
     return ReplayDevice(
         device=device,
         exact=exact and version == torch.__version__,
@@ -436,8 +436,8 @@ def replay_devices(
     """
     begins = [0, *resumed_after(attributes)]
     devices = [replay_device(attributes, step, products=products) for step in begins]
-    return [devices[max(at - 1, 0)] for at in np.searchsorted(begins, steps).tolist()]
+    return [devices[max(index - 1, 0)] for index in np.searchsorted(begins, steps).tolist()]
 
 
-def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(str(value) for value in facts.values() if value)
+def _listed(provenance: Mapping[str, Any]) -> str:
+    return ", ".join(str(value) for value in provenance.values() if value)

@@ -317,9 +317,9 @@ class StepReplay:
 
     def _steps_taken(self, row: RecordedRow) -> int:
         """Return the optimizer's steps before a row, at least 1 if it keeps a state there."""
-        taken = self._rows.steps_taken(row.number)
-        if taken or self._optimizer.counts_steps:
-            return taken
+        count = self._rows.steps_taken(row.number)
+        if count or self._optimizer.counts_steps:
+            return count
         return int(any(row.bits[name].any() for name in self.recorded[1:]))
 
     def _find(self, row: RecordedRow, computed: dict[str, Array], *, skipped: bool) -> None:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from trajstore.errors import TrajstoreError
 from trajstore.values.native_types import NativeType, ordinal, widen
 
+Array = npt.NDArray[Any]
+
 LISTED = 20
 """Maximum number of findings that a result lists; it counts all."""
 
@@ -185,9 +187,6 @@ class Replay:
         }
         del values["total"]
         return values
-
-
-Array = npt.NDArray[Any]
 
 
 class UnreplayedSteps:

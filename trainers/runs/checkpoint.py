@@ -84,24 +84,24 @@ class CheckpointFolder:
         """Return True if a checkpoint cannot be used yet, because rows of it are not committed."""
         return any(rows > committed_rows for rows in self._rows.values())
 
-    def keep(self, taken: RunState) -> None:
+    def keep(self, state: RunState) -> None:
         """Have the checkpoint that a run resumes from survive a loss of power.
 
         It may have been written without flushes, and the first commit promises its rows again. If
         another process has just removed it, that process holds the lock, and the resume fails.
         """
-        file = self._file(taken.step)
+        file = self._file(state.step)
         if self._fsync and isinstance(file, Path):
             flush(path for path in (file, file.parent, file.parent.parent) if path.exists())
 
-    def clean(self, taken: RunState | None) -> None:
+    def clean(self, state: RunState | None) -> None:
         """Remove files that a run does not need when it starts, or resumes from a checkpoint.
 
         These are partial files of interrupted writes, and all its other checkpoints.
         """
         if self.path.is_dir():
             sweep(self.path)
-        self._rows = {} if taken is None else {taken.step: taken.rows}
+        self._rows = {} if state is None else {state.step: state.rows}
         for step in self.steps():
             if step not in self._rows and self._other_owner(step) is None:
                 self._file(step).unlink()
@@ -334,14 +334,14 @@ class Checkpointing:
             return
         self.wait()
         begun = self._clock()
-        taken = self._take(recorder, scaler)
+        state = self._take(recorder, scaler)
         self._last_step = recorder.step
-        self._adding = submit(self._thread, self._add, taken, recorder.committed_rows, begun)
+        self._adding = submit(self._thread, self._add, state, recorder.committed_rows, begun)
         if last:
             self.wait()
 
-    def _add(self, taken: RunState, committed_rows: int, begun: float) -> None:
-        self._folder.add(taken, committed_rows)
+    def _add(self, state: RunState, committed_rows: int, begun: float) -> None:
+        self._folder.add(state, committed_rows)
         self._last_time = self._clock()
         self._took = self._last_time - begun
 

@@ -223,8 +223,8 @@ def _make(
         on_note=on_note,
     )
     forked = replace(point.state, run=created, config=values)
-    kept = keeps_state(source.config, config)
-    return forked if kept else replace(forked, tensors=forked.without_optimizer())
+    keeps = keeps_state(source.config, config)
+    return forked if keeps else replace(forked, tensors=forked.without_optimizer())
 
 
 def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) -> dict[str, Any]:
@@ -498,5 +498,5 @@ class _Source:
 def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of an optimizer that determine a step, without its rate."""
     settings = optimizer.get("hyperparameters", {})
-    kept = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
-    return {"class": optimizer.get("class"), **kept}
+    constant = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
+    return {"class": optimizer.get("class"), **constant}

@@ -280,13 +280,13 @@ class _Proofs:
         try:
             config = recorded_config(self._run, after=before)
             state = RunState.from_row(self._run, before, config, sources=self._sources)
-            reached = train_again(self._run, self._text, state, last, sources=self._sources)
+            retrained = train_again(self._run, self._text, state, last, sources=self._sources)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(str(error)) from error
-        self.proven += reached.agreed
-        difference = reached.difference
+        self.proven += retrained.agreed
+        difference = retrained.difference
         if difference is None:
-            if reached.agreed < len(rows):
+            if retrained.agreed < len(rows):
                 raise CannotReplay("the repeated training does not reach its row")
             return len(rows)
         if difference.row < first:

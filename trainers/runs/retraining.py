@@ -40,6 +40,9 @@ from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training, build_training, find_device
 from trajstore.trainers.texts import Corpus
 
+Progress = Callable[[int, int], None]
+"""Called with the step and the last one to repeat."""
+
 
 def recording_options(
     config: RunConfig, text: Corpus, *, sources: Mapping[str, str] | None = None, **choices: Any
@@ -99,7 +102,7 @@ def run_recorded(
     training: Training,
     target: Location,
     options: RecordingOptions,
-    taken: RunState | None,
+    state: RunState | None,
     *,
     after_step: Callable[[Recorder, Any], bool],
     on_step: Callable[[Recorder], None] | None = None,
@@ -114,7 +117,7 @@ def run_recorded(
     target : Path or RemotePath
         Path of the run, or of the first run.
     options : RecordingOptions
-    taken : RunState or None
+    state : RunState or None
         State from which the training starts.
     after_step : callable
         Called after every step, when everything is ready for the next one, with the recorder and
@@ -131,12 +134,12 @@ def run_recorded(
     Recorder
         The closed recorder.
     """
-    first_step = 0 if taken is None else taken.step
+    first_step = 0 if state is None else state.step
     target = shared_path(target, training.config)
 
     def begin(scaler: Any) -> None:
-        if taken is not None:
-            taken.apply(training, scaler)
+        if state is not None:
+            state.apply(training, scaler)
 
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
@@ -185,9 +188,6 @@ def _attached(trajectory: TrajectoryCallback) -> Recorder:
     return trajectory.recorder
 
 
-Progress = Callable[[int, int], None]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Retrained:
     """Result of a repeated training.
@@ -211,7 +211,7 @@ class Retrained:
 def train_again(
     run: Location,
     text: Corpus,
-    taken: RunState | None,
+    start: RunState | None,
     step: int,
     *,
     sources: Mapping[str, str],
@@ -227,7 +227,7 @@ def train_again(
     run : Path or RemotePath
     text : Corpus
         Text of the run.
-    taken : RunState or None
+    start : RunState or None
         Earlier state of the run to start from; None for its start.
     step : int
         Step to reach, which has a row; 1 or more.
@@ -247,7 +247,7 @@ def train_again(
     attributes = open_group(run).attrs.asdict()
     created = str(attributes["created"])
     comparison = Comparison(make_writer)
-    reached = taken
+    reached = start
 
     def train(segment: Segment) -> RunState | None:
         """Return the state after a segment; None if rows after a difference are lost."""
@@ -279,7 +279,7 @@ def train_again(
         return states[0] if states else None
 
     try:
-        for segment in trained_segments(attributes, 0 if taken is None else taken.step, step):
+        for segment in trained_segments(attributes, 0 if start is None else start.step, step):
             with torch_threads(segment.threads):
                 reached = train(segment)
             if reached is None:
@@ -356,7 +356,7 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
 
 def _first(variables: tuple[str, ...]) -> list[str]:
     """Return the first variables and the number of the others."""
-    shown = list(variables[:2])
+    texts = list(variables[:2])
     if len(variables) > 2:
-        shown = [", ".join(shown), f"{len(variables) - 2} more"]
-    return shown
+        texts = [", ".join(texts), f"{len(variables) - 2} more"]
+    return texts

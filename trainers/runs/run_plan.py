@@ -302,11 +302,11 @@ def numeric_advice(config: RunConfig) -> list[Advice]:
     list of Advice
         The same as for a run with this configuration.
     """
-    given = config.optimizer.model_dump()
+    settings = config.optimizer.model_dump()
     weights = config.model.dtype
     return advise(
-        {"class": config.optimizer.name, "hyperparameters": given},
-        state=given.get("state_dtype") or weights,
+        {"class": config.optimizer.name, "hyperparameters": settings},
+        state=settings.get("state_dtype") or weights,
         weights=weights,
     )
 

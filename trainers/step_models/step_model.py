@@ -128,12 +128,12 @@ def models(
     [0, 1, 2, 3]
     """
     stored = RunParameters(run)
-    given = stored.steps if steps is None else exact("steps", steps, "int64", least=ANY)
-    wanted = np.unique(given).tolist()
-    for step in wanted:
+    chosen = stored.steps if steps is None else exact("steps", steps, "int64", least=ANY)
+    selected = np.unique(chosen).tolist()
+    for step in selected:
         stored.number(step)
     model = StepModel(stored, constructor)
-    for step, row in stored.rows(wanted, model.variables):
+    for step, row in stored.rows(selected, model.variables):
         model.set(row)
         yield step, model.module
 
@@ -236,9 +236,9 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
             f"{recorded['class']} ({error}); install transformers {version}"
         ) from error
     for name, buffer in model.named_buffers():
-        wanted = recorded.get("buffer_types", {}).get(name)
-        if wanted is not None:  # `model.to` also converts buffers, such as frequencies
-            buffer.data = buffer.data.to(getattr(torch, wanted))
+        dtype = recorded.get("buffer_types", {}).get(name)
+        if dtype is not None:  # `model.to` also converts buffers, such as frequencies
+            buffer.data = buffer.data.to(getattr(torch, dtype))
     return model
 
 
@@ -401,14 +401,14 @@ def restore(
     }
     for member in joined.members:
         groups, order = member.state_dict()["param_groups"], joined.parameters(member)
-        state = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
-        member.load_state_dict({"state": state, "param_groups": groups})
+        numbered = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
+        member.load_state_dict({"state": numbered, "param_groups": groups})
     for parameter, values in of_tensors.items():
-        kept = joined.state[parameter]
+        state = joined.state[parameter]
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and kept[name].dtype != value.dtype:
+            if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
                 # torch has converted it to the type of the parameter.
-                kept[name] = value.to(kept[name].device)
+                state[name] = value.to(state[name].device)
     if stored.number(step) in _followed(stored):
         used = stored.settings(step + 1)
         for recorded, parameter in trained.items():
@@ -530,10 +530,6 @@ def run_tokenizer(
     return tokenizer
 
 
-OPTIMIZER = "optimizer.pt"
-"""File name of the optimizer's state."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Checkout:
     """A folder with the model of a step.
@@ -630,7 +626,7 @@ def checkout(
         if encoder is not None:
             encoder.pretrained().save_pretrained(new)
         if state is not None:
-            torch.save(state, new / OPTIMIZER)
+            torch.save(state, new / "optimizer.pt")
     return Checkout(
         path=local_path(output),
         step=step,

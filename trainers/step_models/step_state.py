@@ -397,8 +397,8 @@ def _check_state(stored: RunParameters) -> None:
         missing = [entry["name"] for entry in kept if entry["of"] == "other" or not whole]
     elif name in ADAM:
         trained = [p for p in stored.parameters if p.group is not None and p.requires_grad]
-        wanted = dict.fromkeys(variable_of(p.variable, "exp_avg") for p in trained)
-        missing = [name for name in wanted if name not in stored]
+        names = dict.fromkeys(variable_of(p.variable, "exp_avg") for p in trained)
+        missing = [name for name in names if name not in stored]
         if any(group["hyperparameters"].get("amsgrad") for group in groups):
             missing.append("max_exp_avg_sq")
     elif name == "SGD":
