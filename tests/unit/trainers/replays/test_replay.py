@@ -237,13 +237,11 @@ def test_runs_without_gradients(tmp_path: Path) -> None:
     assert "gradient was not recorded; record weights+grads or matrix" in reason
     compared = {name: one.steps for name, one in replay(path).variables.items()}
     assert compared == {"W_step_norm": 3, "W_ulp_l1": 3}
-
-
-@pytest.mark.parametrize("missing", ["lr", "clip_coef"])
-def test_runs_without_a_scalar(missing: str, tmp_path: Path) -> None:
-    names = [name for name in ("W", "grad", "loss", "lr", "clip_coef") if name != missing]
-    ((reason, _),) = left_out(tiny_run(tmp_path / "run.zarr", variables=names)).items()
-    assert "every tier has it" in reason
+    for missing in ("lr", "clip_coef"):
+        names = [name for name in ("W", "grad", "loss", "lr", "clip_coef") if name != missing]
+        path = tiny_run(tmp_path / f"{missing}.zarr", variables=names, steps=3)
+        ((reason, _),) = left_out(path).items()
+        assert "every tier has it" in reason
 
 
 def test_runs_that_begin_late(tmp_path: Path) -> None:
@@ -298,26 +296,6 @@ def test_a_run_without_settings_is_not_replayed(tmp_path: Path) -> None:
     assert result.replayed == 0
     assert result.unreplayed[0].steps == 2
     assert not result.exact
-
-
-def test_another_device_is_counted_and_is_no_error(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", variables=("W", "grad", "exp_avg", "lr", "clip_coef"))
-    change = {"device": "xpu:0", "device_name": "A770", "torch": "1.0"}
-    change_attributes(path, lambda root: root["provenance"].update(change))
-    # As if that device had rounded otherwise.
-    change_attributes(
-        path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101)
-    )
-    result = replay(path)
-    assert not result.exact
-    assert result.clean
-    assert result.replayed == 20
-    assert result.differing > 0
-    assert result.variables["W"].ulps is not None
-    assert result.variables["W"].ulps > 0
-    assert result.variables["exp_avg"].differing == 0
-    assert "recorded on xpu:0 (A770), replayed on cpu" in result.notes[0]
-    assert "recorded with torch 1.0" in result.notes[1]
 
 
 def test_a_run_without_rows(tmp_path: Path) -> None:
