@@ -340,20 +340,7 @@ def plan(
     recording, model = config.recording, config.model
     types = native_types(config)
     check_all_tokens(types, recording.tokens)
-    tokens = model.vocab_size
-    has_texts = True
-    if recording.tokens in ("dead", "live"):
-        text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
-        ids = select_tokens(recording.tokens, tokens, text.counts() == 0)
-        assert ids is not None
-        tokens, has_texts = len(ids), text.token_text is not None
-    elif recording.tokens != "all":
-        ids = select_tokens(read_tokens(recording.tokens), tokens, None)
-        assert ids is not None
-        tokens = len(ids)
-    if config.data.tokenizer != "ascii" and recording.tokens not in ("dead", "live"):
-        name = config.data.tokenizer
-        has_texts = tokenizer is not None or (name != "none" and cached(name) is not None)
+    tokens, has_texts = _recorded_tokens(config, corpus, tokenizer)
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
     remarks: list[str] = []
@@ -385,15 +372,16 @@ def plan(
         rule=rule if computes else None,
     )
     native = {name: rows * array.row_bytes for name, array in layout.arrays.items()}
-    coordinates = [name for name in ALONG_TOKEN if has_texts or name != "token_text"]
-    native |= {name: tokens * _ITEMSIZE[name] for name in coordinates}
-    for population in populations_from(recording.populations):
-        coordinates.append(f"{POPULATION}{population}")
-        native[coordinates[-1]] = tokens
+    coordinates = {
+        name: tokens * _ITEMSIZE[name] for name in ALONG_TOKEN if has_texts or name != "token_text"
+    }
+    coordinates |= {
+        f"{POPULATION}{name}": tokens for name in populations_from(recording.populations)
+    }
     for axis, count in (("parameter", model.parameters), ("hyperparameter", hyperparameters)):
         if not types.keys().isdisjoint(NAMES[axis]):
-            coordinates.append(axis)
-            native[axis] = count * _ITEMSIZE[axis]
+            coordinates[axis] = count * _ITEMSIZE[axis]
+    native |= coordinates
     blocks = math.ceil(rows / layout.block_rows)
     return RunPlan(
         steps=steps,
@@ -411,6 +399,27 @@ def plan(
         remarks=tuple(remarks) if computes else (),
         advice=tuple(numeric_advice(config)),
     )
+
+
+def _recorded_tokens(
+    config: RunConfig,
+    corpus: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | None,
+) -> tuple[int, bool]:
+    """Return the number of recorded tokens, and True if their texts are known."""
+    recorded, name = config.recording.tokens, config.data.tokenizer
+    if recorded in ("dead", "live"):
+        text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
+        ids = select_tokens(recorded, config.model.vocab_size, text.counts() == 0)
+        assert ids is not None
+        return len(ids), text.token_text is not None
+    has_texts = name == "ascii" or tokenizer is not None
+    has_texts = has_texts or (name != "none" and cached(name) is not None)
+    if recorded == "all":
+        return config.model.vocab_size, has_texts
+    ids = select_tokens(read_tokens(recorded), config.model.vocab_size, None)
+    assert ids is not None
+    return len(ids), has_texts
 
 
 def _bytes_by_encoding(
