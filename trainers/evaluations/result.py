@@ -142,31 +142,27 @@ _ROWS = "complete_rows"
 _CHUNK = 1 << 20
 _MOST_ROWS = 1024
 _WAITING_BYTES = 32 << 20
-_WAITING_SECONDS = 5.0
 
 
 class ResultStore:
     """A Zarr store of results along ``step``, locked for this process. `open` creates it.
 
-    Results wait in memory for some seconds, by default five, or until they have 32 MiB.
+    Results wait in memory for some seconds, or until they have 32 MiB.
 
     Attributes
     ----------
     path : Path
     steps : ndarray of int64, (step,)
         Steps with results, including those that wait.
+    waiting_seconds : float
+        Seconds for which results wait at most.
     """
 
     def __init__(
-        self,
-        path: Path,
-        about: Mapping[str, Any],
-        first: xr.Dataset | None = None,
-        *,
-        waiting_seconds: float = _WAITING_SECONDS,
+        self, path: Path, about: Mapping[str, Any], first: xr.Dataset | None = None
     ) -> None:
         self.path = path
-        self._waiting_seconds = waiting_seconds
+        self.waiting_seconds = 5.0
         self.steps: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._about = dict(about)
         self._first = first
@@ -177,12 +173,7 @@ class ResultStore:
     @classmethod
     @contextmanager
     def open(
-        cls,
-        output: str | os.PathLike[str],
-        about: Mapping[str, Any],
-        *,
-        overwrite: bool = False,
-        waiting_seconds: float = _WAITING_SECONDS,
+        cls, output: str | os.PathLike[str], about: Mapping[str, Any], *, overwrite: bool = False
     ) -> Iterator[Self]:
         """Create a store, or open one with results of the same function and run.
 
@@ -195,8 +186,6 @@ class ResultStore:
             JSON values: the run and the function.
         overwrite : bool
             Remove an existing store.
-        waiting_seconds : float
-            Seconds after which results are written.
 
         Raises
         ------
@@ -213,15 +202,14 @@ class ResultStore:
             if overwrite and path.exists():
                 _attributes(path)
                 shutil.rmtree(path)
-            opens = cls._existing if path.exists() else cls
-            store = opens(path, about, waiting_seconds=waiting_seconds)
+            store = cls._existing(path, about) if path.exists() else cls(path, about)
             try:
                 yield store
             finally:
                 store.flush()
 
     @classmethod
-    def _existing(cls, path: Path, about: Mapping[str, Any], *, waiting_seconds: float) -> Self:
+    def _existing(cls, path: Path, about: Mapping[str, Any]) -> Self:
         attributes = _attributes(path)
         stored = attributes[EVALUATION]
         differing = [name for name in about if stored.get(name) != about[name]]
@@ -237,8 +225,7 @@ class ResultStore:
             if array.metadata.dimension_names[:1] == (STEP.name,) and array.shape[0] != rows:
                 array.resize((rows, *array.shape[1:]))
         with xr.open_zarr(path, consolidated=False, chunks=None) as ds:
-            first = ds.isel(step=slice(0, 1)).load()
-            store = cls(path, about, first, waiting_seconds=waiting_seconds)
+            store = cls(path, about, ds.isel(step=slice(0, 1)).load())
             store.steps = ds[STEP.name].values
         store._written = rows
         return store
@@ -262,7 +249,7 @@ class ResultStore:
             check_like(result, self._first)
         self._waiting.append(result)
         self.steps = np.append(self.steps, result[STEP.name].values)
-        waits = time.monotonic() - self._last >= self._waiting_seconds
+        waits = time.monotonic() - self._last >= self.waiting_seconds
         if waits or result.nbytes * len(self._waiting) >= _WAITING_BYTES:
             self.flush()
 

@@ -153,12 +153,8 @@ class RunParameters:
             )
         self._arrays: dict[str, Any] = dict(group.arrays())
         kept = self.attributes.get(OPTIMIZER_STATE, ())
-        kinds = dict.fromkeys(
-            [
-                *VECTORS,
-                *(entry["name"] for entry in kept if entry["of"] == "element"),
-            ]
-        )
+        vectors = [entry["name"] for entry in kept if entry["of"] == "element"]
+        kinds = dict.fromkeys([*VECTORS, *vectors])
         self.parameters = tuple(_stored(entry, self._arrays, run, kinds) for entry in table)
         self.steps: Array = whole(run, group, STEP.name)
         self._stored: dict[str, StoredArray | None] = {}
@@ -168,9 +164,7 @@ class RunParameters:
 
     def variables(self, kind: str = "W") -> tuple[str, ...]:
         """Names of the variables with a quantity of all parameters, each once."""
-        return tuple(
-            dict.fromkeys(variable_of(parameter.variable, kind) for parameter in self.parameters)
-        )
+        return tuple(dict.fromkeys(variable_of(p.variable, kind) for p in self.parameters))
 
     def number(self, step: int) -> int:
         """Return the row of a step.
@@ -220,7 +214,7 @@ class RunParameters:
         length = min(int((array.shards or array.chunks)[0]) for array in arrays)
         while numbers:
             block = numbers[0] // length
-            inside = [row_number for row_number in numbers if row_number // length == block]
+            inside = [number for number in numbers if number // length == block]
             numbers = numbers[len(inside) :]
             first, stop = inside[0], inside[-1] + 1
             read = {name: self._read(name, first, stop) for name in variables}
@@ -362,14 +356,12 @@ def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
     dicts: dict[str | None, dict[str, Any]] = {}
     for number, (group, used) in enumerate(zip(groups, stored.settings(step), strict=True)):
         state_dict = dicts.setdefault(group.get("name"), {"state": {}, "param_groups": []})
-        members = [parameter for parameter in stored.parameters if parameter.group == number]
-        members.sort(key=lambda parameter: parameter.position)
+        members = [p for p in stored.parameters if p.group == number]
+        members.sort(key=lambda p: p.position)
         first = sum(len(each["params"]) for each in state_dict["param_groups"])
         numbers = range(first, first + len(members))
         state_dict["state"] |= {
-            n: states[parameter]
-            for n, parameter in zip(numbers, members, strict=True)
-            if parameter in states
+            n: states[p] for n, p in zip(numbers, members, strict=True) if p in states
         }
         settings = with_numbers(group["hyperparameters"], used).items()
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}

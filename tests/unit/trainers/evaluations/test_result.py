@@ -125,7 +125,8 @@ def test_appended_results_are_those_of_one_write(tmp_path: Path) -> None:
 
 
 def test_results_are_written_while_others_are_computed(tmp_path: Path) -> None:
-    with ResultStore.open(tmp_path / "out.zarr", ABOUT, waiting_seconds=0) as store:
+    with ResultStore.open(tmp_path / "out.zarr", ABOUT) as store:
+        store.waiting_seconds = 0
         store.add(result(0))
         assert xr.open_zarr(tmp_path / "out.zarr").sizes["step"] == 1
         with pytest.raises(RunLocked):
