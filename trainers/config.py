@@ -63,18 +63,18 @@ def _variables(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _populations(given: Any) -> Any:
+def _populations(populations: Any) -> Any:
     """Return texts NAME=EXPRESSION; a table becomes a list of such texts."""
-    if isinstance(given, Mapping):
-        given = [f"{name}={text}" for name, text in given.items()]
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(one, str) and "=" in one for one in given
+    if isinstance(populations, Mapping):
+        populations = [f"{name}={text}" for name, text in populations.items()]
+    if not isinstance(populations, list | tuple) or not all(
+        isinstance(item, str) and "=" in item for item in populations
     ):
         raise ValueError(
             'expected NAME=EXPRESSION or NAME=FILE, a list such as ["rare=token_count < 10"], or a '
             'table [recording.populations] with rare = "token_count < 10"'
         )
-    return given
+    return populations
 
 
 class ModelConfig(_Section):
@@ -341,8 +341,8 @@ class RunConfig(_Section):
                 field = kind.model_fields[name]
                 lines += _comment(field.description or "")
                 notes = ["not set"] * (value is None) + _allowed(field)
-                shown = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
-                lines.append(f"{shown}  # {', '.join(notes)}" if notes else shown)
+                line = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
+                lines.append(f"{line}  # {', '.join(notes)}" if notes else line)
             lines.append("")
         return "\n".join(lines)
 
@@ -360,14 +360,14 @@ class RunConfig(_Section):
             If an assignment has another form, an unknown field or an impossible value.
         """
         listed = isinstance(assignments, Iterable) and not isinstance(assignments, str | Mapping)
-        given = list(assignments) if listed else []
-        if not listed or not all(isinstance(one, str) for one in given):
+        settings = list(assignments) if listed else []
+        if not listed or not all(isinstance(item, str) for item in settings):
             raise ConfigError(
                 f"got {assignments!r}, expected a list of section.field=value, such as "
                 "['" + config_field("optimizer.lr", "3e-4") + "']"
             )
         values = self.model_dump()
-        for assignment in given:
+        for assignment in settings:
             name, equals, text = assignment.partition("=")
             section, dot, field = field_name(assignment).partition(".")
             if not (equals and dot and section and field):
@@ -437,30 +437,32 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
         if not meant and len(path) == 1 and isinstance(first["input"], dict):
             # There is no such section; another section may have the field that was to be set.
-            meant = next((found for key in first["input"] if (found := _elsewhere(key, model))), "")
+            meant = next((place for key in first["input"] if (place := _elsewhere(key, model))), "")
         return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
     cause = first.get("ctx", {}).get("error")  # of a validator of ours
     reason: str = cause.args[0] if cause else first["msg"]
     if reason[0].isupper():
         reason = reason[0].lower() + reason[1:]
-    given = first["input"]
-    if len(path) == 1 and isinstance(given, Mapping):  # a section whose fields do not fit together
+    value = first["input"]
+    if len(path) == 1 and isinstance(value, Mapping):  # a section whose fields do not fit together
         return f"{name}: " + reason
-    shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else repr(value)
     if first["type"] == "literal_error":
-        reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
+        reason += did_you_mean(str(value), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
     example = None
     if first["type"].endswith(("_parsing", "_type", "_from_float")):
         example = RunConfig().flat().get(".".join(path[:2]))
     if example is not None:
         reason = f"{reason.partition(',')[0]}, such as "
         reason += config_field(".".join(path[:2]), _literal(example))
-    return f"{name} = {shown}: " + reason
+    return f"{name} = {text}: " + reason
 
 
 def _elsewhere(field: str, model: type[BaseModel]) -> str:
     """Return a suggestion of the section that has a field of this name."""
-    sections: dict[str, Any] = {name: one.annotation for name, one in model.model_fields.items()}
+    sections: dict[str, Any] = {
+        name: section.annotation for name, section in model.model_fields.items()
+    }
     names = [f"{name}.{field}" for name, kind in sections.items() if field in kind.model_fields]
     return f" (did you mean {names[0]!r}?)" if names else ""
 

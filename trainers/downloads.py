@@ -51,9 +51,9 @@ _ASCII = {
 
 def _cache_folder() -> Path:
     """Return the user's cache; it need not exist."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
+    variable = os.environ.get(CACHE_VARIABLE)
+    if variable:
+        return Path(variable)
     return Path(_hub("platformdirs").user_cache_dir("trajstore", appauthor=False))
 
 
@@ -134,8 +134,8 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
                 "nothing was kept"
             )
         move_into_place(fetched.path, target, old=Path(scratch) / "old", overwrite=True)
-    facts = {"source": fetched.source, "sha256": fetched.sha256, "size": fetched.size}
-    put(folder / f"{name}.json", [json.dumps(facts, indent=1).encode()])
+    metadata = {"source": fetched.source, "sha256": fetched.sha256, "size": fetched.size}
+    put(folder / f"{name}.json", [json.dumps(metadata, indent=1).encode()])
     return replace(fetched, path=target)
 
 

@@ -55,21 +55,23 @@ class _Mode(TorchDispatchMode):
             if torch.is_inference_mode_enabled():
                 # There autograd does not split operations such as linear into products.
                 with self:
-                    found = func.decompose(*args, **kwargs or {})
-                if found is not NotImplemented:
-                    return found
-            found = func(*args, **kwargs or {})
+                    result = func.decompose(*args, **kwargs or {})
+                if result is not NotImplemented:
+                    return result
+            result = func(*args, **kwargs or {})
             if isinstance(args[0] if args else None, list) and func._schema.is_mutable:
                 _count_changes(func, args)
-            return found
+            return result
         kind = args[0].dtype
         if kind not in _NARROW or args[0].device.type != "cpu":
             return func(*args, **kwargs or {})
         wide = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        found = func(*map(_widened, args), **wide)
+        result = func(*map(_widened, args), **wide)
         if not results:
-            return found.to(kind)
-        return tuple(one.to(kind) if place < results else one for place, one in enumerate(found))
+            return result.to(kind)
+        return tuple(
+            part.to(kind) if place < results else part for place, part in enumerate(result)
+        )
 
 
 def _count_changes(func: Any, args: tuple[Any, ...]) -> None:
@@ -77,9 +79,9 @@ def _count_changes(func: Any, args: tuple[Any, ...]) -> None:
 
     Without a mode autograd does so, but for operations on lists not inside one.
     """
-    for given, argument in zip(args, func._schema.arguments, strict=False):
+    for value, argument in zip(args, func._schema.arguments, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            tensors = given if isinstance(given, list) else [given]
+            tensors = value if isinstance(value, list) else [value]
             torch.autograd.graph.increment_version(tensors)
 
 

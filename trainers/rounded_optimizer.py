@@ -85,11 +85,11 @@ class RoundedOptimizer(Optimizer):
         rounding_seed: int = 0,
         **settings: Any,
     ) -> None:
-        own = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": rounding_seed}
-        _check_settings(type(self).__name__, settings | own)
+        added = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": rounding_seed}
+        _check_settings(type(self).__name__, settings | added)
         # The real class defines names, checks and defaults of the settings.
         real = self.real_class([torch.empty(0, device="cpu")], *args, **settings)
-        super().__init__(params, real.defaults | own)
+        super().__init__(params, real.defaults | added)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -182,9 +182,9 @@ class RoundedOptimizer(Optimizer):
         if self.real_class is SGD and group["rounding"] == "stochastic":  # SGD counts no steps
             state[_STEP] = state.get(_STEP, torch.zeros((), device="cpu")) + 1
         state_dtype = getattr(torch, group["state_dtype"])
-        held = {parameter.dtype, state_dtype}
-        held |= {value.dtype for name, value in state.items() if _is_rounded(name, value)}
-        wide = torch.float64 if torch.float64 in held else torch.float32
+        dtypes = {parameter.dtype, state_dtype}
+        dtypes |= {value.dtype for name, value in state.items() if _is_rounded(name, value)}
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
         shadow = parameter.detach().to(wide, copy=True)
         shadow.grad = parameter.grad.to(wide)  # type: ignore[union-attr]
         real.param_groups[:] = [settings | {"params": [shadow]}]
@@ -296,8 +296,8 @@ def _signature(real_class: type[Any]) -> inspect.Signature:
     """Return the signature of the real class with the added settings."""
     real = inspect.signature(real_class).parameters
     added = inspect.signature(RoundedOptimizer.__init__).parameters
-    own = [added[name] for name in _OWN]
-    return inspect.Signature([*real.values(), *own])
+    parameters = [added[name] for name in _OWN]
+    return inspect.Signature([*real.values(), *parameters])
 
 
 class RoundedAdam(RoundedOptimizer):

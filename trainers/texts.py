@@ -1,7 +1,4 @@
-"""Texts as token ids, including the embedded texts.
-
-Tokenizers: one token per ASCII byte, or any tokenizer that `transformers` loads from a path.
-"""
+"""Texts as token ids, including the embedded ones, and the tokenizers that make them."""
 
 from __future__ import annotations
 
@@ -44,12 +41,12 @@ class AsciiTokenizer:
         ids = np.frombuffer(data, np.uint8)
         foreign = np.flatnonzero(ids >= ASCII_SIZE)
         if foreign.size:
-            at = int(foreign[0])
-            line = data.count(b"\n", 0, at) + 1
+            position = int(foreign[0])
+            line = data.count(b"\n", 0, position) + 1
             raise CorpusError(
                 f"the corpus {name} has {foreign.size} bytes that are not ASCII, the first "
-                f"(0x{data[at]:02x}) in line {line}; replace accented letters and typographic "
-                "quotes, for example with: iconv -f utf-8 -t ascii//TRANSLIT"
+                f"(0x{data[position]:02x}) in line {line}; replace accented letters and "
+                "typographic quotes, for example with: iconv -f utf-8 -t ascii//TRANSLIT"
             )
         return ids.astype(np.int64)
 

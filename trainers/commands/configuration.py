@@ -1,7 +1,4 @@
-"""Options that set the configuration of a training run.
-
-Options of the commands that rebuild recorded models.
-"""
+"""Options that several training commands share, and the configuration that they set."""
 
 from __future__ import annotations
 
@@ -32,7 +29,9 @@ def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> lis
 
 def _together(*options: Callable[..., Any]) -> Callable[..., Any]:
     """Return a decorator that adds several options, in this order."""
-    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+    return lambda command: reduce(
+        lambda decorated, option: option(decorated), reversed(options), command
+    )
 
 
 SET = click.option(
@@ -50,6 +49,12 @@ TOKENIZER = click.option(
     "--tokenizer",
     type=click.Path(),
     help="Folder of a tokenizer; default: the fetched tokenizer, or none.",
+)
+RUN_TOKENIZER = click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="ascii|PATH",
+    help="Tokenizer; default: that of the run.",
 )
 FSYNC = click.option(
     "--fsync/--no-fsync",
@@ -165,20 +170,12 @@ def stem_of(options: Mapping[str, Any]) -> str:
 
 def settings_of(options: Mapping[str, Any]) -> list[str]:
     """Return all changes of the configuration that the options make; others are ignored."""
-    given = {PLACES[name]: value for name, value in options.items() if name in PLACES}
+    values = {PLACES[name]: option for name, option in options.items() if name in PLACES}
     return [
         *options["assignments"],
         *(
-            f"{place}={json.dumps(value)}"
-            for place, value in given.items()
-            if value not in (None, ())
+            f"{place}={json.dumps(option)}"
+            for place, option in values.items()
+            if option not in (None, ())
         ),
     ]
-
-
-RUN_TOKENIZER = click.option(
-    "--tokenizer",
-    type=click.Path(),
-    metavar="ascii|PATH",
-    help="Tokenizer; default: that of the run.",
-)

@@ -1,11 +1,4 @@
-"""The command `evaluate`, which calls a function with the model of many steps.
-
-The command `checkout`, which writes the model of a recorded step to a folder.
-
-The command `what-if`, which applies recorded gradients with other settings.
-
-The command `annotate`, which labels the tokens of a recorded run.
-"""
+"""The commands `evaluate`, `checkout`, `what-if` and `annotate`, which read recorded runs."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from trajstore.cli.command_options import RUN, SELECT
 from trajstore.cli.output import StepsProgress, out, print_notes
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
-from trajstore.trainers.commands.configuration import RUN_TOKENIZER as TOKENIZER
+from trajstore.trainers.commands.configuration import RUN_TOKENIZER
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,7 +56,7 @@ _OPTIONS = {
     metavar="N",
     help="Tokens to read of --text (default: all) or to generate (default: 40).",
 )
-@TOKENIZER
+@RUN_TOKENIZER
 @click.option(
     "--constructor",
     metavar="FILE.py:FUNCTION",
@@ -89,21 +82,22 @@ def evaluate(
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
     """
-    own = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
-    check_options(function, own)
+    inputs = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
+    check_options(function, inputs)
     from trajstore import trainers
 
     with StopRequest() as stop, StepsProgress("evaluating", stop=stop) as progress:
-        found = trainers.evaluate(
+        evaluated = trainers.evaluate(
             run,
-            function if ":" in function else _ready_made(run, function, own),
+            function if ":" in function else _ready_made(run, function, inputs),
             output,
             on_progress=progress.show,
             **selected,
             **options,
         )
     out.print(
-        f"Wrote {output}: {', '.join(found.names)} of {found.steps} steps, {found.new} of them new."
+        f"Wrote {output}: {', '.join(evaluated.names)} of {evaluated.steps} steps, {evaluated.new} "
+        "of them new."
     )
     out.print(f"Open it with: xr.open_zarr({output!r})")
 
@@ -155,7 +149,7 @@ def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
 @click.option(
     "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
 )
-@TOKENIZER
+@RUN_TOKENIZER
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
 @needs_extra("checkout", "train")
 def checkout(run: str, output: str, **options: Any) -> None:
@@ -176,11 +170,11 @@ def checkout(run: str, output: str, **options: Any) -> None:
 
     logging.disable_progress_bar()
     with StopRequest():
-        found = trainers.checkout(run, output, **options)
-    parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
+        folder = trainers.checkout(run, output, **options)
+    parts = ["model", *(["tokenizer"] if folder.tokenizer else [])]
     parts += ["optimizer.pt"] if options["optimizer"] else []
     out.print(f"Wrote {output}: {', '.join(parts)} of step {options['step']} of {run}.")
-    print_notes(found.notes)
+    print_notes(folder.notes)
     out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
 
 
@@ -219,7 +213,7 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
     from trajstore.trainers.recording.options import read_tokens
 
     with StopRequest() as stop, StepsProgress("computing", stop=stop) as progress:
-        found = trainers.what_if(
+        written = trainers.what_if(
             run,
             output,
             tokens=tokens if tokens in ("all", "dead", "live") else read_tokens(tokens),
@@ -227,10 +221,10 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
             **options,
         )
     out.print(
-        f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
+        f"Wrote {output}: {written.rows} rows, steps {written.first_step} to {written.last_step}, "
         f"from the gradients of {run}."
     )
-    print_notes(found.notes)
+    print_notes(written.notes)
     if tokens == "all":  # runs of other tokens cannot be compared value by value
         out.print(f"Compare the runs with: trajstore compare {shlex.join([run, output])}")
 
@@ -275,16 +269,16 @@ def annotate(
     if masks is not None and corpus is not None:
         raise InvalidArgument("got both --masks and --corpus, which both set is_dead; give one")
     if not overwrite:  # before a file is read, or transformers is imported
-        given = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
-        check_unlabeled(run, [name for name, source in given.items() if source is not None])
+        sources = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        check_unlabeled(run, [name for name, file in sources.items() if file is not None])
     token = np.asarray(open_group(run)["token"])
-    found: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
+    coordinates: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
     if tokenizer is not None:
-        found |= _text_coordinates(corpus, tokenizer, token)
-    added = annotate_run(run, **found, overwrite=overwrite)
+        coordinates |= _text_coordinates(corpus, tokenizer, token)
+    added = annotate_run(run, **coordinates, overwrite=overwrite)
     dead = ""
-    if "is_dead" in found:
-        dead = f"; {np.count_nonzero(found['is_dead'])} of {len(token)} tokens are dead"
+    if "is_dead" in coordinates:
+        dead = f"; {np.count_nonzero(coordinates['is_dead'])} of {len(token)} tokens are dead"
     out.print(f"{run} now has {', '.join(added)}{dead}.")
 
 
@@ -296,15 +290,15 @@ def _text_coordinates(
 
     from trajstore.trainers.texts import AsciiTokenizer, FileTokenizer, tokenize_file
 
-    maker = AsciiTokenizer() if tokenizer == "ascii" else FileTokenizer(tokenizer)
-    if len(token) and int(token.max()) >= maker.vocab_size:
+    encoder = AsciiTokenizer() if tokenizer == "ascii" else FileTokenizer(tokenizer)
+    if len(token) and int(token.max()) >= encoder.vocab_size:
         raise CorpusError(
-            f"the run has token {token.max()}, but the tokenizer {maker.name} has only "
-            f"{maker.vocab_size} tokens; give the tokenizer of the run"
+            f"the run has token {token.max()}, but the tokenizer {encoder.name} has only "
+            f"{encoder.vocab_size} tokens; give the tokenizer of the run"
         )
-    texts = np.array(maker.texts(), dtype=object)
-    found: dict[str, Any] = {"token_text": [str(text) for text in texts[token]]}
+    texts = np.array(encoder.texts(), dtype=object)
+    coordinates: dict[str, Any] = {"token_text": [str(text) for text in texts[token]]}
     if corpus is not None:
-        counts = tokenize_file(Path(corpus), maker).counts()[token]
-        found |= {"token_count": counts, "is_dead": counts == 0}
-    return found
+        counts = tokenize_file(Path(corpus), encoder).counts()[token]
+        coordinates |= {"token_count": counts, "is_dead": counts == 0}
+    return coordinates

@@ -1,12 +1,6 @@
-"""The commands `record` and `fork`, which train a model and record it.
+"""The commands `record`, `fork`, `presets` and `fetch`.
 
-Progress of a recording.
-
-What `trajstore record --dry-run` prints: rows, files, memory and sizes of a planned run.
-
-The command `presets`.
-
-The command `fetch`.
+`record` and `fork` share the progress of a training and the report at its end.
 """
 
 from __future__ import annotations
@@ -46,6 +40,8 @@ from trajstore.trainers.commands.configuration import (
 from trajstore.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from trajstore.store.storage.remote_path import Location, RunPath
     from trajstore.store.writing.writer import RunWriter
     from trajstore.trainers import RunConfig
@@ -72,12 +68,24 @@ class RecordingProgress(Bar):
     ----------
     steps : int
         Optimizer steps of the whole run.
+    console : Console
+        Where it is shown.
+    clock : callable
+        Returns seconds.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        console: Console = err,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._clock = clock
         # Seconds between reads of the loss, which may wait for the device.
-        self._interval = 0.2 if err.is_terminal else 30.0
-        self._wide = err.width >= _WIDE
+        self._interval = 0.2 if console.is_terminal else 30.0
+        self._wide = console.width >= _WIDE
         super().__init__(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),  # the rest of the width
@@ -86,6 +94,8 @@ class RecordingProgress(Bar):
             TextColumn("{task.fields[state]}"),
             speed_estimate_period=10,
             expand=True,
+            console=console,
+            get_time=clock,
         )
         self._began: float | None = None
         self._first: tuple[float, int] | None = None
@@ -97,35 +107,35 @@ class RecordingProgress(Bar):
 
     def show_corpus(self, corpus: Corpus) -> None:
         """Print which text is trained on, and start to measure the duration."""
-        self._began = time.monotonic()
+        self._began = self._clock()
         dead = int((corpus.counts() == 0).sum())
-        err.print(
+        self._console.print(
             f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
             f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
         )
 
     def show_products(self, sentence: str) -> None:
         """Print how products of matrices are computed, and why."""
-        err.print(f"{sentence}.")
+        self._console.print(f"{sentence}.")
 
     def show_note(self, note: str) -> None:
         """Print a note about the run."""
-        err.print(f"Note: {in_command(note)}.")
+        self._console.print(f"Note: {in_command(note)}.")
 
     def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""
-        if err.is_terminal:
+        if self._console.is_terminal:
             state = f"comparing step {step} of {last} with the recorded rows"
             self._bar.update(self._task, completed=step, state=state)
             return
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next or step == last:
             self._next = now + self._interval
-            err.print(f"comparing step {step} of {last} with the recorded rows")
+            self._console.print(f"comparing step {step} of {last} with the recorded rows")
 
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, the recorded bytes and the rows in memory."""
-        now = time.monotonic()
+        now = self._clock()
         self._last = now, recorder.step
         self._first = self._first or self._last
         if now < self._next and recorder.step != self._steps:
@@ -133,16 +143,16 @@ class RecordingProgress(Bar):
         # The second line comes soon, because only it can estimate the time.
         self._next = now + (self._interval if self._first != self._last else _SOON)
         state = f"loss {recorder.loss.item():.3f}"
-        if self.rate is not None and recorder.step < self._steps and not err.is_terminal:
+        if self.rate is not None and recorder.step < self._steps and not self._console.is_terminal:
             left = (self._steps - recorder.step) / self.rate
             state = f"{format_duration(left)} left, {state}"
         writer = recorder.writer
         if writer is not None:
             state += self._written(writer)
-        if err.is_terminal:
+        if self._console.is_terminal:
             self._bar.update(self._task, completed=recorder.step, state=state)
         else:
-            err.print(f"step {recorder.step}/{self._steps}: {state}")
+            self._console.print(f"step {recorder.step}/{self._steps}: {state}")
 
     @property
     def seconds(self) -> float | None:
@@ -162,9 +172,9 @@ class RecordingProgress(Bar):
         """Return the recorded and written bytes; a narrow terminal gets the most important."""
         waiting = writer.seconds_waited > self._waited
         self._waited = writer.seconds_waited
-        if err.is_terminal and not self._wide:
-            shown = ", waiting for the disk" if waiting else ""
-            return shown or f", {format_bytes(writer.bytes_recorded)}"
+        if self._console.is_terminal and not self._wide:
+            text = ", waiting for the disk" if waiting else ""
+            return text or f", {format_bytes(writer.bytes_recorded)}"
         state = f", {format_bytes(writer.bytes_recorded)} recorded"
         if writer.bytes_written:
             state += f", {format_bytes(writer.bytes_written)} on disk"
@@ -188,7 +198,7 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
     """
     from trajstore import trainers
 
-    facts = trainers.plan(config, **texts).facts()
+    summary = trainers.plan(config, **texts).facts()
     tiers = {}
     for tier in TIERS:
         changes: dict[str, Any] = {"variables": (tier,)}
@@ -198,17 +208,18 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         try:
             planned = trainers.plan(config.model_copy(update={"recording": recording}), **texts)
         except InvalidArgument as error:  # it needs more memory than the one that is wanted
-            facts["notes"].append(f"the tier {tier} is not possible: " + wording(error))
+            summary["notes"].append(f"the tier {tier} is not possible: " + wording(error))
         else:
             tiers[tier] = planned.totals()
     out.print(
-        f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
-        f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at "
-        f"most {format_bytes(facts['memory'])} of memory; {facts['files']} files."
+        f"{summary['rows']} rows of {summary['tokens']} tokens: steps 0 to {summary['steps']}, "
+        f"every {summary['every']}; encoding {summary['encoding']}; blocks of "
+        f"{summary['block_rows']} rows; at most {format_bytes(summary['memory'])} of memory; "
+        f"{summary['files']} files."
     )
     rows = [
         (name, array["native_dtype"], *_sizes(array), " × ".join(map(str, array["chunk"])))
-        for name, array in facts["arrays"].items()
+        for name, array in summary["arrays"].items()
     ]
     print_table("", ("array", "type", *_SIZES, "chunk"), rows)
     rows = [
@@ -216,11 +227,11 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         for tier, totals in tiers.items()
     ]
     print_table("Tiers", ("tier", *_SIZES, "memory", "rows per block"), rows)
-    print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+    print_notes([*summary["notes"], *(advice["sentence"] for advice in summary["advice"])])
 
 
-def _sizes(facts: dict[str, Any]) -> list[str]:
-    return [*map(format_bytes, (facts["bytes_native"], *facts["bytes_by_encoding"].values()))]
+def _sizes(totals: dict[str, Any]) -> list[str]:
+    return [*map(format_bytes, (totals["bytes_native"], *totals["bytes_by_encoding"].values()))]
 
 
 _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
@@ -365,12 +376,12 @@ def _train_and_print(
     from trajstore.store.reading.run_info import information
     from trajstore.trainers.runs.run_plan import planned_runs
 
-    facts = {run: information(run) for run in planned_runs(path, config)}
-    least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
+    runs = {run: information(run) for run in planned_runs(path, config)}
+    least = min(runs.values(), key=lambda entry: int(entry["committed_rows"]))
     if least["status"] == "interrupted":
         print_interrupted(path, least, fsync=options["fsync"])
         sys.exit(stop.exit_code)
-    print_recorded(path, facts, progress.seconds, progress.rate)
+    print_recorded(path, runs, progress.seconds, progress.rate)
 
 
 @contextmanager
@@ -421,11 +432,11 @@ def print_recorded(
     took = "" if seconds is None else f" in {format_duration(seconds)}"
     if rate is not None:
         took += f" ({rate:.3g} steps per second)"
-    for place, facts in recorded.items():
+    for place, info in recorded.items():
         out.print(
-            f"Recorded {facts['committed_rows']} rows to {place}{took}: "
-            f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
-            f"on disk (ratio {facts['ratio']:.2f})."
+            f"Recorded {info['committed_rows']} rows to {place}{took}: "
+            f"{format_bytes(info['bytes_native'])} in {format_bytes(info['bytes_on_disk'])} "
+            f"on disk (ratio {info['ratio']:.2f})."
         )
     name, run = shlex.quote(str(path)), shlex.quote(str(next(iter(recorded))))
     next_commands = {
@@ -441,12 +452,12 @@ def print_recorded(
         out.print(f"  {command:<{longest}}   {purpose}")
 
 
-def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> None:
+def print_interrupted(path: RunPath, info: dict[str, Any], *, fsync: bool) -> None:
     """Print, on standard error, the last recorded step and the command that resumes the run."""
     again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --no-fsync' * (not fsync)}"
     err.print(
-        f"Interrupted after step {facts['steps']['last']}; "
-        f"{facts['committed_rows']} rows are committed. Resume with: {again}"
+        f"Interrupted after step {info['steps']['last']}; "
+        f"{info['committed_rows']} rows are committed. Resume with: {again}"
     )
 
 

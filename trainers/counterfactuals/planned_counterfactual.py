@@ -108,12 +108,16 @@ class PlannedCounterfactual:
         check_inputs(rows)
         self.source, self.rows = source, rows
         self.first = first = _row_of(rows, at)
-        held = rows.natives["W"].name
-        self.settings = settings = changed_settings(source.attributes, held, assignments, seed=seed)
+        recorded_dtype = rows.natives["W"].name
+        self.settings = settings = changed_settings(
+            source.attributes, recorded_dtype, assignments, seed=seed
+        )
         weights = getattr(torch, settings.weights_dtype)
         largest = rows.largest_hyperparameters
-        self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device, largest)
-        largest = {name: one for name, one in largest.items() if name in settings.kept}
+        self.recorded = recorded_optimizer(
+            source.attributes, getattr(torch, recorded_dtype), device, largest
+        )
+        largest = {name: value for name, value in largest.items() if name in settings.kept}
         recorded, changed = source.attributes["optimizer"], settings.optimizer
         if changed["class"] == recorded["class"]:
             changed = {**recorded, **changed}  # also the forms of gradient and hyperparameters
@@ -147,12 +151,12 @@ class PlannedCounterfactual:
             _check_known(source.attributes, rows, rows.rates, rows.clip_coefs, unknown, known)
         self.lr = changed_learning_rates(rows, source.attributes, settings)
         self.clip_coef = changed_clip_coefs(rows, settings)
-        own, recorded = self.optimizer.numbers, rows.hyperparameters(0)
+        numbers, recorded = self.optimizer.numbers, rows.hyperparameters(0)
         # In the order of the run, with which the new one is compared.
-        own = {name: own[name] for name in (*recorded, *own) if name in own}
-        kept = settings.kept & own.keys()
+        numbers = {name: numbers[name] for name in (*recorded, *numbers) if name in numbers}
+        kept = settings.kept & numbers.keys()
         self.numbers = [
-            own | {n: one for n, one in rows.hyperparameters(row).items() if n in kept}
+            numbers | {n: value for n, value in rows.hyperparameters(row).items() if n in kept}
             for row in range(len(rows))
         ]
         later = range(first + 1, len(rows))
@@ -165,17 +169,17 @@ class PlannedCounterfactual:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes about the interpretation of the result."""
-        found = [CAVEAT] if self.settings.given else []
+        notes = [CAVEAT] if self.settings.given else []
         if not self.settings.keeps_state:
-            found.append("the optimizer has another class and starts without a state")
+            notes.append("the optimizer has another class and starts without a state")
         left_out = [name for name in self.rows.natives if name not in self.variables]
         if left_out:
-            found.append(
+            notes.append(
                 f"{', '.join(left_out)}: left out, because the gradients of W do not determine them"
             )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
-            found.append(f"gradients were rounded to {self.variables['W'].name} first")
-        return tuple(found)
+            notes.append(f"gradients were rounded to {self.variables['W'].name} first")
+        return tuple(notes)
 
     def attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes of the root of the new run.
@@ -187,7 +191,7 @@ class PlannedCounterfactual:
         """
         before = self.source.attributes
         known = before.get("provenance")
-        kept = {
+        corpus = {
             name: known[name]
             for name in ("corpus", "tokenizer")
             if isinstance(known, Mapping) and name in known
@@ -206,12 +210,12 @@ class PlannedCounterfactual:
                 **self.settings.optimizer,
                 "schedule": changed_schedule(before, self.settings),
             },
-            "provenance": provenance(self.placement.device, kept | {"what_if": what_if}),
+            "provenance": provenance(self.placement.device, corpus | {"what_if": what_if}),
         }
         if "recording" in before:
             attributes["recording"] = before["recording"]
-        if own := [name for name in self.variables if name not in VARIABLES]:
-            attributes[OPTIMIZER_STATE] = [{"name": name, "of": "element"} for name in own]
+        if state_names := [name for name in self.variables if name not in VARIABLES]:
+            attributes[OPTIMIZER_STATE] = [{"name": name, "of": "element"} for name in state_names]
         return attributes
 
     def of_tokens(self, values: Array) -> Array:
@@ -228,12 +232,12 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
         raise CannotReplay(
             f"{step} is the last step of the run; give an earlier one: " + argument("at")
         )
-    found = np.flatnonzero(rows.steps == step)
-    if not found.size:
+    matches = np.flatnonzero(rows.steps == step)
+    if not matches.size:
         raise StepNotFound(
             f"step {step} was not recorded; the run holds steps {rows.steps[0]} to {rows.steps[-1]}"
         )
-    return int(found[0])
+    return int(matches[0])
 
 
 def _check_state(
@@ -264,9 +268,9 @@ def _check_state(
 def _check_every_step(rows: RecordedRows, first: int) -> None:
     gaps = np.flatnonzero(np.diff(rows.steps[first:]) != 1)
     if gaps.size:
-        at = first + int(gaps[0])
+        row = first + int(gaps[0])
         raise CannotReplay(
-            f"step {rows.steps[at + 1]} follows step {rows.steps[at]}, so the gradients between "
+            f"step {rows.steps[row + 1]} follows step {rows.steps[row]}, so the gradients between "
             "them are missing; record with "
             + argument("every", 1)
             + ", or start later ("
@@ -312,40 +316,40 @@ def _placement(
 ) -> tuple[Placement, Array | None]:
     """Return the placement of the chosen tokens, and their positions in the run."""
     whole = recorded_placement(source, device)
-    held = source.coordinates["token"].astype(np.int64)
+    recorded = source.coordinates["token"].astype(np.int64)
     if isinstance(tokens, str):
-        ids = select_tokens(tokens, len(held), source.coordinates.get("is_dead"))
+        ids = select_tokens(tokens, len(recorded), source.coordinates.get("is_dead"))
         chosen = ids
     else:
-        wanted = np.unique(exact("tokens", tokens, "int64", least=ANY))
-        missing = wanted[~np.isin(wanted, held)]
-        if not wanted.size:
+        requested = np.unique(exact("tokens", tokens, "int64", least=ANY))
+        missing = requested[~np.isin(requested, recorded)]
+        if not requested.size:
             raise InvalidArgument("tokens: got no ids, expected at least one; give ids of the run")
         if missing.size:
             raise InvalidArgument(
                 f"tokens: the run lacks {', '.join(map(str, missing[:5]))}; give ids of the run"
             )
-        chosen = np.flatnonzero(np.isin(held, wanted))
+        chosen = np.flatnonzero(np.isin(recorded, requested))
     if chosen is None:
         return whole, None
     # Without a recorded size of the vocabulary, the tokens of the run are the vocabulary.
-    return replace(whole, ids=chosen if whole.ids is None else held[chosen]), chosen
+    return replace(whole, ids=chosen if whole.ids is None else recorded[chosen]), chosen
 
 
 def _variables(
     rows: RecordedRows, settings: ChangedSettings, optimizer: RecordedOptimizer
 ) -> dict[str, NativeType]:
     """Return the variables of the new run with their types."""
-    found = {}
+    types = {}
     for name in dict.fromkeys([*RECORDED, *optimizer.state_names]):
         if name in (*MODEL, *EVERYTHING):  # of the recorded model, not of the changed one
             continue
         if name in ("W", "grad") and name in rows:
-            found[name] = NATIVE_TYPES[settings.weights_dtype]
+            types[name] = NATIVE_TYPES[settings.weights_dtype]
         elif name in MOMENTS or name not in VARIABLES:
             kept = name in rows or not settings.keeps_state
             if kept and name in optimizer.starts:
-                found[name] = NATIVE_TYPES[type_name(optimizer.example[name].dtype)]
+                types[name] = NATIVE_TYPES[type_name(optimizer.example[name].dtype)]
         elif name in rows:
-            found[name] = rows.natives[name]
-    return found
+            types[name] = rows.natives[name]
+    return types

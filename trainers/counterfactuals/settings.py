@@ -1,7 +1,4 @@
-"""The settings that a counterfactual may change, and the resulting optimizer.
-
-Learning rates and clipping factors of each step under changed settings.
-"""
+"""Settings that a counterfactual may change, and the optimizer, rates and factors that follow."""
 
 from __future__ import annotations
 
@@ -264,17 +261,17 @@ def changed_learning_rates(
         return recorded
     base = _base_rate(attributes)
     lr = float(settings.given.get("optimizer.lr", base))
-    taken = np.array([rows.steps_taken(max(number - 1, 0)) for number in range(len(rows))])
-    taken[0] = max(rows.steps_taken(0) - 1, 0)
+    counts = np.array([rows.steps_taken(max(number - 1, 0)) for number in range(len(rows))])
+    counts[0] = max(rows.steps_taken(0) - 1, 0)
     if reshaped:
         schedule = _schedule(changed_schedule(attributes, settings))
-        return _scheduled(lr, schedule, taken, recorded)
+        return _scheduled(lr, schedule, counts, recorded)
     scaled: Rates = recorded * (lr / base)
     as_recorded, changed = np.full_like(recorded, np.nan), scaled.copy()
     for first, schedule in _recorded_schedules(attributes):
         after = np.asarray(rows.steps) > first
-        as_recorded[after] = _scheduled(base, schedule, taken, recorded)[after]
-        changed[after] = _scheduled(lr, schedule, taken, recorded)[after]
+        as_recorded[after] = _scheduled(base, schedule, counts, recorded)[after]
+        changed[after] = _scheduled(lr, schedule, counts, recorded)[after]
     return changed if np.array_equal(as_recorded, recorded, equal_nan=True) else scaled
 
 
@@ -295,13 +292,13 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])
-    found = []
+    factors = []
     for number in range(len(rows)):
         coefficient = clip_coefficient(tensor_of(rows.scalar("grad_norm", number), norm), largest)
         if rows.steps[number] == 0:
             coefficient = torch.full_like(coefficient, float("nan"))
-        found.append(as_bits(coefficient.to(getattr(torch, factor.name)), factor, "clip_coef"))
-    return found
+        factors.append(as_bits(coefficient.to(getattr(torch, factor.name)), factor, "clip_coef"))
+    return factors
 
 
 def _base_rate(attributes: Mapping[str, Any]) -> float:
@@ -355,11 +352,11 @@ def _schedule(values: Mapping[str, Any]) -> ScheduleConfig:
 
 
 def _scheduled(
-    lr: float, schedule: ScheduleConfig, taken: npt.NDArray[np.int64], recorded: Rates
+    lr: float, schedule: ScheduleConfig, counts: npt.NDArray[np.int64], recorded: Rates
 ) -> Rates:
     """Return the rates of a schedule after given numbers of steps; NaN where none is recorded."""
     optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr)
     built = build_schedule(optimizer, schedule, schedule.steps or 1)
     factor = built.lr_lambdas[0]
-    rates = np.array([lr * factor(int(steps)) for steps in taken])
+    rates = np.array([lr * factor(int(steps)) for steps in counts])
     return np.where(np.isnan(recorded), np.nan, rates)

@@ -1,6 +1,6 @@
-"""A counterfactual run: W from the recorded gradients and another optimizer.
+"""`what_if` writes a counterfactual run: W from the recorded gradients and another optimizer.
 
-The rows of a counterfactual: the computed W, and variables copied from the recorded run.
+`CounterfactualRows` computes its rows; other variables are copied from the recorded run.
 """
 
 from __future__ import annotations
@@ -110,19 +110,19 @@ class CounterfactualRows:
     def _begin(self, row: RecordedRow) -> None:
         """Set the optimizer to the recorded state of a row."""
         planned, names = self._planned, self._planned.recorded.state_names
-        taken = self._rows.steps_taken(row.number)
+        count = self._rows.steps_taken(row.number)
         state = {}
-        if taken and planned.needs_rebuilding:
+        if count and planned.needs_rebuilding:
             self._rebuild(row.number)
             state = {name: planned.recorded.value(name) for name in names}
-        elif taken:
+        elif count:
             state = {name: self._parameter(name, row) for name in names}
         if state and row.number == 0 and not any(value.any() for value in state.values()):
             raise CannotReplay(
                 f"the optimizer's state at step {row.step} was not recorded, because recording "
                 "began there; start a step later (" + argument("at") + ")"
             )
-        planned.optimizer.begin(self._parameter("W", row), state, taken)
+        planned.optimizer.begin(self._parameter("W", row), state, count)
 
     def _rebuild(self, last: int) -> None:
         """Have the recorded optimizer take all recorded steps up to a row."""
@@ -187,11 +187,11 @@ class CounterfactualRows:
 
     def _gradient(self, row: RecordedRow) -> Array:
         """Return the gradient that the optimizer gets, before clipping."""
-        native, wanted = self._rows.natives["grad"], self._variables["grad"]
+        native, target = self._rows.natives["grad"], self._variables["grad"]
         bits = self._planned.of_tokens(row.bits["grad"])
-        if native == wanted:
+        if native == target:
             return bits
-        return as_bits(tensor_of(bits, native).to(getattr(torch, wanted.name)), wanted, "grad")
+        return as_bits(tensor_of(bits, native).to(getattr(torch, target.name)), target, "grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +343,7 @@ def _write(
     on_note: Callable[[str], None],
 ) -> int | None:
     """Write the new run row by row; return `CounterfactualRows.first_difference`."""
-    made = CounterfactualRows(planned)
+    rows = CounterfactualRows(planned)
     total = len(planned.rows) - planned.first
     chosen: dict[str, Any] = {
         name: planned.of_tokens(values)
@@ -369,10 +369,10 @@ def _write(
         fsync=False,  # the complete run is flushed before it gets its name
         **chosen,
     ) as new:
-        for done, (row, values) in enumerate(made, 1):
+        for count, (row, values) in enumerate(rows, 1):
             for name, place in new.next_row().items():
                 place[...] = values[name]
             new.commit_row(row.step)
             if on_progress is not None:
-                on_progress(done, total)
-    return made.first_difference
+                on_progress(count, total)
+    return rows.first_difference

@@ -1,9 +1,4 @@
-"""Functions of the model, evaluated at many recorded steps.
-
-``evaluate`` calls a function for each step, here or in ``worker_processes``. ``function_source``
-imports it from a file. ``result`` checks what it returns, and ``result_store`` appends it to a Zarr
-store. ``on_texts`` and ``on_prompts`` hold the ready-made functions.
-"""
+"""Functions of the model, evaluated at many recorded steps."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,7 @@
-"""Evaluation of a function at many steps, appended to a Zarr store.
+"""`evaluate` calls a function with the models of many steps, here or in other processes.
 
-Results of steps from several processes, in the order of the steps.
-
-Functions given as ``FILE.py:function`` or ``MODULE:function``.
+Functions are given as objects, as ``FILE.py:function`` or as ``MODULE:function``. Results arrive in
+the order of the steps.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def in_processes(
         it.
     """
     try:
-        made = pickle.dumps((worker, arguments))
+        pickled = pickle.dumps((worker, arguments))
     except Exception as error:  # pickle raises many types
         raise InvalidArgument(
             f"the function cannot be passed to other processes ({error}); define it in a module, "
@@ -100,15 +99,15 @@ def in_processes(
         while waiting or pieces:
             while pieces and len(waiting) < _AHEAD * jobs:
                 piece = pieces.popleft()
-                waiting.append((piece, pool.submit(_evaluated, made, piece)))
+                waiting.append((piece, pool.submit(_evaluated, pickled, piece)))
             piece, future = waiting[0]
-            found, failure = future.result()
+            results, failure = future.result()
             waiting.popleft()
-            yield from found
+            yield from results
             if failure is not None:
                 raise failure
-            if left := piece[len(found) :]:
-                waiting.appendleft((left, pool.submit(_evaluated, made, left)))
+            if left := piece[len(results) :]:
+                waiting.appendleft((left, pool.submit(_evaluated, pickled, left)))
     except BrokenProcessPool as error:
         raise TrajstoreError(
             f"a process that evaluated step {piece[0]} or a later one was killed, perhaps because "
@@ -139,24 +138,26 @@ def _end_with_parent() -> None:
 
 
 @cache
-def _evaluator(made: bytes) -> Callable[[Sequence[int]], Iterable[xr.Dataset]]:
-    worker, arguments = pickle.loads(made)
+def _evaluator(pickled: bytes) -> Callable[[Sequence[int]], Iterable[xr.Dataset]]:
+    worker, arguments = pickle.loads(pickled)
     return worker(*arguments)  # type: ignore[no-any-return]
 
 
-def _evaluated(made: bytes, steps: Sequence[int]) -> tuple[list[xr.Dataset], TrajstoreError | None]:
+def _evaluated(
+    pickled: bytes, steps: Sequence[int]
+) -> tuple[list[xr.Dataset], TrajstoreError | None]:
     """Return the results of the first steps, and the error of the next one."""
-    found: list[xr.Dataset] = []
+    results: list[xr.Dataset] = []
     began = time.monotonic()
     try:
-        for result in _evaluator(made)([] if _stop.is_set() else steps):
-            found.append(result)
+        for result in _evaluator(pickled)([] if _stop.is_set() else steps):
+            results.append(result)
             if _stop.is_set() or time.monotonic() - began > _PATIENCE:
                 break
     except TrajstoreError as error:
         error.add_note(traceback.format_exc())
-        return found, error
-    return found, None
+        return results, error
+    return results, None
 
 
 def load_function(source: str) -> Callable[..., Any]:
@@ -175,7 +176,7 @@ def load_function(source: str) -> Callable[..., Any]:
     module = _file(place) if place.endswith(".py") else _module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        known = [one for one, value in vars(module).items() if callable(value)]
+        known = [key for key, value in vars(module).items() if callable(value)]
         raise InvalidArgument(f"{place} has no function {name}{did_you_mean(name, known)}")
     return function  # type: ignore[no-any-return]
 
@@ -311,7 +312,7 @@ def evaluate(
     array([0, 2, 4])
     """
     stored = RunParameters(run)
-    wanted = _wanted(stored.steps, steps, every)
+    selected = _selected_steps(stored.steps, steps, every)
     if isinstance(function, str):
         load_function(function)  # its errors are reported before a process starts
     about = {
@@ -321,20 +322,20 @@ def evaluate(
     }
     with ResultStore.open(output, about, overwrite=overwrite) as store:
         before = len(store.steps)
-        missing = np.setdiff1d(wanted, store.steps)
+        missing = np.setdiff1d(selected, store.steps)
         if before and len(missing) and missing[0] < store.steps[-1]:
             raise InvalidArgument(
                 f"{output} has results up to step {store.steps[-1]} but not of step {missing[0]}, "
                 "and results are only appended; choose another output, or replace it with "
                 + argument("overwrite", True)
             )
-        done = len(wanted) - len(missing)
+        done = len(selected) - len(missing)
         try:
             for result in _results(run, function, constructor, missing.tolist(), jobs):
                 store.add(result)
                 done += 1
                 if on_progress is not None:
-                    on_progress(done, len(wanted))
+                    on_progress(done, len(selected))
         except TrajstoreError as error:
             if len(store.steps):
                 error.args = (
@@ -403,8 +404,8 @@ def _place(function: Evaluation, error: Exception) -> traceback.FrameSummary:
     """The last line of the function's own file that an error passed, or the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(function), "__code__", None)
-    own = [frame for frame in frames if code and frame.filename == code.co_filename]
-    return (own or frames)[-1]
+    own_frames = [frame for frame in frames if code and frame.filename == code.co_filename]
+    return (own_frames or frames)[-1]
 
 
 def _results(
@@ -421,7 +422,7 @@ def _results(
     return in_processes(Evaluator, (run, function, constructor), steps, jobs)
 
 
-def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
+def _selected_steps(recorded: Any, steps: Steps, every: int) -> Any:
     """Return the steps to evaluate.
 
     Raises
@@ -430,12 +431,12 @@ def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
         If a single step was not recorded, or there are none.
     """
     chosen = select_part(xr.Dataset(coords={"step": recorded}), steps=steps)["step"].values
-    wanted = chosen[chosen % every == 0]
-    if not len(wanted):
+    multiples = chosen[chosen % every == 0]
+    if not len(multiples):
         raise InvalidArgument(
             f"no selected step is a multiple of {every}; give a smaller " + argument("every")
         )
-    return wanted
+    return multiples
 
 
 def _name(function: Evaluation | str) -> str:

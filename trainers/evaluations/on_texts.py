@@ -1,7 +1,4 @@
-"""Ready-made evaluations on a text: its loss, and the cosines of W to the mean hidden state.
-
-Ready-made evaluations of prompts: attention, CKA, logit lens, and generated text.
-"""
+"""Ready-made evaluations of texts (loss, cosines of W) and prompts (attention, CKA and others)."""
 
 from __future__ import annotations
 
@@ -141,8 +138,8 @@ def _text_ids(
     tokenizer: str | os.PathLike[str] | None,
     length: int | None,
 ) -> tuple[Ids, int]:
-    found, offset = read_with(run, tokenizer)
-    ids = tokenize_file(Path(text), found).ids[:length]
+    encoder, offset = read_with(run, tokenizer)
+    ids = tokenize_file(Path(text), encoder).ids[:length]
     if len(ids) <= offset:
         raise InvalidArgument(f"{text} has {len(ids)} tokens, too few to predict one; give more")
     return ids, offset
@@ -214,8 +211,8 @@ def _identity(ids: Ids) -> str:
 
 def logits_of(output: Any) -> torch.Tensor:
     """Return the logits of a model's output: the output itself, or its attribute ``logits``."""
-    found: torch.Tensor = getattr(output, "logits", output)
-    return found
+    logits: torch.Tensor = getattr(output, "logits", output)
+    return logits
 
 
 def context_of(model: torch.nn.Module) -> int:
@@ -269,8 +266,8 @@ def attention(
     CorpusError
         If the tokenizer cannot encode the prompt.
     """
-    found, _ = read_with(run, tokenizer)
-    compute = partial(_attention, _prompt_ids(prompt, found))
+    encoder, _ = read_with(run, tokenizer)
+    compute = partial(_attention, _prompt_ids(prompt, encoder))
     return ReadyMade(name=f"attention of {prompt!r}", compute=compute)
 
 
@@ -317,13 +314,13 @@ def cka(
     VariableNotRecorded, StepNotFound
         If the run lacks the parameters or the step.
     """
-    found, _ = read_with(run, tokenizer)
+    encoder, _ = read_with(run, tokenizer)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise InvalidArgument("got no prompts, expected at least one")
     stored = RunParameters(run)
     step = int(stored.steps[stored.number(stored.steps[-1] if against is None else against)])
-    compute = _Similarity(run, step, [_prompt_ids(one, found) for one in texts])
+    compute = _Similarity(run, step, [_prompt_ids(text, encoder) for text in texts])
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     name = f"cka of prompts (sha256 {digest[:12]}) against step {step}"
     return ReadyMade(name=name, compute=compute)
@@ -355,9 +352,9 @@ def logit_lens(
     InvalidArgument, CorpusError
         As `attention`.
     """
-    found, offset = read_with(run, tokenizer)
-    texts = np.array(found.texts(), object)
-    compute = partial(_lens, _prompt_ids(prompt, found), texts, offset)
+    encoder, offset = read_with(run, tokenizer)
+    texts = np.array(encoder.texts(), object)
+    compute = partial(_lens, _prompt_ids(prompt, encoder), texts, offset)
     return ReadyMade(name=f"logit-lens of {prompt!r}", compute=compute)
 
 
@@ -392,13 +389,13 @@ def generation(
         As `attention`. Also if `length` is below 1, or the prompt has fewer tokens than a
         prediction needs.
     """
-    found, offset = read_with(run, tokenizer)
-    ids, length = _prompt_ids(prompt, found), length or 40
+    encoder, offset = read_with(run, tokenizer)
+    ids, length = _prompt_ids(prompt, encoder), length or 40
     if len(ids) < offset:
         raise InvalidArgument(f"the prompt has {len(ids)} tokens, expected at least {offset}")
     return ReadyMade(
         name=f"generation of {length} tokens after {prompt!r}",
-        compute=partial(_generate, ids, offset, length, found.pretrained()),
+        compute=partial(_generate, ids, offset, length, encoder.pretrained()),
     )
 
 
@@ -439,26 +436,29 @@ class _Similarity:
             reference = model_at(self._run, self._step, constructor=lambda: copy.deepcopy(model))
             self._reference = self._states(reference)
         pairs = zip(self._states(model), self._reference, strict=True)
-        found = [float((one.T @ other).square().sum()) for one, other in pairs]
-        return {"cka": (("layer",), np.array(found))}
+        similarities = [
+            float((states.T @ reference_states).square().sum())
+            for states, reference_states in pairs
+        ]
+        return {"cka": (("layer",), np.array(similarities))}
 
     def _states(self, model: Any) -> list[torch.Tensor]:
         """Return each layer's centered states X (position, hidden), divided by √‖XᵀX‖."""
         batches = [batch for ids in self._prompts for batch in windows(ids, model)]
         outputs = [model(batch, output_hidden_states=True).hidden_states[1:] for batch in batches]
-        found = []
+        normalized = []
         for parts in zip(*outputs, strict=True):
             states = double(torch.cat([part.flatten(0, 1) for part in parts]))
             states -= states.mean(0)
-            found.append(states / (states.T @ states).norm().sqrt())
-        return found
+            normalized.append(states / (states.T @ states).norm().sqrt())
+        return normalized
 
 
 def _attention(ids: Ids, model: Any) -> dict[str, Any]:
     _require_transformers(model, "attention")
     model.set_attn_implementation("eager")  # others do not return the weights
-    found = model(_input(ids, model), output_attentions=True).attentions
-    weights = torch.stack(found)[:, 0].float()
+    attentions = model(_input(ids, model), output_attentions=True).attentions
+    weights = torch.stack(attentions)[:, 0].float()
     entropy = torch.special.entr(weights).sum(-1).mean(-1)
     return {
         "attention": (("layer", "head", "query", "key"), weights.cpu().numpy()),

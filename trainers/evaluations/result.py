@@ -1,7 +1,4 @@
-"""The result of an evaluation at one step: a dict of values, as a Dataset.
-
-The Zarr store of an evaluation. Results are appended in the order of the steps.
-"""
+"""Results of an evaluation: the values of one step as a Dataset, and their Zarr store."""
 
 from __future__ import annotations
 
@@ -51,25 +48,25 @@ def step_dataset(result: Any, step: int) -> xr.Dataset:
             f"step {step}: the function returned {type(result).__name__}, expected a dict of "
             "values by name"
         )
-    taken = [name for name in result if name in VARIABLES or name in COORDINATES]
-    if taken or STEP.name in result:
+    reserved = [name for name in result if name in VARIABLES or name in COORDINATES]
+    if reserved or STEP.name in result:
         raise InvalidArgument(
-            f"step {step}: the function returned {taken[0] if taken else STEP.name}, which is a "
-            "name of a run; return it under another name"
+            f"step {step}: the function returned {reserved[0] if reserved else STEP.name}, which "
+            "is a name of a run; return it under another name"
         )
-    found = {}
+    arrays = {}
     for name, value in result.items():
         if not isinstance(name, str):
             raise InvalidArgument(f"step {step}: got the name {name!r}, expected a string")
         try:
-            found[name] = _array(name, value)
+            arrays[name] = _array(name, value)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(
                 f"step {step}: {name} is {type(value).__name__}, expected a number, a text, an "
                 f"array, or (dimensions, array): {error}"
             ) from error
     try:
-        ds = xr.Dataset(found)
+        ds = xr.Dataset(arrays)
     except ValueError as error:
         raise InvalidArgument(f"step {step}: the results do not fit together: {error}") from error
     ds = ds.drop_vars(STEP.name, errors="ignore").expand_dims({STEP.name: [step]})
@@ -92,15 +89,15 @@ def check_like(ds: xr.Dataset, first: xr.Dataset) -> None:
             f"{', '.join(map(str, first.data_vars))} at the steps before; return the same names"
         )
     for name, values in ds.data_vars.items():
-        for what, new, old in (
+        for aspect, new, old in (
             ("dimensions", values.dims[1:], first[name].dims[1:]),
             ("shape", values.shape[1:], first[name].shape[1:]),
             ("type", _type(values), _type(first[name])),
         ):
             if new != old:
                 raise InvalidArgument(
-                    f"step {step}: {name} has {what} {new}, but {old} at the steps before; return "
-                    "the same form at every step"
+                    f"step {step}: {name} has {aspect} {new}, but {old} at the steps before; "
+                    "return the same form at every step"
                 )
     for name, values in ds.coords.items():
         if name != STEP.name and not (name in first.coords and values.equals(first[name])):
@@ -132,7 +129,7 @@ def _values(value: Any) -> Any:
     values = np.array(value)
     if values.dtype.kind in "UT":  # NumPy's fixed width drops NUL characters at the end of a text
         values = np.array(value, dtype=object)
-    if values.dtype.kind == "O" and not all(isinstance(one, str) for one in values.flat):
+    if values.dtype.kind == "O" and not all(isinstance(item, str) for item in values.flat):
         raise TypeError("it has values that are neither numbers nor texts")
     if values.dtype.kind not in _KINDS:
         raise TypeError(f"values of type {values.dtype} are not stored")
@@ -145,23 +142,27 @@ _ROWS = "complete_rows"
 _CHUNK = 1 << 20
 _MOST_ROWS = 1024
 _WAITING_BYTES = 32 << 20
-_WAITING_SECONDS = 5.0
 
 
 class ResultStore:
     """A Zarr store of results along ``step``, locked for this process. `open` creates it.
 
-    Results wait in memory for at most five seconds, or until they have 32 MiB.
+    Results wait in memory for some seconds, or until they have 32 MiB.
 
     Attributes
     ----------
     path : Path
     steps : ndarray of int64, (step,)
         Steps with results, including those that wait.
+    waiting_seconds : float
+        Seconds for which results wait at most.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], first: xr.Dataset | None) -> None:
+    def __init__(
+        self, path: Path, about: Mapping[str, Any], first: xr.Dataset | None = None
+    ) -> None:
         self.path = path
+        self.waiting_seconds = 5.0
         self.steps: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._about = dict(about)
         self._first = first
@@ -201,7 +202,7 @@ class ResultStore:
             if overwrite and path.exists():
                 _attributes(path)
                 shutil.rmtree(path)
-            store = cls._existing(path, about) if path.exists() else cls(path, about, None)
+            store = cls._existing(path, about) if path.exists() else cls(path, about)
             try:
                 yield store
             finally:
@@ -210,12 +211,12 @@ class ResultStore:
     @classmethod
     def _existing(cls, path: Path, about: Mapping[str, Any]) -> Self:
         attributes = _attributes(path)
-        found = attributes[EVALUATION]
-        differing = [name for name in about if found.get(name) != about[name]]
+        stored = attributes[EVALUATION]
+        differing = [name for name in about if stored.get(name) != about[name]]
         if differing:
             name = differing[0]
             raise InvalidArgument(
-                f"{path} has results with {name} {found.get(name)}, got {name} {about[name]}; "
+                f"{path} has results with {name} {stored.get(name)}, got {name} {about[name]}; "
                 "choose another output, or replace it with " + argument("overwrite", True)
             )
         rows = attributes[_ROWS]
@@ -248,7 +249,7 @@ class ResultStore:
             check_like(result, self._first)
         self._waiting.append(result)
         self.steps = np.append(self.steps, result[STEP.name].values)
-        waits = time.monotonic() - self._last >= _WAITING_SECONDS
+        waits = time.monotonic() - self._last >= self.waiting_seconds
         if waits or result.nbytes * len(self._waiting) >= _WAITING_BYTES:
             self.flush()
 
@@ -263,12 +264,16 @@ class ResultStore:
         )  # fmt: skip
         ds.attrs = {EVALUATION: self._about, _ROWS: self._written}
         if self._written:
-            constant = [name for name, one in ds.variables.items() if STEP.name not in one.dims]
+            constant = [
+                name for name, variable in ds.variables.items() if STEP.name not in variable.dims
+            ]
             # It replaces the attributes of the root by those of the Dataset.
             ds.drop_vars(constant).to_zarr(self.path, append_dim=STEP.name, consolidated=False)
         else:
-            encoding = {name: {"chunks": _chunks(one)} for name, one in ds.variables.items()}
-            encoding = {name: one for name, one in encoding.items() if one["chunks"]}
+            encoding = {
+                name: {"chunks": _chunks(variable)} for name, variable in ds.variables.items()
+            }
+            encoding = {name: variable for name, variable in encoding.items() if variable["chunks"]}
             ds.to_zarr(self.path, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
         self._written += ds.sizes[STEP.name]
         self._waiting.clear()
@@ -288,14 +293,14 @@ def _attributes(path: Path) -> dict[str, Any]:
         If it is not the store of an evaluation.
     """
     try:
-        found = zarr.open_group(path, mode="r", use_consolidated=False).attrs.asdict()
+        attributes = zarr.open_group(path, mode="r", use_consolidated=False).attrs.asdict()
     except Exception:  # zarr raises many types for other files
-        found = {}
-    if EVALUATION not in found or _ROWS not in found:
+        attributes = {}
+    if EVALUATION not in attributes or _ROWS not in attributes:
         raise RunExists(
             f"{path} is not the store of an evaluation and is not overwritten; choose another path"
         )
-    return found
+    return attributes
 
 
 def _chunks(variable: xr.Variable) -> tuple[int, ...]:

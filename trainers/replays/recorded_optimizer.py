@@ -1,8 +1,7 @@
-"""The optimizer of a recorded run, to repeat its steps: the real class of `torch.optim`.
+"""The optimizer and the device of a recorded run, to repeat its steps.
 
-If its state has a separate type, it is a class of `rounded_optimizer`.
-
-The device of a replay, compared with the device of the recording.
+The optimizer is the real class of `torch.optim`; if its state has a separate type, a class of
+`rounded_optimizer`.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class RecordedOptimizer:
     def numbers(self) -> dict[str, float]:
         """Its numbers, apart from the rate, by the names in the rows of a run."""
         names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
-        found = numbers_of((name, self.hyperparameters[name]) for name in names)
-        return {name: number for name, number in found.items() if name not in NO_NUMBERS}
+        numbers = numbers_of((name, self.hyperparameters[name]) for name in names)
+        return {name: number for name, number in numbers.items() if name not in NO_NUMBERS}
 
     def unknown(self, numbers: Mapping[str, float]) -> list[str]:
         """Return which of its numbers are NaN in a row."""
@@ -151,15 +150,15 @@ class RecordedOptimizer:
         self._optimizer = self._class([self._parameter], **self._taken)
         if not steps_taken:
             return
-        held = {
-            name: state[name].to(one.device, one.dtype)
-            for name, one in self.example.items()
+        kept = {
+            name: state[name].to(example.device, example.dtype)
+            for name, example in self.example.items()
             if name in state
         }
         if self.counts_steps:
             count: Any = torch.full_like(self.example[_STEP], steps_taken)
-            held[_STEP] = count if self._count_type is torch.Tensor else count.item()
-        self._optimizer.state[self._parameter] = held
+            kept[_STEP] = count if self._count_type is torch.Tensor else count.item()
+        self._optimizer.state[self._parameter] = kept
 
     def step(
         self,
@@ -216,7 +215,7 @@ class RecordedOptimizer:
         if name not in self._tensors:
             return value
         if isinstance(value, tuple):
-            return tuple(self._of_type(name, one) for one in value)
+            return tuple(self._of_type(name, item) for item in value)
         return torch.as_tensor(value, dtype=getattr(torch, self._tensors[name]), device="cpu")
 
     def _state(self) -> State:
@@ -366,12 +365,12 @@ def replay_device(
     FormatError
         If ``provenance.resumed`` is not a list of objects with a step.
     """
-    facts = recorded_facts(attributes, step)
-    recorded = str(facts.get("device", "an unknown device"))
+    provenance = recorded_facts(attributes, step)
+    recorded = str(provenance.get("device", "an unknown device"))
     kind = recorded.partition(":")[0]
     if kind == "cuda" and torch.cuda.is_available():
         here = torch.cuda.get_device_name()
-        exact = here == facts.get("device_name")
+        exact = here == provenance.get("device_name")
         device = torch.device("cuda")
     elif kind == "mps" and torch.backends.mps.is_available():
         here, exact, device = "mps", True, torch.device("mps")
@@ -380,32 +379,32 @@ def replay_device(
         now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
         if products:
             now["processor_name"] = processor_name()
-        held = {name: facts.get(name, value) for name, value in now.items()}
+        recording = {name: provenance.get(name, value) for name, value in now.items()}
         here, device = f"cpu ({_listed(now)})", torch.device("cpu")
-        exact = kind == "cpu" and held == now
+        exact = kind == "cpu" and recording == now
         if kind == "cpu":
-            recorded = f"cpu ({_listed(held)})"
-    detail = facts.get("device_name")
+            recorded = f"cpu ({_listed(recording)})"
+    detail = provenance.get("device_name")
     recorded_on = f"{recorded} ({detail})" if detail else recorded
     replayed_on = f"cuda ({here})" if device.type == "cuda" else here
-    version = facts.get("torch", torch.__version__)
+    version = provenance.get("torch", torch.__version__)
     notes = []
     if not exact:
         notes.append(
             f"recorded on {recorded_on}, replayed on {replayed_on}: different values are counted "
             "but are no errors"
         )
-        if device.type == kind == "cpu" and held | {_CAPABILITY: now[_CAPABILITY]} == now:
+        if device.type == kind == "cpu" and recording | {_CAPABILITY: now[_CAPABILITY]} == now:
             notes.append(
-                f"to compare every bit on a processor that has {held[_CAPABILITY]}, too, set "
-                f"ATEN_CPU_CAPABILITY={str(held[_CAPABILITY]).lower()}"
+                f"to compare every bit on a processor that has {recording[_CAPABILITY]}, too, set "
+                f"ATEN_CPU_CAPABILITY={str(recording[_CAPABILITY]).lower()}"
             )
     if version != torch.__version__:
         notes.append(
             f"recorded with torch {version}, replayed with {torch.__version__}, which may round "
             "differently: different values are counted but are no errors"
         )
-    count = facts.get("threads")
+    count = provenance.get("threads")
     return ReplayDevice(
         device=device,
         exact=exact and version == torch.__version__,
@@ -437,8 +436,8 @@ def replay_devices(
     """
     begins = [0, *resumed_after(attributes)]
     devices = [replay_device(attributes, step, products=products) for step in begins]
-    return [devices[max(at - 1, 0)] for at in np.searchsorted(begins, steps).tolist()]
+    return [devices[max(index - 1, 0)] for index in np.searchsorted(begins, steps).tolist()]
 
 
-def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(str(value) for value in facts.values() if value)
+def _listed(provenance: Mapping[str, Any]) -> str:
+    return ", ".join(str(value) for value in provenance.values() if value)

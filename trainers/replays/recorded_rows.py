@@ -1,17 +1,13 @@
-"""The rows of a run for a replay, in order, as native bits.
-
-Checks of single rows, in addition to the steps.
-
-Row 0 is the state before training, ``skipped`` is 0 or 1, and the clipping factor follows from the
-norm of all gradients. Summaries are computed again from the recorded arrays by the same functions,
-and cells from W. Summaries detect what the steps cannot: a changed gradient whose effect on W and
-the state is rounded away.
-
-Recorded bits as a parameter of the trained shape, and back.
+"""Rows of a run as native bits, as parameters of the trained shape, and checked on their own.
 
 The kernels of torch round differently in whole vectors and in the remainder of a tensor or of a
 thread's share. So a step needs a parameter of the trained shape, with every recorded token in its
-original position.
+original position (`Placement`).
+
+`RowChecks` checks what needs no step. Row 0 is the state before training, ``skipped`` is 0 or 1,
+and the clipping factor follows from the norm of all gradients. Summaries and cells are computed
+again from the recorded arrays. They show what steps cannot: a changed gradient whose effect on W
+and the state is rounded away.
 """
 
 from __future__ import annotations
@@ -171,8 +167,8 @@ class RecordedRows:
         self._hyperparameters: list[dict[str, float]] = []
         if "hyperparameters" in source.series and "hyperparameter" in source.names:
             names = source.names["hyperparameter"].tolist()
-            held = source.series["hyperparameters"].bits((slice(None),)).view(np.float64)
-            self._hyperparameters = [dict(zip(names, row, strict=True)) for row in held.tolist()]
+            values = source.series["hyperparameters"].bits((slice(None),)).view(np.float64)
+            self._hyperparameters = [dict(zip(names, row, strict=True)) for row in values.tolist()]
         self.skipped = np.zeros(len(self), bool)
         if "skipped" in self:
             self.skipped[1:] = [self.value("skipped", row) == 1 for row in range(1, len(self))]
@@ -266,11 +262,13 @@ class RecordedRows:
         block = series[0].tile[0]
         while first < stop:
             end = min(stop, first + most, (first // block + 1) * block)
-            held = {s.name: s.bits((slice(first, end),)) for s in series}
-            for at in range(end - first):
+            blocks = {s.name: s.bits((slice(first, end),)) for s in series}
+            for offset in range(end - first):
                 # A copy, because the window is released before the next rows are read.
-                yield self._row(first + at, {n: bits[at].copy() for n, bits in held.items()})
-            del held
+                yield self._row(
+                    first + offset, {n: bits[offset].copy() for n, bits in blocks.items()}
+                )
+            del blocks
             first = end
 
     def _row(self, number: int, bits: dict[str, Array]) -> RecordedRow:
@@ -432,7 +430,10 @@ class RowChecks:
                 computed[name] = norm(now, before)
         self._check_derived(
             row,
-            {name: as_bits(one, NATIVE_TYPES["float32"], name) for name, one in computed.items()},
+            {
+                name: as_bits(values, NATIVE_TYPES["float32"], name)
+                for name, values in computed.items()
+            },
         )
 
     def check_cells(self, row: RecordedRow) -> None:
@@ -441,9 +442,9 @@ class RowChecks:
             return
         native, bfloat16 = self._rows.natives["W"], NATIVE_TYPES["bfloat16"]
         expected, _ = convert(np.asarray(widen(row.bits["W"], native)), native, bfloat16)
-        held = row.bits["cells"]
-        nan = is_nan(held, bfloat16) | is_nan(expected, bfloat16)  # one of them may be lost
-        self._check_derived(row, {"cells": np.where(nan, held, expected)})
+        cells = row.bits["cells"]
+        nan = is_nan(cells, bfloat16) | is_nan(expected, bfloat16)  # one of them may be lost
+        self._check_derived(row, {"cells": np.where(nan, cells, expected)})
 
     def _check_derived(self, row: RecordedRow, computed: Mapping[str, Array]) -> None:
         """Compare variables of a row with values that were computed from others of it.
@@ -455,7 +456,7 @@ class RowChecks:
             self.compare(name, row.step, row.bits[name], bits)
             if (row.bits[name] != bits).any():
                 wrong[name] = row.bits[name] != bits
-        if wrong and all(one.step != row.step for one in self.findings):
+        if wrong and all(finding.step != row.step for finding in self.findings):
             self.findings.append(
                 finding_at(wrong, self._rows.tokens, kind="inconsistent", step=row.step)
             )

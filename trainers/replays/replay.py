@@ -92,7 +92,7 @@ def replay(
     unreplayed = UnreplayedSteps()
     checks = RowChecks(rows)
     findings = checks.findings
-    exact = all(one.exact for one in (device, *devices))
+    exact = all(item.exact for item in (device, *devices))
     names = set(checks.summaries) if exact else set()
     if "W" in rows and "cells" in rows:
         names |= {"W", "cells"}
@@ -129,11 +129,11 @@ def replay(
         skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
         rebuilt=() if steps is None else steps.rebuilt,
         variables=checks.compared,
-        findings=tuple(sorted(findings, key=lambda one: one.step)[:LISTED]),
+        findings=tuple(sorted(findings, key=lambda item: item.step)[:LISTED]),
         total=len(findings),
         unreplayed=unreplayed.all(),
         notes=(
-            *dict.fromkeys(note for one in (device, *devices) for note in one.notes),
+            *dict.fromkeys(note for item in (device, *devices) for note in item.notes),
             *(() if steps is None else steps.notes),
         ),
     )
@@ -317,9 +317,9 @@ class StepReplay:
 
     def _steps_taken(self, row: RecordedRow) -> int:
         """Return the optimizer's steps before a row, at least 1 if it keeps a state there."""
-        taken = self._rows.steps_taken(row.number)
-        if taken or self._optimizer.counts_steps:
-            return taken
+        count = self._rows.steps_taken(row.number)
+        if count or self._optimizer.counts_steps:
+            return count
         return int(any(row.bits[name].any() for name in self.recorded[1:]))
 
     def _find(self, row: RecordedRow, computed: dict[str, Array], *, skipped: bool) -> None:
@@ -356,7 +356,7 @@ class StepReplay:
         if rows.idle[row.number]:
             return
         if self._optimizer.counts_steps and "step_count" in rows:
-            before, after = (rows.steps_taken(one.number) for one in (previous, row))
+            before, after = (rows.steps_taken(neighbor.number) for neighbor in (previous, row))
             if after != before + 1:
                 reason = "it took several" if after > before else "its state was replaced"
                 raise CannotReplay(

@@ -1,7 +1,4 @@
-"""The result of a replay: counts per variable, findings, and steps that were not replayed.
-
-Intermediate results of a replay, which become a `Replay`.
-"""
+"""The result of a replay: counts per variable, findings, and steps that were not replayed."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ import numpy.typing as npt
 
 from trajstore.errors import TrajstoreError
 from trajstore.values.native_types import NativeType, ordinal, widen
+
+Array = npt.NDArray[Any]
 
 LISTED = 20
 """Maximum number of findings that a result lists; it counts all."""
@@ -179,18 +178,15 @@ class Replay:
 
     def facts(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        found = asdict(self) | {
+        values = asdict(self) | {
             "clean": self.clean,
             "differing": self.differing,
             "findings": [finding.facts() for finding in self.findings],
             "total_findings": self.total,
             "unreplayed": [asdict(part) | {"sentence": part.sentence} for part in self.unreplayed],
         }
-        del found["total"]
-        return found
-
-
-Array = npt.NDArray[Any]
+        del values["total"]
+        return values
 
 
 class UnreplayedSteps:
@@ -207,8 +203,8 @@ class UnreplayedSteps:
         except CannotReplay as error:
             for step in steps:
                 new = Unreplayed(reason=str(error), steps=0, first=step, last=step)
-                found = self._reasons.setdefault(str(error), new)
-                found.steps, found.last = found.steps + 1, step
+                entry = self._reasons.setdefault(str(error), new)
+                entry.steps, entry.last = entry.steps + 1, step
 
     def all(self) -> tuple[Unreplayed, ...]:
         """Return one entry per reason, in the order of occurrence."""

@@ -1,6 +1,6 @@
-"""The point at which a run resumes, and the settings that must not change.
+"""What may change when a run is continued: the checks and notes of a resume and of a fork.
 
-The settings that may change at a fork, and their effect on the run.
+`find_resume_point` finds where a run resumes. A fork may change more fields than a resume.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import existing_runs, native_types, planned_runs, shared_path
-from trajstore.trainers.runs.run_state import RunState
+from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import find_device, learning_rate
 from trajstore.trainers.texts import Corpus
 from trajstore.values.optimizer_rule import MOMENTS
@@ -80,28 +80,37 @@ class ResumePoint:
 
     Attributes
     ----------
+    runs : sequence of Path or RemotePath
+        Their paths; the first run has the checkpoints.
     last_step : int
         Step of the last row; 0 without rows.
     complete : bool
         True if every run was closed as complete.
-    taken : RunState or None
+    in_rows : bool
+        True if each row holds the whole state, so that no checkpoint is needed.
+    checkpoint : RunState or None
         Newest usable checkpoint.
     """
 
+    runs: Sequence[Location]
     last_step: int
     complete: bool
-    taken: RunState | None
+    in_rows: bool
+    checkpoint: RunState | None
+
+    @property
+    def has_steps(self) -> bool:
+        """True if the run can resume after a trained step."""
+        return self.last_step > 0 or self.checkpoint is not None
 
     def has_all(self, steps: int) -> bool:
         """Return True if all steps have been trained."""
         return self.last_step >= steps and (
-            self.complete or self.taken is None or self.taken.step >= steps
+            self.complete or self.checkpoint is None or self.checkpoint.step >= steps
         )
 
 
-def find_resume_point(
-    runs: Sequence[Location], config: RunConfig, *, in_rows: bool = False
-) -> ResumePoint:
+def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoint:
     """Return the state of a training to resume.
 
     Parameters
@@ -110,8 +119,6 @@ def find_resume_point(
         Paths of its existing runs.
     config : RunConfig
         Configuration of the resumed run.
-    in_rows : bool
-        The rows hold the whole state, so no checkpoint is needed.
 
     Raises
     ------
@@ -149,31 +156,34 @@ def find_resume_point(
                     f"{other} is missing, the other run of the training of {path}; restore it, "
                     "or record another training"
                 )
-        taken = None
+        in_rows = holds_state(path, config)
+        checkpoint = None
         if not in_rows:
-            taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
+            checkpoint = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
-    wanted = config.training.steps
-    if wanted < last:
+    steps = config.training.steps
+    if steps < last:
         raise NothingToResume(
             f"{path} has {last} steps already, got "
-            + config_field("training.steps", wanted)
+            + config_field("training.steps", steps)
             + "; to extend it, use "
             + argument("resume", True)
             + " and "
             + config_field("training.steps", 2 * last)
         )
     fork = attributes.get("provenance", {}).get("fork")
-    if fork and rows and taken is None and not in_rows and wanted > last:
+    if fork and rows and checkpoint is None and not in_rows and steps > last:
         raise NothingToResume(
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
         )
     return ResumePoint(
+        runs=runs,
         last_step=last,
         complete=all(each["status"] == "complete" for each in of_each),
-        taken=taken,
+        in_rows=in_rows,
+        checkpoint=checkpoint,
     )
 
 
@@ -221,18 +231,18 @@ def check_text(path: Location, text: Corpus) -> None:
         )
 
 
-def resume_notes(path: Location, config: RunConfig, taken: RunState) -> list[str]:
+def resume_notes(path: Location, config: RunConfig, state: RunState) -> list[str]:
     """Return notes about differences between a resumed run and an uninterrupted one."""
-    found = []
+    notes = []
     before = _attributes(path).get("provenance", {})
     for name, now in changed_provenance(before, find_device(config.training.device)).items():
-        found.append(
+        notes.append(
             f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "
             "an uninterrupted run"
         )
-    moved = decay_note(RunConfig.parse(taken.config), config, taken.step)
-    ended = _ended_note(config, taken.step)
-    return [*found, *(note for note in (moved, ended) if note)]
+    moved = decay_note(RunConfig.parse(state.config), config, state.step)
+    ended = _ended_note(config, state.step)
+    return [*notes, *(note for note in (moved, ended) if note)]
 
 
 def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
@@ -375,12 +385,14 @@ def keeps_state(recorded: RunConfig, config: RunConfig) -> bool:
     return (recorded.optimizer.name == "sgd") == (config.optimizer.name == "sgd")
 
 
-def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig) -> dict[str, str]:
+def forked_types(
+    types: Mapping[str, str], recorded: RunConfig, config: RunConfig
+) -> dict[str, str]:
     """Return the native type of each variable of a fork.
 
     Parameters
     ----------
-    held : mapping of str to str
+    types : mapping of str to str
         Native type of each variable of the run to fork.
     recorded, config : RunConfig
         Configurations of that run and of the fork.
@@ -393,8 +405,8 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
         If the fork would lack a variable that the configuration names.
     """
     before, after = native_types(recorded), native_types(config)
-    types = {}
-    for name, native in held.items():
+    forked = {}
+    for name, native in types.items():
         if name not in VARIABLES and not keeps_state(recorded, config):
             continue
         of_other = name == "hyperparameters" and not keeps_state(recorded, config)
@@ -411,10 +423,49 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
                 f"{recorded.model.dtype}; leave out model.dtype"
             )
         same = before.get(name) == after.get(name)
-        types[name] = native if same else after.get(name, native)
-        if not holds_exactly(native, types[name]):
+        forked[name] = native if same else after.get(name, native)
+        if not holds_exactly(native, forked[name]):
             raise ConfigError(
-                f"{name} would change from {native} to {types[name]}, which rounds its values; a "
+                f"{name} would change from {native} to {forked[name]}, which rounds its values; a "
                 "fork can only widen types, such as " + config_field("model.dtype", "float32")
             )
-    return types
+    return forked
+
+
+def fork_notes(
+    path: Location, attributes: Mapping[str, Any], recorded: RunConfig, config: RunConfig, step: int
+) -> list[str]:
+    """Return notes about a fork.
+
+    Parameters
+    ----------
+    path : Path or RemotePath
+        The run to fork.
+    attributes : mapping
+        Its attributes.
+    recorded, config : RunConfig
+        Its configuration after the step, and that of the fork.
+    step : int
+        Step of the fork.
+    """
+    notes = []
+    changed = changed_fields(recorded, config)
+    if listed_segments(attributes)[-1]["step"] > step and "training.steps" not in changed:
+        last = recorded_config(path).training.steps
+        notes.append(
+            f"step {step} was trained with "
+            + config_field("training.steps", recorded.training.steps)
+            + f", which the fork keeps; {path} was extended later to {last} steps: for as many, "
+            "give " + config_field("training.steps", last)
+        )
+    before, after = recorded.optimizer.name, config.optimizer.name
+    if not keeps_state(recorded, config):
+        notes.append(
+            f"{after} cannot use the state of {before}, so it starts without state at step "
+            f"{step + 1}" + (", and the fork has no moments" if after == "sgd" else "")
+        )
+    rescheduled = any(name.startswith("schedule.") for name in changed)
+    moved = decay_note(recorded, config, step)
+    if "training.steps" in changed and not rescheduled and moved:
+        notes.append(moved)
+    return notes

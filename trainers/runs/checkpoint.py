@@ -1,7 +1,4 @@
-"""The folder of checkpoints next to a run: its states, as files.
-
-The schedule of checkpoints of a recorded training.
-"""
+"""The checkpoints next to a run: their folder, and when a training writes one."""
 
 from __future__ import annotations
 
@@ -87,24 +84,24 @@ class CheckpointFolder:
         """Return True if a checkpoint cannot be used yet, because rows of it are not committed."""
         return any(rows > committed_rows for rows in self._rows.values())
 
-    def keep(self, taken: RunState) -> None:
+    def keep(self, state: RunState) -> None:
         """Have the checkpoint that a run resumes from survive a loss of power.
 
         It may have been written without flushes, and the first commit promises its rows again. If
         another process has just removed it, that process holds the lock, and the resume fails.
         """
-        file = self._file(taken.step)
+        file = self._file(state.step)
         if self._fsync and isinstance(file, Path):
             flush(path for path in (file, file.parent, file.parent.parent) if path.exists())
 
-    def clean(self, taken: RunState | None) -> None:
+    def clean(self, state: RunState | None) -> None:
         """Remove files that a run does not need when it starts, or resumes from a checkpoint.
 
         These are partial files of interrupted writes, and all its other checkpoints.
         """
         if self.path.is_dir():
             sweep(self.path)
-        self._rows = {} if taken is None else {taken.step: taken.rows}
+        self._rows = {} if state is None else {state.step: state.rows}
         for step in self.steps():
             if step not in self._rows and self._other_owner(step) is None:
                 self._file(step).unlink()
@@ -302,8 +299,14 @@ class Checkpointing:
             recorder.close(complete=False)
         return stop
 
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and raise its error."""
+        if self._adding is not None:
+            adding, self._adding = self._adding, None
+            adding.result()
+
     def close(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint is written; its error is not raised."""
         self._thread.shutdown()
 
     def finish(self, recorder: Recorder) -> None:
@@ -326,27 +329,21 @@ class Checkpointing:
         if self._in_rows:
             return
         if self._adding is not None and self._adding.done():
-            self._wait_for_write()
+            self.wait()
         if not last and not self._is_due(recorder):
             return
-        self._wait_for_write()
+        self.wait()
         begun = self._clock()
-        taken = self._take(recorder, scaler)
+        state = self._take(recorder, scaler)
         self._last_step = recorder.step
-        self._adding = submit(self._thread, self._add, taken, recorder.committed_rows, begun)
+        self._adding = submit(self._thread, self._add, state, recorder.committed_rows, begun)
         if last:
-            self._wait_for_write()
+            self.wait()
 
-    def _add(self, taken: RunState, committed_rows: int, begun: float) -> None:
-        self._folder.add(taken, committed_rows)
+    def _add(self, state: RunState, committed_rows: int, begun: float) -> None:
+        self._folder.add(state, committed_rows)
         self._last_time = self._clock()
         self._took = self._last_time - begun
-
-    def _wait_for_write(self) -> None:
-        """Wait for the checkpoint that is being written, and raise its error."""
-        if self._adding is not None:
-            adding, self._adding = self._adding, None
-            adding.result()
 
     def _is_due(self, recorder: Recorder) -> bool:
         if self._every is not None:

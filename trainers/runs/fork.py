@@ -17,7 +17,7 @@ from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, conf
 from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, variables_of
-from trajstore.store.metadata.metadata_form import listed_segments, segments_attribute
+from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.create import check_local_target, staged_run
@@ -32,7 +32,7 @@ from trajstore.trainers.runs.changed_settings import (
     check_device,
     check_recorded,
     check_text,
-    decay_note,
+    fork_notes,
     forked_config,
     forked_types,
     keeps_state,
@@ -138,34 +138,34 @@ def fork(
     """
     source = _Source(run, at)
     config, _ = with_products(forked_config(source.config, settings))
-    source.check_step(at, config)
+    source.check_step(config)
     check_device(source.path, config, source.provenance)
     types = forked_types(source.types, source.config, config)
     target = check_local_target(output, overwrite=overwrite)
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    in_rows = holds_state(source.path, source.config)
-    newest = None if in_rows else source.newest_checkpoint()
+    newest = None if source.in_rows else source.newest_checkpoint()
     sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
     advice = numeric_advice(config)
     if strict_numerics:
         require_sound(advice)
-    report_notes(source.notes(config, at), on_note)
+    notes = fork_notes(source.path, source.attributes, source.config, config, at)
+    report_notes(notes, on_note)
     folder = CheckpointFolder(target, fsync=fsync)
     # A new run gets its checkpoint before its name, so it always has one. A replaced run keeps its
     # own checkpoint until then: a kill right after that leaves a fork without a checkpoint, which
     # `--resume` reports.
-    stays_in_rows = in_rows and rows_hold_state(config, types)
+    stays_in_rows = source.in_rows and rows_hold_state(config, types)
     after = folder.place if target.exists() and not stays_in_rows else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
-            if in_rows:
-                point = source.reach_by_row(at, text, sources, on_note)
+            if source.in_rows:
+                point = source.reach_by_row(text, sources, on_note)
             else:
-                point = source.reach(at, new, text, sources, on_note, on_retrain)
+                point = source.reach(new, text, sources, on_note, on_retrain)
             state = _make(source, point, new, config, types, on_note)
             if not stays_in_rows:
                 folder.stage(replace(state, name=target.name))
@@ -175,7 +175,7 @@ def fork(
         folder.discard()
         raise
     del point, state  # they are as large as the training that follows
-    report_notes((one.sentence for one in advice), on_note)
+    report_notes((item.sentence for item in advice), on_note)
     record(
         config,
         target,
@@ -215,7 +215,7 @@ def _make(
             "created": created,
             "config": values,
             "optimizer": optimizer,
-            "provenance": source.forked_provenance(config, optimizer, point),
+            "provenance": source.forked_provenance(config, optimizer, point.proven_until),
             **segments_attribute(source.attributes, values, point.state.step),
             **source.forked_parameters(config),
         },
@@ -223,8 +223,8 @@ def _make(
         on_note=on_note,
     )
     forked = replace(point.state, run=created, config=values)
-    kept = keeps_state(source.config, config)
-    return forked if kept else replace(forked, tensors=forked.without_optimizer())
+    keeps = keeps_state(source.config, config)
+    return forked if keeps else replace(forked, tensors=forked.without_optimizer())
 
 
 def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) -> dict[str, Any]:
@@ -244,8 +244,10 @@ def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) ->
     build_schedule(optimizer, config.schedule, config.decay_steps)  # sets the first step's rate
     group = find_group(optimizer, dict(model.named_parameters())[parameter])
     assert group is not None  # it trains the whole model
-    found = optimizer_attributes(optimizer, group, {})
-    return found | ({"groups": group_attributes(JoinedOptimizer(optimizer))} if groups else {})
+    attributes = optimizer_attributes(optimizer, group, {})
+    if groups:
+        attributes["groups"] = group_attributes(JoinedOptimizer(optimizer))
+    return attributes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -287,8 +289,12 @@ class _Source:
         Its attribute ``provenance``.
     types : dict of str to str
         Native type of each variable.
+    step : int
+        Step of the fork.
     steps : list of int
         Steps of its rows.
+    in_rows : bool
+        True if each row holds the whole state.
 
     Raises
     ------
@@ -320,25 +326,27 @@ class _Source:
             for name, array in group.arrays()
             if name in variables_of(self.attributes)
         }
+        self.step = at
         self.steps: list[int] = np.asarray(group[STEP.name][...]).tolist()
+        self.in_rows = holds_state(path, self.config)
 
     @property
     def parameter(self) -> str:
         """Name of the recorded parameter."""
         return str(self.attributes["recording"]["parameter"])
 
-    def check_step(self, at: int, config: RunConfig) -> None:
-        """Check that a step exists, and that steps remain after it."""
-        row_of(self.path, np.array(self.steps), at)
-        if at == 0:
+    def check_step(self, config: RunConfig) -> None:
+        """Check that the step exists, and that the configuration has steps after it."""
+        row_of(self.path, np.array(self.steps), self.step)
+        if self.step == 0:
             raise InvalidArgument(
                 "a fork at step 0 would only share the initial state; record a run with these "
                 "settings, or fork at a later step"
             )
-        if config.training.steps <= at:
+        if config.training.steps <= self.step:
             raise ConfigError(
-                f"training.steps = {config.training.steps}: no step remains after step {at}; give "
-                "more: " + config_field("training.steps", 2 * at)
+                f"training.steps = {config.training.steps}: no step remains after step "
+                f"{self.step}; give more: " + config_field("training.steps", 2 * self.step)
             )
 
     def newest_checkpoint(self, until: int | None = None) -> RunState | None:
@@ -348,14 +356,13 @@ class _Source:
 
     def reach(
         self,
-        at: int,
         new: Path,
         text: Corpus,
         sources: dict[str, str],
         on_note: Callable[[str], None] | None,
         on_retrain: Callable[[int, int], None] | None,
     ) -> _ForkPoint:
-        """Return the state after a step, from its checkpoint or by repeating the training.
+        """Return the state after the step, from its checkpoint or by repeating the training.
 
         Parameters
         ----------
@@ -367,17 +374,18 @@ class _Source:
         NothingToResume
             If the state cannot be reached.
         """
-        taken = self.newest_checkpoint(until=at)
-        if taken is not None and taken.step == at:
-            self._check_weights(taken)
-            return _ForkPoint(path=self.path, state=taken, proven_until=at)
+        at = self.step
+        checkpoint = self.newest_checkpoint(until=at)
+        if checkpoint is not None and checkpoint.step == at:
+            self._check_weights(checkpoint)
+            return _ForkPoint(path=self.path, state=checkpoint, proven_until=at)
         before = self.provenance.get("fork")
-        if taken is None and before:
+        if checkpoint is None and before:
             raise NothingToResume(
                 f"{self.path} is a fork of {before.get('run')} at step {before.get('step')}, and "
                 f"has no checkpoint at or before step {at}; fork {before.get('run')} instead"
             )
-        first = 0 if taken is None else taken.step
+        first = 0 if checkpoint is None else checkpoint.step
         note = (
             f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
             "again and compared with the recorded rows"
@@ -393,7 +401,7 @@ class _Source:
         reached = train_again(
             self.path,
             text,
-            taken,
+            checkpoint,
             at,
             sources=sources,
             make_writer=make_writer,
@@ -419,13 +427,10 @@ class _Source:
         return _ForkPoint(path=retrained, state=reached.state, proven_until=proven)
 
     def reach_by_row(
-        self,
-        at: int,
-        text: Corpus,
-        sources: dict[str, str],
-        on_note: Callable[[str], None] | None,
+        self, text: Corpus, sources: dict[str, str], on_note: Callable[[str], None] | None
     ) -> _ForkPoint:
-        """Return the state after a step from its row, and compare the steps to the next row."""
+        """Return the state after the step from its row, and compare the steps to the next row."""
+        at = self.step
         state = RunState.from_row(self.path, at, self.config, sources=sources)
         for step in [step for step in self.steps if step > at][:1]:
             reached = train_again(self.path, text, state, step, sources=sources)
@@ -447,17 +452,16 @@ class _Source:
         return {"parameters": [{**entry, "dtype": config.model.dtype} for entry in table]}
 
     def forked_provenance(
-        self, config: RunConfig, optimizer: dict[str, Any], point: _ForkPoint
+        self, config: RunConfig, optimizer: dict[str, Any], proven_until: int
     ) -> dict[str, Any]:
         """Return the provenance of a fork: that of its source, and an entry for the fork."""
-        at = point.state.step
         entry: dict[str, Any] = {
             "run": str(self.path),
             "created": self.attributes.get("created"),
-            "step": at,
+            "step": self.step,
             "settings": changed_fields(self.config, config),
-            "proven_until": point.proven_until,
-            "weights_sha256": hashlib.sha256(self._weights(at)).hexdigest(),
+            "proven_until": proven_until,
+            "weights_sha256": hashlib.sha256(self._weights()).hexdigest(),
             "time": utc_now(),
         }
         before = self.attributes.get("optimizer", {})
@@ -465,55 +469,28 @@ class _Source:
         casts = config.model.dtype != self.config.model.dtype
         if casts or len(clipping) > 1 or _rule(before) != _rule(optimizer):
             entry["optimizer"] = before  # the optimizer of the earlier steps
-        found = {**self.provenance, "fork": entry}
+        provenance = {**self.provenance, "fork": entry}
         if "fork" in self.provenance:
             entry["forked_before"] = self.provenance["fork"]
-        if "resumed" in found:
-            found["resumed"] = [item for item in found["resumed"] if item["step"] < at]
-        return found
+        if "resumed" in provenance:
+            resumed = provenance["resumed"]
+            provenance["resumed"] = [item for item in resumed if item["step"] < self.step]
+        return provenance
 
-    def notes(self, config: RunConfig, at: int) -> list[str]:
-        """Return notes about a fork with this configuration."""
-        found = []
-        changed = changed_fields(self.config, config)
-        later = [entry["step"] for entry in listed_segments(self.attributes)]
-        if later[-1] > at and "training.steps" not in changed:
-            last = recorded_config(self.path).training.steps
-            found.append(
-                f"step {at} was trained with "
-                + config_field("training.steps", self.config.training.steps)
-                + ", which "
-                f"the fork keeps; {self.path} was extended later to {last} steps: for as many, "
-                "give " + config_field("training.steps", last)
-            )
-        before, after = self.config.optimizer.name, config.optimizer.name
-        if not keeps_state(self.config, config):
-            found.append(
-                f"{after} cannot use the state of {before}, so it starts without state at step "
-                f"{at + 1}" + (", and the fork has no moments" if after == "sgd" else "")
-            )
-        rescheduled = any(name.startswith("schedule.") for name in changed)
-        if "training.steps" in changed and not rescheduled:
-            moved = decay_note(self.config, config, at)
-            found += [moved] if moved else []
-        return found
-
-    def _weights(self, at: int) -> bytes:
-        """Return the native bits of W at a step."""
+    def _weights(self) -> bytes:
+        """Return the native bits of W at the step."""
         W: Any = open_group(self.path)["W"]
         native = native_type(self.types["W"])
-        return as_bits(np.asarray(W[self.steps.index(at)]), native, "W").tobytes()
+        return as_bits(np.asarray(W[self.steps.index(self.step)]), native, "W").tobytes()
 
-    def _check_weights(self, taken: RunState) -> None:
-        """Check that the weights of a checkpoint are those of the run's row."""
+    def _check_weights(self, checkpoint: RunState) -> None:
+        """Check that the weights of the step's checkpoint are those of its row."""
         group: Any = open_group(self.path)
         token = torch.from_numpy(np.asarray(group["token"][...]).astype(np.int64))
-        weights = taken.tensors[f"model.{self.parameter}"].index_select(0, token)
-        if as_bits(weights, native_type(self.types["W"]), "W").tobytes() != self._weights(
-            taken.step
-        ):
+        weights = checkpoint.tensors[f"model.{self.parameter}"].index_select(0, token)
+        if as_bits(weights, native_type(self.types["W"]), "W").tobytes() != self._weights():
             raise NothingToResume(
-                f"the weights of the checkpoint of step {taken.step} differ from {self.path}; "
+                f"the weights of the checkpoint of step {self.step} differ from {self.path}; "
                 "remove that checkpoint, and fork again"
             )
 
@@ -521,5 +498,5 @@ class _Source:
 def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of an optimizer that determine a step, without its rate."""
     settings = optimizer.get("hyperparameters", {})
-    kept = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
-    return {"class": optimizer.get("class"), **kept}
+    constant = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
+    return {"class": optimizer.get("class"), **constant}

@@ -121,7 +121,7 @@ class Proof:
 
     def facts(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        unproven = [asdict(one) | {"sentence": one.sentence} for one in self.unproven]
+        unproven = [asdict(entry) | {"sentence": entry.sentence} for entry in self.unproven]
         return asdict(self) | {"clean": self.clean, "unproven": unproven}
 
 
@@ -190,7 +190,7 @@ def prove(
     for number in proofs.prove(rows):
         if on_progress is not None:
             on_progress(number, len(rows))
-    found = proofs.differences
+    differences = proofs.differences
     return Proof(
         path=str(path),
         exact=all(devices[row].exact for row in rows),
@@ -199,9 +199,9 @@ def prove(
         steps=len(rows),
         proven=proofs.proven,
         variables=tuple(name for name in group.array_keys() if name in variables_of(attributes)),
-        differences=tuple(found[:LISTED]),
-        total=len(found),
-        differing=len({one.step for one in found}),
+        differences=tuple(differences[:LISTED]),
+        total=len(differences),
+        differing=len({difference.step for difference in differences}),
         unproven=proofs.unproven.all(),
         notes=tuple(dict.fromkeys(note for row in rows for note in devices[row].notes)),
     )
@@ -259,11 +259,11 @@ class _Proofs:
 
     def _segment(self, rows: list[int]) -> list[int]:
         """Return the first rows, up to a gap: those that need no new start from a recorded row."""
-        found = itertools.takewhile(
+        consecutive = itertools.takewhile(
             lambda pair: pair[1] == rows[0] + pair[0] and pair[1] not in self._unproven,
             enumerate(rows[:_SEGMENT]),
         )
-        return [row for _, row in found]
+        return [row for _, row in consecutive]
 
     def _prove_first(self, rows: list[int]) -> int:
         """Prove consecutive rows up to the first different one; return their number.
@@ -282,14 +282,14 @@ class _Proofs:
             )
         try:
             config = recorded_config(self._run, after=before)
-            taken = RunState.from_row(self._run, before, config, sources=self._sources)
-            reached = train_again(self._run, self._text, taken, last, sources=self._sources)
+            state = RunState.from_row(self._run, before, config, sources=self._sources)
+            retrained = train_again(self._run, self._text, state, last, sources=self._sources)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(wording(error)) from error
-        self.proven += reached.agreed
-        difference = reached.difference
+        self.proven += retrained.agreed
+        difference = retrained.difference
         if difference is None:
-            if reached.agreed < len(rows):
+            if retrained.agreed < len(rows):
                 raise CannotReplay("the repeated training does not reach its row")
             return len(rows)
         if difference.row < first:
@@ -298,22 +298,22 @@ class _Proofs:
         self.differences += self._differences(difference)
         return difference.row - first + 1
 
-    def _differences(self, found: RowDifference) -> Iterator[Difference]:
+    def _differences(self, row: RowDifference) -> Iterator[Difference]:
         """Yield the differences of a row, for each variable and parameter."""
-        for name in found.variables:
-            if name not in found.stored:
+        for name in row.variables:
+            if name not in row.stored:
                 yield Difference(
-                    step=found.step, variable=name, parameter=None, elements=1, ulps=None
+                    step=row.step, variable=name, parameter=None, elements=1, ulps=None
                 )
                 continue
             native = native_type(str(self._group[name].attrs["native_dtype"]))
             for parameter, part in self._parts(name):
-                stored = np.atleast_1d(found.stored[name])[part]
-                computed = np.atleast_1d(found.computed[name])[part]
+                stored = np.atleast_1d(row.stored[name])[part]
+                computed = np.atleast_1d(row.computed[name])[part]
                 wrong = stored != computed
                 if wrong.any():
                     yield Difference(
-                        step=found.step,
+                        step=row.step,
                         variable=name,
                         parameter=parameter,
                         elements=int(np.count_nonzero(wrong)),

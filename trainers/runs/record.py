@@ -22,6 +22,7 @@ from trajstore.trainers.recording.notes import report_notes
 from trajstore.trainers.recording.options import slower_threads, torch_threads
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.changed_settings import (
+    ResumePoint,
     check_text,
     find_resume_point,
     recorded_config,
@@ -30,7 +31,7 @@ from trajstore.trainers.runs.changed_settings import (
 from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing
 from trajstore.trainers.runs.retraining import recording_options, retrain_to_last_row, run_recorded
 from trajstore.trainers.runs.run_plan import existing_runs, numeric_advice, planned_runs
-from trajstore.trainers.runs.run_state import RunState, holds_state
+from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.texts import Corpus, load_corpus
 
@@ -132,128 +133,148 @@ def record(
     if strict_numerics:
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # first, because an existing run would hide this error
-    taken: RunState | None = None
-    in_rows = False
-    found = location(path).absolute()
-    existing = existing_runs(found) if resume else ()
-    runs = existing or planned_runs(found, config)
-    target, last = runs[0], 0
-    if existing:
-        if config.training.products == "auto":
-            chosen = recorded_config(target).training.products
-            config = config.with_values([f"training.products={chosen}"])
-        in_rows = holds_state(target, config)
-        before = find_resume_point(existing, config, in_rows=in_rows)
-        if before.has_all(config.training.steps):
-            if before.complete:
-                note = (
-                    f"{found} has all {before.last_step} steps already, so no step is trained; "
-                    "to extend it, use "
-                    + argument("resume", True)
-                    + " and "
-                    + config_field("training.steps", 2 * before.last_step)
-                )
-                report_notes([note], on_note)
-            else:  # its configuration must stay that of its rows
-                for run in runs:
-                    RunWriter.resume(run, commit_every=None, fsync=fsync).close("complete")
-            return found
-        taken, last = before.taken, before.last_step
-    resume = last > 0
-    # An existing run without steps was killed before its first commit.
-    overwrite = not resume and (overwrite or bool(existing))
-    if not resume:
-        target, *others = (
-            check_target(run, overwrite=overwrite) for run in planned_runs(path, config)
-        )
-        if others and found.exists():
-            raise RunExists(
-                f"{path} exists, but is the common name of the two runs of untied weights; choose "
-                "another path"
-            )
-        CheckpointFolder(target).check()
+    name = location(path).absolute()
+    runs = existing_runs(name) if resume else ()
+    if runs and config.training.products == "auto":
+        recorded = recorded_config(runs[0]).training.products
+        config = config.with_values([f"training.products={recorded}"])
+    existing = find_resume_point(runs, config) if runs else None
+    if existing is not None and existing.has_all(config.training.steps):
+        _complete(name, existing, fsync=fsync, on_note=on_note)
+        return name
+    # Without steps, an existing run was killed before its first commit or checkpoint.
+    point = existing if existing is not None and existing.has_steps else None
+    overwrite = point is None and (overwrite or existing is not None)
+    target = point.runs[0] if point else _check_new(path, config, overwrite=overwrite)
     config, products = with_products(config)
-    recorded = open_group(target).attrs.asdict() if resume else None
-    sources = text_sources(taken, recorded, corpus=corpus, tokenizer=tokenizer)
+    attributes = open_group(target).attrs.asdict() if point else {}
+    state = point.checkpoint if point else None
+    sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
-    if existing:
+    if existing is not None:
         check_text(target, text)
     # Before the training, so that an impossible choice is reported at once.
     options = recording_options(
         config,
         text,
         overwrite=overwrite,
-        resume=resume,
+        resume=point is not None,
         fsync=fsync,
         strict_numerics=strict_numerics,
         sources=sources,
     )
-    if resume and in_rows:
-        taken = RunState.from_row(
-            target, last, recorded_config(target, after=last), sources=sources
+    if point is not None:
+        state = _last_state(
+            point, text, sources, fsync=fsync, on_note=on_note, on_retrain=on_retrain
         )
-    elif resume and taken is None:
-        note = (
-            f"{target} has no checkpoint, so its {last} steps are trained again and "
-            "compared with the recorded rows before it resumes"
-        )
-        report_notes([note], on_note)
-        taken = retrain_to_last_row(
-            target, text, sources=sources, fsync=fsync, on_retrain=on_retrain
-        )
+        if threads is None:
+            threads = recorded_threads(attributes, point.last_step)
     if on_corpus is not None:
         on_corpus(text)
     if products is not None and on_products is not None:
         on_products(products)
-    if threads is None and recorded is not None:
-        threads = recorded_threads(recorded, last)
     with torch_threads(threads):
-        if taken is not None:
-            report_notes(resume_notes(target, config, taken), on_note)
+        if state is not None:
+            report_notes(resume_notes(target, config, state), on_note)
         training = build_training(config, text)
         if threads is None and training.device.type == "cpu":
             report_notes(filter(None, [slower_threads()]), on_note)
         checkpointing = Checkpointing(
-            training,
-            target,
-            sources=sources,
-            taken_from=taken,
-            stop=stop,
-            fsync=fsync,
+            training, target, sources=sources, taken_from=state, stop=stop, fsync=fsync
         )
         with closing(checkpointing):
             recorder = run_recorded(
                 training,
                 target,
                 options,
-                taken,
+                state,
                 after_step=checkpointing.after_step,
                 on_step=on_step,
                 on_note=on_note,
             )
         checkpointing.finish(recorder)
-    return found
+    return name
+
+
+def _complete(
+    name: Location, point: ResumePoint, *, fsync: bool, on_note: Callable[[str], None] | None
+) -> None:
+    """Mark the runs of a training complete, which has all its steps; note it if they are."""
+    if point.complete:
+        note = (
+            f"{name} has all {point.last_step} steps already, so no step is trained; "
+            "to extend it, use "
+            + argument("resume", True)
+            + " and "
+            + config_field("training.steps", 2 * point.last_step)
+        )
+        report_notes([note], on_note)
+        return
+    for run in point.runs:  # its configuration must stay that of its rows
+        RunWriter.resume(run, commit_every=None, fsync=fsync).close("complete")
+
+
+def _check_new(path: RunPath, config: RunConfig, *, overwrite: bool) -> Location:
+    """Check that the runs of a new training may be created, and return the path of the first.
+
+    Raises
+    ------
+    RunExists
+        If a path is taken.
+    """
+    target, *others = (check_target(run, overwrite=overwrite) for run in planned_runs(path, config))
+    if others and location(path).exists():
+        raise RunExists(
+            f"{path} exists, but is the common name of the two runs of untied weights; choose "
+            "another path"
+        )
+    CheckpointFolder(target).check()
+    return target
+
+
+def _last_state(
+    point: ResumePoint,
+    text: Corpus,
+    sources: dict[str, str],
+    *,
+    fsync: bool,
+    on_note: Callable[[str], None] | None,
+    on_retrain: Callable[[int, int], None] | None,
+) -> RunState:
+    """Return the state to resume from: the last row, a checkpoint, or the repeated training."""
+    run, last = point.runs[0], point.last_step
+    if point.in_rows:
+        return RunState.from_row(run, last, recorded_config(run, after=last), sources=sources)
+    if point.checkpoint is not None:
+        return point.checkpoint
+    note = (
+        f"{run} has no checkpoint, so its {last} steps are trained again and compared with the "
+        "recorded rows before it resumes"
+    )
+    report_notes([note], on_note)
+    return retrain_to_last_row(run, text, sources=sources, fsync=fsync, on_retrain=on_retrain)
 
 
 def text_sources(
-    taken: RunState | None,
-    recorded: Mapping[str, Any] | None,
+    state: RunState | None,
+    attributes: Mapping[str, Any],
     **given: str | os.PathLike[str] | None,
 ) -> dict[str, str]:
     """Return paths of the text and the tokenizer.
 
     Parameters
     ----------
-    taken : RunState or None
+    state : RunState or None
         State with the paths that were given before.
-    recorded : mapping or None
+    attributes : mapping
         Attributes of a run, which name them if it needs no checkpoint.
     **given : path-like or None
         Paths that precede these.
     """
-    before: Mapping[str, str] = attribute(recorded or {}, "provenance", "sources") or {}
-    if taken is not None:
-        before = taken.sources
+    if state is not None:
+        before: Mapping[str, str] = state.sources
+    else:
+        before = attribute(attributes, "provenance", "sources") or {}
     sources = {name: file for name, file in before.items() if Path(file).exists()}
     return sources | {
         name: str(Path(file).absolute()) for name, file in given.items() if file is not None

@@ -1,9 +1,8 @@
-"""A step of a recorded run, reached by repeating the training.
+"""The training of a run with a recorder, and the same training repeated.
 
-Every row on the way is compared with the recorded one, all its variables, bit for bit. So the
-result is the state that the run had, and the run may resume from it.
-
-A training run with a recorder: from its start or a checkpoint, with either loop.
+`run_recorded` trains from the start or from a state, with either loop. `train_again` compares every
+row with the recorded one, all its variables, bit for bit. So it ends in the state that the run had,
+and the run may resume from it.
 """
 
 from __future__ import annotations
@@ -40,6 +39,9 @@ from trajstore.trainers.runs.run_plan import matrices, planned_runs, shared_path
 from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training, build_training, find_device
 from trajstore.trainers.texts import Corpus
+
+Progress = Callable[[int, int], None]
+"""Called with the step and the last one to repeat."""
 
 
 def recording_options(
@@ -100,7 +102,7 @@ def run_recorded(
     training: Training,
     target: Location,
     options: RecordingOptions,
-    taken: RunState | None,
+    state: RunState | None,
     *,
     after_step: Callable[[Recorder, Any], bool],
     on_step: Callable[[Recorder], None] | None = None,
@@ -115,7 +117,7 @@ def run_recorded(
     target : Path or RemotePath
         Path of the run, or of the first run.
     options : RecordingOptions
-    taken : RunState or None
+    state : RunState or None
         State from which the training starts.
     after_step : callable
         Called after every step, when everything is ready for the next one, with the recorder and
@@ -132,12 +134,12 @@ def run_recorded(
     Recorder
         The closed recorder.
     """
-    first_step = 0 if taken is None else taken.step
+    first_step = 0 if state is None else state.step
     target = shared_path(target, training.config)
 
     def begin(scaler: Any) -> None:
-        if taken is not None:
-            taken.apply(training, scaler)
+        if state is not None:
+            state.apply(training, scaler)
 
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
@@ -186,9 +188,6 @@ def _attached(trajectory: TrajectoryCallback) -> Recorder:
     return trajectory.recorder
 
 
-Progress = Callable[[int, int], None]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Retrained:
     """Result of a repeated training.
@@ -212,7 +211,7 @@ class Retrained:
 def train_again(
     run: Location,
     text: Corpus,
-    taken: RunState | None,
+    start: RunState | None,
     step: int,
     *,
     sources: Mapping[str, str],
@@ -228,7 +227,7 @@ def train_again(
     run : Path or RemotePath
     text : Corpus
         Text of the run.
-    taken : RunState or None
+    start : RunState or None
         Earlier state of the run to start from; None for its start.
     step : int
         Step to reach, which has a row; 1 or more.
@@ -248,11 +247,11 @@ def train_again(
     attributes = open_group(run).attrs.asdict()
     created = str(attributes["created"])
     comparison = Comparison(make_writer)
-    reached = taken
+    reached = start
 
     def train(segment: Segment) -> RunState | None:
         """Return the state after a segment; None if rows after a difference are lost."""
-        found: list[RunState] = []
+        states: list[RunState] = []
         training = build_training(RunConfig.parse(segment.config), text)
 
         def after_step(recorder: Recorder, scaler: Any) -> bool:
@@ -261,7 +260,7 @@ def train_again(
             lost = comparison.difference is not None and comparison.successor is None
             ends = lost or recorder.step >= segment.last
             if ends and not lost:
-                found.append(
+                states.append(
                     RunState.take(
                         training, scaler, recorder, run=created, name=run.name, sources=sources
                     )
@@ -277,10 +276,10 @@ def train_again(
             on_note=lambda note: None,  # the recording reported its notes
             comparison=comparison,
         )
-        return found[0] if found else None
+        return states[0] if states else None
 
     try:
-        for segment in trained_segments(attributes, 0 if taken is None else taken.step, step):
+        for segment in trained_segments(attributes, 0 if start is None else start.step, step):
             with torch_threads(segment.threads):
                 reached = train(segment)
             if reached is None:
@@ -312,7 +311,7 @@ def retrain_to_last_row(
     with RunLock.acquire(run):
         config = recorded_config(run)
         runs = planned_runs(shared_path(run, config), config)
-        groups: list[Any] = [open_group(one) for one in runs]
+        groups: list[Any] = [open_group(path) for path in runs]
         rows = min(int(group.attrs["committed_rows"]) for group in groups)
         step = int(groups[0]["step"][rows - 1])
         reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
@@ -357,7 +356,7 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
 
 def _first(variables: tuple[str, ...]) -> list[str]:
     """Return the first variables and the number of the others."""
-    shown = list(variables[:2])
+    texts = list(variables[:2])
     if len(variables) > 2:
-        shown = [", ".join(shown), f"{len(variables) - 2} more"]
-    return shown
+        texts = [", ".join(texts), f"{len(variables) - 2} more"]
+    return texts

@@ -1,9 +1,8 @@
-"""The contents and cost of a run, before it is recorded.
+"""The plan of a run, before it is recorded: its paths, contents and cost.
 
-Rows, chunks, memory, raw bytes and the number of files come from the planner of the writer, so they
-are exact. Bytes on disk are estimates from measured runs.
-
-The runs of one training: one, or with untied weights one of each matrix.
+With untied weights a training has two runs, one of each matrix. Rows, chunks, memory, raw bytes and
+the number of files come from the planner of the writer, so they are exact. Bytes on disk are
+estimates from measured runs.
 """
 
 from __future__ import annotations
@@ -226,9 +225,9 @@ class RunPlan:
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON values; bytes on disk are estimates."""
-        own = ("steps", "every", "rows", "tokens", "runs", "files", "encoding")
+        fields = ("steps", "every", "rows", "tokens", "runs", "files", "encoding")
         return {
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in fields},
             **self.totals(),
             "arrays": {
                 name: {
@@ -244,7 +243,7 @@ class RunPlan:
                 for name, array in self.layout.arrays.items()
             },
             "notes": list(self.notes),
-            "advice": [one.facts() for one in self.advice],
+            "advice": [item.facts() for item in self.advice],
         }
 
 
@@ -277,7 +276,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
     requested = set(config.recording.variables)
-    found = {
+    recorded = {
         name: types[name]
         for name in resolve_variables(config.recording.variables)
         if name not in absent or name in requested - set(TIERS)
@@ -285,10 +284,10 @@ def native_types(config: RunConfig) -> dict[str, str]:
     if config.optimizer.name == "sgd" and config.optimizer.momentum:
         of_matrix, of_others = kept_as(MOMENTUM, "element")
         if requested & {"matrix", "everything"}:
-            found[of_matrix] = types["exp_avg"]
+            recorded[of_matrix] = types["exp_avg"]
         if "everything" in requested:
-            found |= {of_others: types["exp_avg"], KEPT.name: "float64"}
-    return found
+            recorded |= {of_others: types["exp_avg"], KEPT.name: "float64"}
+    return recorded
 
 
 def numeric_advice(config: RunConfig) -> list[Advice]:
@@ -303,11 +302,11 @@ def numeric_advice(config: RunConfig) -> list[Advice]:
     list of Advice
         The same as for a run with this configuration.
     """
-    given = config.optimizer.model_dump()
+    settings = config.optimizer.model_dump()
     weights = config.model.dtype
     return advise(
-        {"class": config.optimizer.name, "hyperparameters": given},
-        state=given.get("state_dtype") or weights,
+        {"class": config.optimizer.name, "hyperparameters": settings},
+        state=settings.get("state_dtype") or weights,
         weights=weights,
     )
 
@@ -341,20 +340,7 @@ def plan(
     recording, model = config.recording, config.model
     types = native_types(config)
     check_all_tokens(types, recording.tokens)
-    tokens = model.vocab_size
-    has_texts = True
-    if recording.tokens in ("dead", "live"):
-        text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
-        ids = select_tokens(recording.tokens, tokens, text.counts() == 0)
-        assert ids is not None
-        tokens, has_texts = len(ids), text.token_text is not None
-    elif recording.tokens != "all":
-        ids = select_tokens(read_tokens(recording.tokens), tokens, None)
-        assert ids is not None
-        tokens = len(ids)
-    if config.data.tokenizer != "ascii" and recording.tokens not in ("dead", "live"):
-        name = config.data.tokenizer
-        has_texts = tokenizer is not None or (name != "none" and cached(name) is not None)
+    tokens, has_texts = _recorded_tokens(config, corpus, tokenizer)
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
     remarks: list[str] = []
@@ -386,15 +372,16 @@ def plan(
         rule=rule if computes else None,
     )
     native = {name: rows * array.row_bytes for name, array in layout.arrays.items()}
-    coordinates = [name for name in ALONG_TOKEN if has_texts or name != "token_text"]
-    native |= {name: tokens * _ITEMSIZE[name] for name in coordinates}
-    for population in populations_from(recording.populations):
-        coordinates.append(f"{POPULATION}{population}")
-        native[coordinates[-1]] = tokens
-    for own, count in (("parameter", model.parameters), ("hyperparameter", hyperparameters)):
-        if not types.keys().isdisjoint(NAMES[own]):
-            coordinates.append(own)
-            native[own] = count * _ITEMSIZE[own]
+    coordinates = {
+        name: tokens * _ITEMSIZE[name] for name in ALONG_TOKEN if has_texts or name != "token_text"
+    }
+    coordinates |= {
+        f"{POPULATION}{name}": tokens for name in populations_from(recording.populations)
+    }
+    for axis, count in (("parameter", model.parameters), ("hyperparameter", hyperparameters)):
+        if not types.keys().isdisjoint(NAMES[axis]):
+            coordinates[axis] = count * _ITEMSIZE[axis]
+    native |= coordinates
     blocks = math.ceil(rows / layout.block_rows)
     return RunPlan(
         steps=steps,
@@ -412,6 +399,27 @@ def plan(
         remarks=tuple(remarks) if computes else (),
         advice=tuple(numeric_advice(config)),
     )
+
+
+def _recorded_tokens(
+    config: RunConfig,
+    corpus: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | None,
+) -> tuple[int, bool]:
+    """Return the number of recorded tokens, and True if their texts are known."""
+    recorded, name = config.recording.tokens, config.data.tokenizer
+    if recorded in ("dead", "live"):
+        text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
+        ids = select_tokens(recorded, config.model.vocab_size, text.counts() == 0)
+        assert ids is not None
+        return len(ids), text.token_text is not None
+    has_texts = name == "ascii" or tokenizer is not None
+    has_texts = has_texts or (name != "none" and cached(name) is not None)
+    if recorded == "all":
+        return config.model.vocab_size, has_texts
+    ids = select_tokens(read_tokens(recorded), config.model.vocab_size, None)
+    assert ids is not None
+    return len(ids), has_texts
 
 
 def _bytes_by_encoding(

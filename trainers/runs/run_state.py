@@ -101,7 +101,9 @@ class RunState:
         run, name, sources
             As the attributes.
         """
-        tensors = {_MODEL + key: _copy(one) for key, one in training.model.named_parameters()}
+        tensors = {
+            _MODEL + key: _copy(parameter) for key, parameter in training.model.named_parameters()
+        }
         for number, values in training.optimizer.state_dict()["state"].items():
             for key, value in values.items():
                 tensors[f"{_OPTIMIZER}{number}.{key}"] = _copy(value)
@@ -143,7 +145,8 @@ class RunState:
         stored = RunParameters(run)
         row = stored.row(step, stored.variables())
         tensors = {
-            _MODEL + one.name: tensor_of(one.bits(row), one.native) for one in stored.parameters
+            _MODEL + parameter.name: tensor_of(parameter.bits(row), parameter.native)
+            for parameter in stored.parameters
         }
         (saved,) = state_dicts_at(run, step)
         for number, values in saved["state"].items():
@@ -221,20 +224,20 @@ class RunState:
         FormatError
             If the file is not a checkpoint, is truncated, or is damaged.
         """
-        facts, tensors = _read(path)
-        described = facts.pop("tensors")
+        fields, tensors = _read(path)
+        described = fields.pop("tensors")
         if described.keys() != tensors.keys():
             raise _damaged(path, "its tensors differ from its list of tensors")
         for name, tensor in tensors.items():
             if _description(tensor) != described[name]:
                 raise _damaged(path, f"the checksum of {name} is wrong")
-        number = facts.pop("format")
+        number = fields.pop("format")
         if number != _FORMAT:
             raise FormatError(
                 f"{path} has checkpoint format {number}, and trajstore {__version__} reads format "
                 f"{_FORMAT}; resume the run with the version that recorded it"
             )
-        return cls(**facts, tensors=tensors)
+        return cls(**fields, tensors=tensors)
 
     @torch.no_grad()
     def _set_weights(self, model: torch.nn.Module) -> None:
@@ -285,10 +288,10 @@ def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:
         return False
     if config.optimizer.name == "sgd":
         momentum = (KEPT.name, *kept_as(MOMENTUM, "element"))
-        kept: tuple[str, ...] = momentum if config.optimizer.momentum else ()
+        state_names: tuple[str, ...] = momentum if config.optimizer.momentum else ()
     else:
-        kept = _MOMENTS
-    return {"W", "params_lr", *kept} <= set(variables)
+        state_names = _MOMENTS
+    return {"W", "params_lr", *state_names} <= set(variables)
 
 
 def holds_state(run: Location, config: RunConfig) -> bool:
@@ -308,7 +311,7 @@ def stored_name(path: Location) -> str:
     return str(_read(path, with_tensors=False)[0].get("name", ""))
 
 
-def _count_steps(optimizer: Optimizer, taken: float) -> None:
+def _count_steps(optimizer: Optimizer, count: float) -> None:
     """Set the step count of SGD with stochastic rounding, on which its numbers depend.
 
     SGD keeps no count, and a run or the source of a fork may have none or an old one. A replay
@@ -319,7 +322,7 @@ def _count_steps(optimizer: Optimizer, taken: float) -> None:
     for group in optimizer.param_groups:
         if group["rounding"] == "stochastic":
             for parameter in group["params"]:
-                optimizer.state[parameter]["step"] = torch.tensor(taken, device="cpu")
+                optimizer.state[parameter]["step"] = torch.tensor(count, device="cpu")
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,4 @@
-"""A training run from its configuration: model, optimizer, schedule, examples, and the loop.
-
-Shuffled batches for the plain PyTorch loop.
-
-The model and the initial values of its embeddings.
-
-The optimizer of a run and the schedule of its learning rate.
-"""
+"""The parts of a training from its configuration: model, optimizer, schedule, examples and loop."""
 
 from __future__ import annotations
 
@@ -175,30 +168,30 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
     Biases and layer norms have no weight decay, as in the Trainer; the embedding has. It is the
     class of `torch.optim`, unless the state has another type or rounding is stochastic.
     """
-    wanted = config.optimizer
+    settings = config.optimizer
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
     parameters = list(model.named_parameters())
     groups = [
         {
             "params": [p for name, p in parameters if name in decayed],
-            "weight_decay": wanted.weight_decay,
+            "weight_decay": settings.weight_decay,
         },
         {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
     ]
-    settings: dict[str, Any] = {"lr": wanted.lr}
-    if wanted.name == "sgd":
-        settings["momentum"] = wanted.momentum
+    arguments: dict[str, Any] = {"lr": settings.lr}
+    if settings.name == "sgd":
+        arguments["momentum"] = settings.momentum
     else:
-        settings |= {"betas": wanted.betas, "eps": wanted.eps}
-    rounded = OPTIMIZERS[wanted.name]
-    state_dtype = wanted.state_dtype or config.model.dtype
-    if state_dtype == config.model.dtype and wanted.rounding == "nearest":
-        return rounded.real_class(groups, **settings)  # type: ignore[no-any-return]
+        arguments |= {"betas": settings.betas, "eps": settings.eps}
+    rounded = OPTIMIZERS[settings.name]
+    state_dtype = settings.state_dtype or config.model.dtype
+    if state_dtype == config.model.dtype and settings.rounding == "nearest":
+        return rounded.real_class(groups, **arguments)  # type: ignore[no-any-return]
     return rounded(
         groups,
-        **settings,
+        **arguments,
         state_dtype=state_dtype,
-        rounding=wanted.rounding,
+        rounding=settings.rounding,
         rounding_seed=config.training.seed,
     )
 
@@ -445,12 +438,12 @@ def with_products(config: RunConfig) -> tuple[RunConfig, str | None]:
         return config, None
     names = {config.model.dtype, training.autocast} - {"none"}
     kinds = {getattr(torch, name) for name in names}
-    chosen, why = choose_products(kinds, find_device(training.device))
-    note = f"Products of matrices: {chosen}, because {why}"
+    chosen, reason = choose_products(kinds, find_device(training.device))
+    note = f"Products of matrices: {chosen}, because {reason}"
     return config.with_values([f"training.products={chosen}"]), note
 
 
-def find_device(wanted: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return a device by name; ``auto`` selects the first available of cuda, mps and cpu.
 
     Raises
@@ -463,15 +456,15 @@ def find_device(wanted: str) -> torch.device:
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
     }
-    if wanted == "auto":
-        return torch.device(next((name for name in ("cuda", "mps") if usable[name]), "cpu"))
-    if not usable[wanted]:
-        available = ", ".join(name for name, yes in usable.items() if yes)
+    if name == "auto":
+        return torch.device(next((kind for kind in ("cuda", "mps") if usable[kind]), "cpu"))
+    if not usable[name]:
+        available = ", ".join(kind for kind, yes in usable.items() if yes)
         raise ConfigError(
-            f"training.device = {wanted!r}: torch finds no such device on this machine; available: "
+            f"training.device = {name!r}: torch finds no such device on this machine; available: "
             f"{available}"
         )
-    return torch.device(wanted)
+    return torch.device(name)
 
 
 def _train_after(trainer: Trainer, first_step: int, scratch: str) -> None:
@@ -490,13 +483,13 @@ def _train_after(trainer: Trainer, first_step: int, scratch: str) -> None:
         trainer.train()
         return
     # The Trainer needs a checkpoint: the step, which gives the position in the data, and weights.
-    taken = Path(scratch) / f"checkpoint-{first_step}"
-    taken.mkdir()
-    save_model(trainer.model, str(taken / SAFE_WEIGHTS_NAME))
+    folder = Path(scratch) / f"checkpoint-{first_step}"
+    folder.mkdir()
+    save_model(trainer.model, str(folder / SAFE_WEIGHTS_NAME))
     size = trainer.args.per_device_train_batch_size
     state = TrainerState(global_step=first_step, train_batch_size=size)
-    state.save_to_json(str(taken / TRAINER_STATE_NAME))
-    trainer.train(resume_from_checkpoint=str(taken))
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))
+    trainer.train(resume_from_checkpoint=str(folder))
 
 
 def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -> TrainingArguments:

@@ -1,10 +1,6 @@
-"""The model of a recorded step: built from its recorded configuration, with the step's weights.
+"""The model of a recorded step: built, set in a model of the user, or written to a folder.
 
-The state of a recorded step, set in an existing model and its optimizer.
-
-A recorded step as a folder that transformers loads.
-
-The tokenizer of a run.
+`StepModel` matches the parameters of a run with those of a model, and sets them to a row.
 """
 
 from __future__ import annotations
@@ -132,12 +128,12 @@ def models(
     [0, 1, 2, 3]
     """
     stored = RunParameters(run)
-    given = stored.steps if steps is None else exact("steps", steps, "int64", least=ANY)
-    wanted = np.unique(given).tolist()
-    for step in wanted:
+    chosen = stored.steps if steps is None else exact("steps", steps, "int64", least=ANY)
+    selected = np.unique(chosen).tolist()
+    for step in selected:
         stored.number(step)
     model = StepModel(stored, constructor)
-    for step, row in stored.rows(wanted, model.variables):
+    for step, row in stored.rows(selected, model.variables):
         model.set(row)
         yield step, model.module
 
@@ -168,8 +164,8 @@ class StepModel:
         self._built = dict(self.module.named_buffers())
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
         self._set_types()
-        for one, tensor in self.parameters:
-            tensor.requires_grad_(one.requires_grad)
+        for parameter, tensor in self.parameters:
+            tensor.requires_grad_(parameter.requires_grad)
 
     def set(self, row: Row) -> None:
         """Set all parameters to those of a row, remove gradients, and set evaluation mode."""
@@ -179,8 +175,8 @@ class StepModel:
 
     def _set_types(self) -> None:
         """Set the recorded types, also after a user has converted the model."""
-        for one, tensor in self.parameters:
-            tensor.data = tensor.data.to(getattr(torch, one.native.name))
+        for parameter, tensor in self.parameters:
+            tensor.data = tensor.data.to(getattr(torch, parameter.native.name))
         for name, built in self._built.items():
             now = self.module.get_buffer(name)
             if now.dtype != built.dtype:
@@ -190,8 +186,8 @@ class StepModel:
     @torch.no_grad()
     def copy(self, row: Row) -> None:
         """Set all parameters and recorded buffers to those of a row, without gradients."""
-        for one, tensor in self.parameters:
-            tensor.copy_(tensor_of(one.bits(row), one.native))
+        for parameter, tensor in self.parameters:
+            tensor.copy_(tensor_of(parameter.bits(row), parameter.native))
             tensor.grad = None
         for first, native, name in self._buffers:
             buffer = self.module.get_buffer(name)
@@ -240,9 +236,9 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
             f"{recorded['class']} ({error}); install transformers {version}"
         ) from error
     for name, buffer in model.named_buffers():
-        wanted = recorded.get("buffer_types", {}).get(name)
-        if wanted is not None:  # `model.to` also converts buffers, such as frequencies
-            buffer.data = buffer.data.to(getattr(torch, wanted))
+        dtype = recorded.get("buffer_types", {}).get(name)
+        if dtype is not None:  # `model.to` also converts buffers, such as frequencies
+            buffer.data = buffer.data.to(getattr(torch, dtype))
     return model
 
 
@@ -257,28 +253,28 @@ def _matched(
         If names, shapes or ties differ.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    recorded = {name: one for one in stored.parameters for name in one.names}
-    found = []
+    recorded = {name: parameter for parameter in stored.parameters for name in parameter.names}
+    pairs = []
     wrong = [f"the run has no {name}" for name in by_name if name not in recorded]
     wrong += [f"the model has no {name}" for name in recorded if name not in by_name]
-    for one in stored.parameters:
-        tensors = {id(by_name[name]): by_name[name] for name in one.names if name in by_name}
+    for parameter in stored.parameters:
+        tensors = {id(by_name[name]): by_name[name] for name in parameter.names if name in by_name}
         if len(tensors) > 1:
-            wrong.append(f"{' and '.join(one.names)} are one parameter in the run")
+            wrong.append(f"{' and '.join(parameter.names)} are one parameter in the run")
         for tensor in list(tensors.values())[:1]:
-            if tuple(tensor.shape) != one.shape:
+            if tuple(tensor.shape) != parameter.shape:
                 wrong.append(
-                    f"{one.name} has shape {tuple(tensor.shape)} in the model, and {one.shape} in "
-                    "the run"
+                    f"{parameter.name} has shape {tuple(tensor.shape)} in the model, and "
+                    f"{parameter.shape} in the run"
                 )
-            found.append((one, tensor))
+            pairs.append((parameter, tensor))
     if wrong:
         more = f", and {len(wrong) - 3} more differences" if len(wrong) > 3 else ""
         raise InvalidArgument(
             f"the parameters of {type(model).__name__} differ from those of {stored.run}: "
             f"{'; '.join(wrong[:3])}{more}; {_remedy(stored)}"
         )
-    return found
+    return pairs
 
 
 def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, NativeType, str]]:
@@ -290,7 +286,7 @@ def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, N
         If the model lacks one, or it has another shape.
     """
     by_name = dict(model.named_buffers())
-    found = []
+    buffers = []
     for entry in stored.attributes.get("buffers", []):
         buffer = by_name.get(entry["name"])
         if buffer is None or list(buffer.shape) != entry["shape"]:
@@ -298,8 +294,8 @@ def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, N
                 f"{type(model).__name__} has no buffer {entry['name']} of shape "
                 f"{tuple(entry['shape'])}, which {stored.run} holds; {_remedy(stored)}"
             )
-        found.append((entry["offset"], stored.native("buffers"), entry["name"]))
-    return found
+        buffers.append((entry["offset"], stored.native("buffers"), entry["name"]))
+    return buffers
 
 
 def _remedy(stored: RunParameters) -> str:
@@ -391,31 +387,33 @@ def restore(
     joined = JoinedOptimizer(optimizer)
     _check_classes(stored, joined)
     tensors = StepModel(stored, lambda: model)
-    trained = {one: p for one, p in tensors.parameters if find_group(joined, p) is not None}
-    for one in states.keys() - trained.keys():
+    trained = {
+        recorded: p for recorded, p in tensors.parameters if find_group(joined, p) is not None
+    }
+    for recorded in states.keys() - trained.keys():
         raise InvalidArgument(
-            f"{one.name} is not in the optimizer, but that of {stored.run} trained it; build the "
-            "optimizer with the recorded parameters"
+            f"{recorded.name} is not in the optimizer, but that of {stored.run} trained it; build "
+            "the optimizer with the recorded parameters"
         )
     tensors.copy(stored.row(step, tensors.variables))
     of_tensors: dict[torch.Tensor, dict[str, Any]] = {
-        trained[one]: values for one, values in states.items()
+        trained[recorded]: values for recorded, values in states.items()
     }
     for member in joined.members:
         groups, order = member.state_dict()["param_groups"], joined.parameters(member)
-        state = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
-        member.load_state_dict({"state": state, "param_groups": groups})
+        numbered = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
+        member.load_state_dict({"state": numbered, "param_groups": groups})
     for parameter, values in of_tensors.items():
-        kept = joined.state[parameter]
+        state = joined.state[parameter]
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and kept[name].dtype != value.dtype:
+            if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
                 # torch has converted it to the type of the parameter.
-                kept[name] = value.to(kept[name].device)
+                state[name] = value.to(state[name].device)
     if stored.number(step) in _followed(stored):
         used = stored.settings(step + 1)
-        for one, parameter in trained.items():
-            if one.group is not None:
-                _set_numbers(find_group(joined, parameter) or {}, used[one.group])
+        for recorded, parameter in trained.items():
+            if recorded.group is not None:
+                _set_numbers(find_group(joined, parameter) or {}, used[recorded.group])
     if draws:
         set_generators(model, stored.value("random_state", step + 1))
     return step
@@ -424,8 +422,8 @@ def restore(
 def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
     """Set settings of a parameter group; a tensor, which a program may hold, in place."""
     for key, value in with_numbers(group, numbers).items():
-        if isinstance(held := group[key], torch.Tensor):
-            held.fill_(value)
+        if isinstance(tensor := group[key], torch.Tensor):
+            tensor.fill_(value)
         else:
             group[key] = value
 
@@ -448,7 +446,7 @@ def _last_step(stored: RunParameters, *, draws: bool) -> int:
 
 def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
     """Check that the parameters have the recorded types, before anything changes."""
-    recorded = {one.name: one.native.name for one in stored.parameters}
+    recorded = {parameter.name: parameter.native.name for parameter in stored.parameters}
     for name, tensor in model.named_parameters():
         kind = type_name(tensor.dtype)
         if recorded.get(name, kind) != kind:
@@ -460,16 +458,16 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
 
 def _check_classes(stored: RunParameters, joined: JoinedOptimizer) -> None:
     """Check that the optimizers are of the recorded classes, whose state they get."""
-    recorded, own = (
+    recorded, classes = (
         sorted({entry["class"].rpartition(".")[2] for entry in groups})
         for groups in (
             attribute(stored.attributes, "optimizer", "groups"),
             group_attributes(joined),
         )
     )
-    if own != recorded:
+    if classes != recorded:
         raise InvalidArgument(
-            f"the optimizer is {' and '.join(own)}, and that of {stored.run} was "
+            f"the optimizer is {' and '.join(classes)}, and that of {stored.run} was "
             f"{' and '.join(recorded)}; build the optimizer of the recording"
         )
 
@@ -503,8 +501,8 @@ def find_tokenizer(
         return AsciiTokenizer()
     sha256 = attribute(attributes, "provenance", "tokenizer", "sha256")
     path = None if sha256 is None else cached("gpt2")
-    found = None if path is None else FileTokenizer(path)
-    return found if found is not None and found.sha256 == sha256 else None
+    tokenizer = None if path is None else FileTokenizer(path)
+    return tokenizer if tokenizer is not None and tokenizer.sha256 == sha256 else None
 
 
 def run_tokenizer(
@@ -524,8 +522,8 @@ def run_tokenizer(
     CorpusError
         If the given tokenizer cannot be loaded.
     """
-    found = find_tokenizer(attributes, given)
-    if found is None:
+    tokenizer = find_tokenizer(attributes, given)
+    if tokenizer is None:
         name = attribute(attributes, "provenance", "tokenizer", "name")
         reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
         raise InvalidArgument(
@@ -534,11 +532,7 @@ def run_tokenizer(
             + ", or "
             + argument("tokenizer", "FOLDER")
         )
-    return found
-
-
-OPTIMIZER = "optimizer.pt"
-"""File name of the optimizer's state."""
+    return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,19 +624,19 @@ def checkout(
             "needs; use trajstore.trainers.model_at with a constructor"
         )
     model: Any = model_at(run, step)
-    found = find_tokenizer(stored.attributes, tokenizer)
+    encoder = find_tokenizer(stored.attributes, tokenizer)
     state = optimizer_state_at(run, step) if optimizer else None
     with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
         model.save_pretrained(new)
-        if found is not None:
-            found.pretrained().save_pretrained(new)
+        if encoder is not None:
+            encoder.pretrained().save_pretrained(new)
         if state is not None:
-            torch.save(state, new / OPTIMIZER)
+            torch.save(state, new / "optimizer.pt")
     return Checkout(
         path=local_path(output),
         step=step,
-        tokenizer=None if found is None else found.name,
-        notes=tuple(_notes(stored, has_tokenizer=found is not None)),
+        tokenizer=None if encoder is None else encoder.name,
+        notes=tuple(_notes(stored, has_tokenizer=encoder is not None)),
     )
 
 
@@ -678,7 +672,7 @@ def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
             "the model predicts the token after next (data.target_offset = 2), so model.generate "
             "skips a token; use: trajstore evaluate RUN generation"
         )
-    types = {one.native.name for one in stored.parameters}
+    types = {parameter.native.name for parameter in stored.parameters}
     if len(types) > 1:
         yield (
             f"the parameters have several types ({', '.join(sorted(types))}), and from_pretrained "

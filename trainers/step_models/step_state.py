@@ -1,7 +1,4 @@
-"""All parameters of the model of a run: where each is stored, and its rows in native bits.
-
-The state dict of the optimizer after a recorded step.
-"""
+"""Where a run stores the parameters of its model, their rows, and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -87,11 +84,11 @@ class StoredParameter:
         InvalidArgument
             If its own type, of 16 bits, does not hold a value.
         """
-        values, own = row[variable_of(self.variable, kind)], self.natives[kind]
+        values, native = row[variable_of(self.variable, kind)], self.natives[kind]
         if self.variable != "W":
             values = values[self.offset : self.offset + math.prod(self.shape)]
-        if values.itemsize != own.itemsize:  # a vector that also holds a wider type
-            values = narrow(values.view(f"f{values.itemsize}"), own)
+        if values.itemsize != native.itemsize:  # a vector that also holds a wider type
+            values = narrow(values.view(f"f{values.itemsize}"), native)
         return values.reshape(self.shape)
 
 
@@ -115,7 +112,7 @@ def row_of(run: RunPath, steps: Array, step: int) -> int:
     row = int(np.searchsorted(steps, step))
     if row < len(steps) and steps[row] == step:
         return row
-    near = [str(one) for one in steps[max(row - 1, 0) : row + 1]]
+    near = [str(neighbor) for neighbor in steps[max(row - 1, 0) : row + 1]]
     hint = f"the nearest: {' and '.join(near)}" if near else "it has no rows"
     raise StepNotFound(f"{run} has no row of step {step}; {hint}")
 
@@ -156,7 +153,8 @@ class RunParameters:
             )
         self._arrays: dict[str, Any] = dict(group.arrays())
         kept = self.attributes.get(OPTIMIZER_STATE, ())
-        kinds = dict.fromkeys([*VECTORS, *(one["name"] for one in kept if one["of"] == "element")])
+        vectors = [entry["name"] for entry in kept if entry["of"] == "element"]
+        kinds = dict.fromkeys([*VECTORS, *vectors])
         self.parameters = tuple(_stored(entry, self._arrays, run, kinds) for entry in table)
         self.steps: Array = whole(run, group, STEP.name)
         self._stored: dict[str, StoredArray | None] = {}
@@ -166,7 +164,7 @@ class RunParameters:
 
     def variables(self, kind: str = "W") -> tuple[str, ...]:
         """Names of the variables with a quantity of all parameters, each once."""
-        return tuple(dict.fromkeys(variable_of(one.variable, kind) for one in self.parameters))
+        return tuple(dict.fromkeys(variable_of(p.variable, kind) for p in self.parameters))
 
     def number(self, step: int) -> int:
         """Return the row of a step.
@@ -216,7 +214,7 @@ class RunParameters:
         length = min(int((array.shards or array.chunks)[0]) for array in arrays)
         while numbers:
             block = numbers[0] // length
-            inside = [one for one in numbers if one // length == block]
+            inside = [number for number in numbers if number // length == block]
             numbers = numbers[len(inside) :]
             first, stop = inside[0], inside[-1] + 1
             read = {name: self._read(name, first, stop) for name in variables}
@@ -239,16 +237,16 @@ class RunParameters:
         `trajstore.values.optimizer_rule`.
         """
         rates = self.value("params_lr", step).tolist()
-        found = [{} if math.isnan(rate) else {"lr": rate} for rate in rates]
+        settings = [{} if math.isnan(rate) else {"lr": rate} for rate in rates]
         if not {"hyperparameters", "hyperparameter"} <= self._arrays.keys():
-            return found
+            return settings
         names = map(str, self._arrays["hyperparameter"][...])
         values = self.value("hyperparameters", step).tolist()
         known = {name: v for name, v in zip(names, values, strict=True) if not math.isnan(v)}
-        for one in self.parameters:
-            if one.variable == "W" and one.group is not None:
-                found[one.group] |= known
-        return found
+        for parameter in self.parameters:
+            if parameter.variable == "W" and parameter.group is not None:
+                settings[parameter.group] |= known
+        return settings
 
     def _read(self, name: str, first: int, stop: int) -> Array:
         array, native = self._arrays[name], self.native(name)
@@ -276,13 +274,13 @@ def _stored(
         name = variable_of(entry["variable"], kind)
         if name in arrays:
             joint = native_type(arrays[name].attrs["native_dtype"])
-            natives[kind] = own = native_type(own_type(entry, kind, joint.name))
-            if own != joint and own.itemsize >= joint.itemsize:
+            natives[kind] = native = native_type(own_type(entry, kind, joint.name))
+            if native != joint and native.itemsize >= joint.itemsize:
                 raise FormatError(
-                    f"{run}: {entry['name']} is {own.name}, but {name} is {joint.name}; the run is "
-                    "damaged"
+                    f"{run}: {entry['name']} is {native.name}, but {name} is {joint.name}; the run "
+                    "is damaged"
                 )
-    one = StoredParameter(
+    parameter = StoredParameter(
         name=entry["name"],
         tied=tuple(entry.get("tied", ())),
         shape=tuple(entry["shape"]),
@@ -293,13 +291,14 @@ def _stored(
         position=entry.get("position", 0),
         requires_grad=entry["requires_grad"],
     )
-    stored = math.prod(arrays[one.variable].shape[1:]) if one.variable in arrays else 0
-    if one.offset + math.prod(one.shape) > stored:
+    stored = math.prod(arrays[parameter.variable].shape[1:]) if parameter.variable in arrays else 0
+    end = parameter.offset + math.prod(parameter.shape)
+    if end > stored:
         raise FormatError(
-            f"{run}: {one.name} ends at element {one.offset + math.prod(one.shape)} of "
-            f"{one.variable}, which has {stored}; the run is damaged"
+            f"{run}: {parameter.name} ends at element {end} of {parameter.variable}, which has "
+            f"{stored}; the run is damaged"
         )
-    return one
+    return parameter
 
 
 @checks_types
@@ -345,8 +344,8 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[st
     >>> state["state"][0]["step"].item(), decays
     (3.0, [0.01, 0.0])
     """
-    found = state_dicts_at(run, step)
-    return found[0] if len(found) == 1 else found
+    states = state_dicts_at(run, step)
+    return states[0] if len(states) == 1 else states
 
 
 def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
@@ -354,20 +353,20 @@ def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
     stored = RunParameters(run)
     states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
-    found: dict[str | None, dict[str, Any]] = {}
+    dicts: dict[str | None, dict[str, Any]] = {}
     for number, (group, used) in enumerate(zip(groups, stored.settings(step), strict=True)):
-        made = found.setdefault(group.get("name"), {"state": {}, "param_groups": []})
-        own = [one for one in stored.parameters if one.group == number]
-        own.sort(key=lambda one: one.position)
-        first = sum(len(each["params"]) for each in made["param_groups"])
-        numbers = range(first, first + len(own))
-        made["state"] |= {
-            n: states[one] for n, one in zip(numbers, own, strict=True) if one in states
+        state_dict = dicts.setdefault(group.get("name"), {"state": {}, "param_groups": []})
+        members = [p for p in stored.parameters if p.group == number]
+        members.sort(key=lambda p: p.position)
+        first = sum(len(each["params"]) for each in state_dict["param_groups"])
+        numbers = range(first, first + len(members))
+        state_dict["state"] |= {
+            n: states[p] for n, p in zip(numbers, members, strict=True) if p in states
         }
         settings = with_numbers(group["hyperparameters"], used).items()
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
-        made["param_groups"].append({**values, "params": [*numbers]})
-    return [*found.values()]
+        state_dict["param_groups"].append({**values, "params": [*numbers]})
+    return [*dicts.values()]
 
 
 def _check_state(stored: RunParameters) -> None:
@@ -387,11 +386,11 @@ def _check_state(stored: RunParameters) -> None:
         missing = ["parameter groups"]
     elif kept is not None:
         whole = KEPT.name in stored
-        missing = [one["name"] for one in kept if one["of"] == "other" or not whole]
+        missing = [entry["name"] for entry in kept if entry["of"] == "other" or not whole]
     elif name in ADAM:
-        trained = [one for one in stored.parameters if one.group is not None and one.requires_grad]
-        wanted = dict.fromkeys(variable_of(one.variable, "exp_avg") for one in trained)
-        missing = [one for one in wanted if one not in stored]
+        trained = [p for p in stored.parameters if p.group is not None and p.requires_grad]
+        names = dict.fromkeys(variable_of(p.variable, "exp_avg") for p in trained)
+        missing = [name for name in names if name not in stored]
         if any(group["hyperparameters"].get("amsgrad") for group in groups):
             missing.append("max_exp_avg_sq")
     elif name == "SGD":
@@ -425,22 +424,24 @@ def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str
         return {}
     names = {entry["name"]: kept_as(entry["name"], entry["of"])[-1] for entry in entries}
     vectors = [entry["name"] for entry in entries if entry["of"] == "element"]
-    row = stored.row(step, [v for one in vectors for v in stored.variables(one) if v in stored])
+    row = stored.row(step, [v for name in vectors for v in stored.variables(name) if v in stored])
     numbers = {
         name: stored.value(variable, step)
         for name, variable in names.items()
         if name not in vectors and variable in stored
     }
     states: dict[StoredParameter, dict[str, Any]] = {}
-    for number, one in enumerate(stored.parameters):
-        held = [entry for bit, entry in enumerate(entries) if int(marks[number]) >> bit & 1]
-        for entry in held:
-            name, values = entry["name"], states.setdefault(one, {})
-            variable = variable_of(one.variable, name) if name in vectors else names[name]
+    for number, parameter in enumerate(stored.parameters):
+        kept = [entry for bit, entry in enumerate(entries) if int(marks[number]) >> bit & 1]
+        for entry in kept:
+            name, values = entry["name"], states.setdefault(parameter, {})
+            variable = variable_of(parameter.variable, name) if name in vectors else names[name]
             if variable not in stored:
-                raise VariableNotRecorded(f"{stored.run} does not hold {variable} of {one.name}")
+                raise VariableNotRecorded(
+                    f"{stored.run} does not hold {variable} of {parameter.name}"
+                )
             if name in vectors:
-                values[name] = tensor_of(one.bits(row, name), one.natives[name])
+                values[name] = tensor_of(parameter.bits(row, name), parameter.natives[name])
             else:
                 values[name] = _number(numbers[name][number], entry["type"])
     return states

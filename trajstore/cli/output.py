@@ -190,15 +190,21 @@ class Bar:
     *columns : ProgressColumn
     stop : StopRequest, optional
         If a signal has requested a stop, `show` ends the command.
+    console : Console
+        Where the bar is shown.
     **options
         Of the bar.
     """
 
     def __init__(
-        self, *columns: ProgressColumn, stop: StopRequest | None = None, **options: Any
+        self,
+        *columns: ProgressColumn,
+        stop: StopRequest | None = None,
+        console: Console = err,
+        **options: Any,
     ) -> None:
         self._stop = stop
-        self._bar = Progress(*columns, console=err, disable=not err.is_terminal, **options)
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, **options)
         self._task = self._bar.add_task("", total=None, state="")
 
     def __enter__(self) -> Self:

@@ -139,10 +139,9 @@ def test_names_that_cannot_be_fetched() -> None:
 def test_a_server_that_is_not_there_is_reported_at_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("trajstore.trainers.downloads._GATSBY", "http://127.0.0.1:9/book.txt")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     match = r"cannot reach http://127\.0\.0\.1:9 .* local copy as source=…"
     with pytest.raises(CorpusError, match=match) as raised:
-        fetch(name)
+        fetch(name, source="http://127.0.0.1:9/book.txt" if name == "gatsby" else None)
     assert "local copy as --source …" in raised.value.in_command
     assert not cache.exists()

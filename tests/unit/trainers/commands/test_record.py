@@ -1,4 +1,4 @@
-""""""
+"""What the commands that train print, and what they refuse before they import torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rich.text import Text
 
 from trajstore import RunWriter
-from trajstore.cli import output as bars
 from trajstore.cli.main import main
 from trajstore.cli.output import PlainConsole
-from trajstore.trainers.commands import record as progress_module
 from trajstore.trainers.commands.record import RecordingProgress, print_interrupted, print_recorded
 
 FACTS = {
@@ -113,17 +110,15 @@ def recorder(step: int) -> Any:
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_bar_of_a_recording_can_be_read(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_of_a_recording_can_be_read(width: int) -> None:
     written = io.StringIO()
     console = PlainConsole(
         file=written, width=width, force_terminal=True, color_system=None, soft_wrap=True
     )
-    monkeypatch.setattr(progress_module, "err", console)
-    monkeypatch.setattr(bars, "err", console)
-    monkeypatch.setattr(progress_module._Rate, "render", lambda *_: Text("12.3 steps/s"))
-    with RecordingProgress(20_000) as shown:
+    now = 0.0
+    with RecordingProgress(20_000, console=console, clock=lambda: now) as shown:
         shown.show_step(recorder(1))
-        shown._next = 0
+        now = 1000.0
         shown.show_step(recorder(12_345))
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written.getvalue())
     lines = plain.replace("\r", "\n").splitlines()
@@ -136,21 +131,20 @@ def test_the_bar_of_a_recording_can_be_read(width: int, monkeypatch: pytest.Monk
     assert "on disk" not in last, "nothing is yet"
 
 
-def test_time_and_pace_are_counted_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 110.0, 112.0])
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
-    shown = RecordingProgress(3)
+def test_time_and_pace_are_counted_from_the_first_step() -> None:
+    now = 100.0
+    shown = RecordingProgress(3, clock=lambda: now)
     assert (shown.seconds, shown.rate) == (None, None)
     shown.show_corpus(corpus())
+    now = 110.0
     shown.show_step(recorder(1))
     assert (shown.seconds, shown.rate) == (10, None)
+    now = 112.0
     shown.show_step(recorder(3))
     assert (shown.seconds, shown.rate) == (12, 1)
 
 
 def corpus() -> Any:
-    import numpy as np
-
     ids = np.zeros(3, "i4")
     return SimpleNamespace(
         counts=lambda: ids, name="x", size=3, ids=ids, vocab_size=3, sha256="0" * 64

@@ -1,4 +1,4 @@
-""""""
+"""Ready-made evaluations: what torch and transformers compute from the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from no_float64 import on_mps  # noqa: E402
 from recorded_models import OwnModel, gpt2  # noqa: E402
 
 from trajstore.trainers import model_at  # noqa: E402
-from trajstore.trainers.evaluations import (  # noqa: E402  # noqa: E402
+from trajstore.trainers.evaluations import (  # noqa: E402
     attention,
     cka,
     evaluate,
@@ -110,12 +110,12 @@ PROMPT = "the cat"
 
 
 @pytest.fixture
-def model_of_on_prompts(recorded: Any) -> Any:
+def last_model(recorded: Any) -> Any:
     return model_at(recorded.path, 6).float()
 
 
-def test_attention_weights_and_their_entropy(recorded: Any, model_of_on_prompts: Any) -> None:
-    found = attention(recorded.path, PROMPT)(model_of_on_prompts, 6)
+def test_attention_weights_and_their_entropy(recorded: Any, last_model: Any) -> None:
+    found = attention(recorded.path, PROMPT)(last_model, 6)
     dims, weights = found["attention"]
     assert dims == ("layer", "head", "query", "key")
     assert weights.shape == (2, 2, 7, 7)
@@ -134,11 +134,10 @@ def test_cka_is_that_of_gram_matrices(recorded: Any, tmp_path: Path) -> None:
     batches = [[*b"the cat"], [*b"a mat th"], [*b"at is lo"], [*b"ng"]]
 
     def grams(step: int) -> list[Any]:
-        model_of_on_prompts = model_at(recorded.path, step)
+        last_model = model_at(recorded.path, step)
         with torch.no_grad():
             outputs = [
-                model_of_on_prompts(torch.tensor([ids]), output_hidden_states=True)
-                for ids in batches
+                last_model(torch.tensor([ids]), output_hidden_states=True) for ids in batches
             ]
         found = []
         for layer in (1, 2):
@@ -164,11 +163,9 @@ def test_cka_is_that_of_gram_matrices(recorded: Any, tmp_path: Path) -> None:
         cka(recorded.path, PROMPT, against=7)
 
 
-def test_the_last_depth_of_the_lens_is_the_output(recorded: Any, model_of_on_prompts: Any) -> None:
-    found = logit_lens(recorded.path, PROMPT)(model_of_on_prompts, 6)
-    chances = (
-        model_of_on_prompts(torch.tensor([[*PROMPT.encode()]])).logits[0].log_softmax(-1).detach()
-    )
+def test_the_last_depth_of_the_lens_is_the_output(recorded: Any, last_model: Any) -> None:
+    found = logit_lens(recorded.path, PROMPT)(last_model, 6)
+    chances = last_model(torch.tensor([[*PROMPT.encode()]])).logits[0].log_softmax(-1).detach()
     texts = found["lens_text"][1]
     assert texts.shape == (3, 7)
     from trajstore.trainers.texts import AsciiTokenizer
@@ -182,24 +179,21 @@ def test_the_last_depth_of_the_lens_is_the_output(recorded: Any, model_of_on_pro
     expected = [-float(chances[at, ord(PROMPT[at + 1])]) for at in range(6)]
     np.testing.assert_allclose(losses[-1, :-1], expected, rtol=1e-5)
     assert np.isnan(losses[:, -1]).all()
-    embedded = (
-        model_of_on_prompts.transformer.wte.weight[ord("t")]
-        + model_of_on_prompts.transformer.wpe.weight[0]
-    )
-    first = model_of_on_prompts.lm_head(model_of_on_prompts.transformer.ln_f(embedded)).argmax()
+    embedded = last_model.transformer.wte.weight[ord("t")] + last_model.transformer.wpe.weight[0]
+    first = last_model.lm_head(last_model.transformer.ln_f(embedded)).argmax()
     assert texts[0, 0] == names[first]
     with pytest.raises(InvalidArgument, match=r"OwnModel has no last normalization.*ln_f"):
         logit_lens(recorded.path, PROMPT)(OwnModel(), 0)
 
 
-def test_generation_is_that_of_transformers(recorded: Any, model_of_on_prompts: Any) -> None:
-    found = generation(recorded.path, "th", length=6)(model_of_on_prompts, 6)["generation"]
+def test_generation_is_that_of_transformers(recorded: Any, last_model: Any) -> None:
+    found = generation(recorded.path, "th", length=6)(last_model, 6)["generation"]
     ids = torch.tensor([[*b"th"]])
-    expected = model_of_on_prompts.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
+    expected = last_model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
     assert found == bytes(expected[0, 2:].tolist()).decode()
 
 
-def test_prompts_that_cannot_be_read(recorded: Any, own: Any, model_of_on_prompts: Any) -> None:
+def test_prompts_that_cannot_be_read(recorded: Any, own: Any, last_model: Any) -> None:
     with pytest.raises(InvalidArgument, match="the prompt is empty"):
         generation(recorded.path, "")
     with pytest.raises(InvalidArgument, match="got no prompts"):
@@ -207,6 +201,6 @@ def test_prompts_that_cannot_be_read(recorded: Any, own: Any, model_of_on_prompt
     with pytest.raises(CorpusError, match="the corpus prompt has 2 bytes that are not ASCII"):
         logit_lens(recorded.path, "é")
     with pytest.raises(InvalidArgument, match="the prompt has 9 tokens, but the model reads 8"):
-        attention(recorded.path, "nine char")(model_of_on_prompts, 6)
+        attention(recorded.path, "nine char")(last_model, 6)
     with pytest.raises(InvalidArgument, match="records no tokenizer"):
         attention(own.path, "a")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,3 @@ def interrupted(stopped: Path, lost: Path) -> Path:
     """A copy of it with the checkpoint."""
     shutil.copytree(stopped.with_suffix(".ckpt"), lost.with_suffix(".ckpt"))
     return lost
-
-
-@pytest.fixture
-def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no step go by while a checkpoint is written."""
-
-    def done(_: Any, work: Any, *arguments: Any) -> Future[None]:
-        future: Future[None] = Future()
-        future.set_result(work(*arguments))
-        return future
-
-    monkeypatch.setattr("trajstore.trainers.runs.checkpoint.submit", done)

@@ -1,20 +1,29 @@
-"""A checkpoint reads as it was written, or not at all."""
+"""A checkpoint reads as it was written, or not at all; and when a training writes one."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 from disk import Disk  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
+from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import FormatError, RunExists  # noqa: E402
-from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402
+from trajstore.store.storage.remote_path import Location  # noqa: E402
+from trajstore.trainers import record  # noqa: E402
+from trajstore.trainers.recording.step_hooks import Recorder  # noqa: E402
+from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing  # noqa: E402
 from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -250,3 +259,161 @@ def test_a_checkpoint_gone_on_from_goes_when_a_newer_one_is_usable(tmp_path: Pat
     assert again.steps() == [3, 7]
     again.add(checkpoint(9, 10), 10)
     assert again.steps() == [9]
+
+
+def test_a_run_with_one_row_resumes_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
+    """It was killed after a checkpoint, and before its second row."""
+    config = small_config(["gatsby"], "recording.every=8", "recording.block_rows=1", steps=10)
+    whole, stopped, killed = (tmp_path / f"{name}.zarr" for name in ("whole", "stopped", "killed"))
+
+    def copy(recorder: Recorder) -> None:
+        if recorder.step == 5:
+            shutil.copytree(stopped, killed)
+
+    record(config, stopped, corpus=text, stop=stop_after(5), on_step=copy)
+    shutil.copytree(stopped.with_suffix(".ckpt"), killed.with_suffix(".ckpt"))
+    record(config, killed, corpus=text, resume=True)
+    record(config, whole, corpus=text)
+    assert same_values(whole, killed).step.values.tolist() == [0, 8, 10]
+
+
+# When a training writes one, with a clock that the tests move on ------------------------------
+
+STEPS = 1000
+
+
+class Schedule:
+    """A checkpointing of a training of nothing, a step a second; a checkpoint takes `cost`."""
+
+    def __init__(self, folder: Path, *, every: int | None = None, cost: float = 0.0) -> None:
+        self.path = folder / "run.zarr"
+        RunWriter.create(
+            self.path, token=np.arange(2), hidden=1, variables={"W": "float32"}
+        ).close()
+        self.now = 0.0
+        self.cost = cost
+        self.committed_rows = 0
+        self.layout = SimpleNamespace(arrays={})
+        self.stops = False
+        training: Any = SimpleNamespace(
+            config=SimpleNamespace(
+                training=SimpleNamespace(steps=STEPS),
+                recording=SimpleNamespace(checkpoint_every=every),
+            )
+        )
+        self.checkpointing = Checkpointing(
+            training,
+            self.path,
+            sources={},
+            taken_from=None,
+            stop=lambda: self.stops,
+            fsync=False,
+            clock=lambda: self.now,
+        )
+        self.state_class = RunState
+        self.checkpointing._take = self._take  # type: ignore[method-assign]
+
+    def _take(self, recorder: Any, scaler: Any) -> RunState:
+        self.now += self.cost
+        return self.state_class(
+            run="", name="run.zarr", step=recorder.step, rows=recorder.rows, config={}, sources={},
+            state={}, tensors={},
+        )  # fmt: skip
+
+    def step(self, number: int, *, at_block_end: bool = False, waits: bool = True) -> list[int]:
+        """Take a step, wait until its checkpoint is written, and return all checkpoints."""
+        self.now += 1.0
+        recorder: Any = SimpleNamespace(
+            step=number,
+            rows=number + 1,
+            at_block_end=at_block_end,
+            writer=self,
+            close=self.close,
+            committed_rows=self.committed_rows,
+        )
+        self.checkpointing.after_step(recorder, None)
+        if waits:
+            self.checkpointing.wait()
+        return CheckpointFolder(self.path).steps()
+
+    def close(self, *, complete: bool) -> None:
+        assert not complete
+
+
+def test_without_an_option_one_is_taken_every_ten_seconds(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path)
+    seen = []
+    for step in range(1, 41):
+        schedule.committed_rows = step
+        seen.append(schedule.step(step))
+    assert seen[8] == []
+    assert seen[9] == seen[18] == [10]
+    assert seen[19] == [10, 20]
+    assert seen[29] == [20, 30]
+    assert seen[39] == [30, 40]
+    assert all(len(steps) <= 2 for steps in seen)
+
+
+def test_checkpoints_take_at_most_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path, cost=0.5)
+    taken = []
+    for step in range(1, 200):
+        schedule.committed_rows = step
+        taken += [last for last in schedule.step(step)[-1:] if last not in taken]
+    assert taken == [10, 60, 110, 160]
+
+
+def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path) -> None:
+    """Rows that are committed late, or in large blocks, do not fill the disk with checkpoints."""
+    schedule = Schedule(tmp_path)
+    seen = [schedule.step(step) for step in range(1, 101)]
+    assert seen[-1] == [10]
+    schedule.committed_rows = 11
+    assert schedule.step(101) == [10, 101]
+    schedule.committed_rows = 101  # of the 102 rows until step 101
+    assert schedule.step(120) == [10, 101]
+    for step in range(121, 140):
+        assert schedule.step(step) == [10, 101]
+    schedule.committed_rows = 102
+    assert schedule.step(140) == [101, 140]
+
+
+def test_it_is_written_while_the_training_continues(tmp_path: Path) -> None:
+    schedule, goes_on, full = Schedule(tmp_path), threading.Event(), False
+
+    class SlowState(RunState):
+        def save(self, path: Location, *, fsync: bool = True) -> int:
+            assert goes_on.wait(timeout=30)
+            if full:
+                raise OSError(28, "No space left on device")
+            return super().save(path, fsync=fsync)
+
+    schedule.state_class = SlowState
+    schedule.committed_rows = STEPS + 1
+    for step in range(1, 40):
+        assert schedule.step(step, waits=False) == []
+    goes_on.set()
+    assert schedule.step(STEPS) == [STEPS]  # the last one is waited for
+    full = True
+    with pytest.raises(OSError, match="No space"):
+        schedule.step(STEPS)
+    schedule.checkpointing.close()
+
+
+def test_a_number_of_steps_does_not_depend_on_time(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path, every=5)
+    schedule.now = 1e6
+    seen = []
+    for step in range(1, 20):
+        schedule.committed_rows = step
+        seen.append(schedule.step(step, at_block_end=step % 4 == 3))
+    assert [step for step, there in enumerate(seen, 1) if there[-1:] == [step]] == [7, 15]
+
+
+def test_the_last_step_has_one_whatever_the_time(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path)
+    assert schedule.step(1) == []
+    schedule.stops = True
+    assert schedule.step(2) == [2]
+    schedule.stops = False
+    assert schedule.step(STEPS) == [2, STEPS]

@@ -1,4 +1,4 @@
-"""A training recorded in the encoding `compact` is, bit for bit, the one recorded in `delta`."""
+"""Trainings of both loops and encodings, and resumed ones, give the same bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import xarray as xr
 from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
+from checkpoints import write_checkpoint  # noqa: E402
 from compact_runs import RULE_ARRAYS  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
-from small_trainings import (  # noqa: E402  # noqa: E402
+from small_trainings import (  # noqa: E402
     BLOCK,
     TEXT,
     last_checkpoint,
@@ -30,7 +31,7 @@ from trajstore import (  # noqa: E402
     export,
     verify,
 )
-from trajstore.errors import (  # noqa: E402  # noqa: E402
+from trajstore.errors import (  # noqa: E402
     ConfigError,
     CorpusError,
     FormatError,
@@ -42,17 +43,16 @@ from trajstore.errors import (  # noqa: E402  # noqa: E402
 )
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
-from trajstore.trainers import RunConfig, TrajectoryCallback, capture, fork, record, recorded_config  # noqa: E402  # noqa: E402
+from trajstore.trainers import RunConfig, TrajectoryCallback, capture, fork, record, recorded_config  # noqa: E402
 from trajstore.trainers.counterfactuals.what_if import what_if  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.runs import run_state  # noqa: E402
 from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-STEPS, COMPACT = 10, "recording.encoding=compact"
-QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
-VARIANTS = {
+COMPACT_STEPS, COMPACT = 10, "recording.encoding=compact"
+COMPACT_QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
+COMPACT_VARIANTS = {
     "trainer": (["gatsby"], RULE_ARRAYS),
     "adam, decay, dead tokens": (
         ["gatsby-adam", "optimizer.weight_decay=0.1", "recording.tokens=dead"], RULE_ARRAYS,
@@ -67,11 +67,11 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", nightly_but(VARIANTS, *QUICK))
+@pytest.mark.parametrize("name", nightly_but(COMPACT_VARIANTS, *COMPACT_QUICK))
 def test_both_encodings_hold_the_same_bits(name: str, text: Path, tmp_path: Path) -> None:
-    variant, computed = VARIANTS[name]
+    variant, computed = COMPACT_VARIANTS[name]
     plain, stopped = tmp_path / "plain.zarr", tmp_path / "compact.zarr"
-    config = small_config(variant, steps=STEPS)
+    config = small_config(variant, steps=COMPACT_STEPS)
     record(config, plain, corpus=text)
     if name == "skipped steps":
         assert xr.open_zarr(plain).skipped.values[1:].any()
@@ -115,7 +115,7 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> None:
-    config = small_config(["gatsby"], steps=STEPS)
+    config = small_config(["gatsby"], steps=COMPACT_STEPS)
     runs = {}
     for encoding in ("delta", "compact"):
         path = tmp_path / f"{encoding}.zarr"
@@ -143,12 +143,12 @@ def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
         TrajectoryCallback(tmp_path / "run.zarr", encoding="zip")
 
 
-STEPS_OF_RECORD_RESUME, EPOCH = 16, 6
+STEPS, EPOCH = 16, 6
 SUMMARIES = (
     "recording.variables=['matrix','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean',"
     "'hidden_trace','hidden_cosine','batch','example_loss','hidden_states']"
 )
-VARIANTS_OF_RECORD_RESUME = {
+VARIANTS = {
     "trainer": ["gatsby"],
     "trainer, every 3, accumulated": [
         "gatsby", "recording.every=3", "training.accumulation=4", "schedule.name=cosine",
@@ -179,7 +179,7 @@ VARIANTS_OF_RECORD_RESUME = {
 
 
 def config_of(name: str, *assignments: str) -> RunConfig:
-    return small_config(VARIANTS_OF_RECORD_RESUME[name], *assignments, steps=STEPS_OF_RECORD_RESUME)
+    return small_config(VARIANTS[name], *assignments, steps=STEPS)
 
 
 def checkpoints(run: Path) -> list[int]:
@@ -208,9 +208,9 @@ PLACES = {
     "within a block and an epoch": 5,
     "at the end of an epoch": EPOCH,
     "at the end of a block": 2 * BLOCK - 1,
-    "before the last step": STEPS_OF_RECORD_RESUME - 1,
+    "before the last step": STEPS - 1,
 }
-QUICK_OF_RECORD_RESUME = (
+QUICK = (
     ("trainer", "at the first step"),
     ("plain", "at the end of an epoch"),
     ("trainer, every 3, accumulated", "within a block and an epoch"),
@@ -227,7 +227,7 @@ NIGHTLY = (
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [*QUICK_OF_RECORD_RESUME, *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY)],
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY)],
 )
 def test_a_seam_leaves_no_trace(
     name: str, place: str, straight: Callable[[RunConfig], Path], text: Path, tmp_path: Path
@@ -240,10 +240,10 @@ def test_a_seam_leaves_no_trace(
     assert checkpoints(path) == [step]
     record(recorded_config(path), path, resume=True)
     ds = agree(straight(config_of(name)), path)
-    assert checkpoints(path) == [STEPS_OF_RECORD_RESUME]
+    assert checkpoints(path) == [STEPS]
     assert ds.attrs["provenance"]["resumed"][0]["step"] == step
     if "float16" in name:
-        assert 0 < ds.skipped.sum() < STEPS_OF_RECORD_RESUME
+        assert 0 < ds.skipped.sum() < STEPS
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,7 @@ def test_a_training_that_fails_continues_from_a_checkpoint_before(
     assert xr.open_zarr(path).attrs["provenance"]["resumed"][0]["step"] == step
 
 
-@pytest.mark.parametrize(
-    ("name", "last"), [("trainer", STEPS_OF_RECORD_RESUME), ("plain, every 3, accumulated", 5)]
-)
+@pytest.mark.parametrize(("name", "last"), [("trainer", STEPS), ("plain, every 3, accumulated", 5)])
 def test_a_run_is_never_closed_without_its_last_checkpoint(
     name: str, last: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +290,7 @@ def test_a_run_is_never_closed_without_its_last_checkpoint(
     record(
         config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=stop_after(last)
     )
-    assert seen == [("complete" if last == STEPS_OF_RECORD_RESUME else "interrupted", [last])]
+    assert seen == [("complete" if last == STEPS else "interrupted", [last])]
     assert checkpoints(path) == [last]
     assert not list(tmp_path.glob(".*.lock"))
 
@@ -338,15 +336,15 @@ def test_a_new_run_takes_no_notice_of_old_checkpoints(interrupted: Path, text: P
     "name", [pytest.param("trainer, every 3, accumulated", marks=pytest.mark.nightly), "plain"]
 )
 def test_a_finished_run_is_extended_without_a_seam(name: str, text: Path, tmp_path: Path) -> None:
-    decay = f"schedule.steps={STEPS_OF_RECORD_RESUME}"
+    decay = f"schedule.steps={STEPS}"
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
     record(config_of(name, decay), straight, corpus=text)
     record(config_of(name, decay, "training.steps=10"), path, corpus=text)
     ds = xr.open_zarr(path)
     assert ds.step.values[-1] == 10
-    assert ds.attrs["optimizer"]["schedule"]["steps"] == STEPS_OF_RECORD_RESUME
+    assert ds.attrs["optimizer"]["schedule"]["steps"] == STEPS
     notes: list[str] = []
-    longer = recorded_config(path).with_values([f"training.steps={STEPS_OF_RECORD_RESUME}"])
+    longer = recorded_config(path).with_values([f"training.steps={STEPS}"])
     record(longer, path, resume=True, on_note=notes.append)
     ds = agree(straight, path)
     assert notes == []
@@ -440,30 +438,23 @@ def test_other_versions_are_reported(interrupted: Path) -> None:
     assert resumed[0]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"device": "cuda:0"}, ConfigError, r"recorded on cuda.*training.device=cuda"),
-        ({"tokenizer": {"name": "ascii", "sha256": "0" * 64}}, CorpusError,
-         "give the recorded one: tokenizer=…"),
-    ],
-)  # fmt: skip
-def test_another_device_and_another_tokenizer_are_refused(
-    change: dict[str, Any], kind: Any, message: str, interrupted: Path
-) -> None:
-    provenance = xr.open_zarr(interrupted).attrs["provenance"] | change
-    RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
-    with pytest.raises(kind, match=message):
-        record(recorded_config(interrupted), interrupted, resume=True)
-
-
-def test_another_text_is_refused(interrupted: Path, tmp_path: Path) -> None:
+def test_another_device_tokenizer_or_text_is_refused(interrupted: Path, tmp_path: Path) -> None:
+    config, recorded = recorded_config(interrupted), xr.open_zarr(interrupted).attrs["provenance"]
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT + b"!")
     with pytest.raises(
         CorpusError, match=r"other\.txt .* differs from that of .* april\.txt of 70"
     ):
-        record(recorded_config(interrupted), interrupted, resume=True, corpus=other)
+        record(config, interrupted, resume=True, corpus=other)
+    for change, kind, message in (
+        ({"device": "cuda:0"}, ConfigError, r"recorded on cuda.*training.device=cuda"),
+        ({"tokenizer": {"name": "ascii", "sha256": "0" * 64}}, CorpusError,
+         "give the recorded one: tokenizer=…"),
+    ):  # fmt: skip
+        changed = {"provenance": recorded | change}
+        RunWriter.resume(interrupted, attributes=changed).close("interrupted")
+        with pytest.raises(kind, match=message):
+            record(config, interrupted, resume=True)
     assert xr.open_zarr(interrupted).attrs["status"] == "interrupted"
 
 
@@ -480,12 +471,8 @@ def test_resume_needs_a_run_and_more_steps(interrupted: Path, text: Path, tmp_pa
 
 
 def test_a_run_that_is_being_recorded_is_left_alone(interrupted: Path) -> None:
-    writer = RunWriter.resume(interrupted)
-    try:
-        with pytest.raises(RunLocked):
-            record(recorded_config(interrupted), interrupted, resume=True)
-    finally:
-        writer.close("interrupted")
+    with RunWriter.resume(interrupted), pytest.raises(RunLocked):
+        record(recorded_config(interrupted), interrupted, resume=True)
 
 
 def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: Path) -> None:
@@ -498,15 +485,9 @@ def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: 
     assert xr.open_zarr(interrupted).sizes["step"] == 6
 
 
-def test_a_checkpoint_of_another_format_is_refused(
-    interrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
-    taken = RunState.load(file)
-    with monkeypatch.context() as patch:
-        patch.setattr(run_state, "_FORMAT", 2)
-        taken.save(file)
-    with pytest.raises(FormatError, match=r"has checkpoint format 2, .* reads format 3;"):
+def test_a_checkpoint_of_another_format_is_refused(interrupted: Path) -> None:
+    write_checkpoint(checkpoint_folder(interrupted) / "step-00000005.safetensors")
+    with pytest.raises(FormatError, match=r"has checkpoint format 1, .* reads format 3;"):
         record(recorded_config(interrupted), interrupted, resume=True)
 
 

@@ -23,6 +23,8 @@ from trajstore.trainers import (  # noqa: E402
     record,
     recorded_config,
 )
+from trajstore.trainers.runs.retraining import recording_options  # noqa: E402
+from trajstore.trainers.texts import load_corpus  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -308,3 +310,9 @@ def test_threads_are_recorded_and_used_again(text: Path, tmp_path: Path) -> None
     used.clear()
     extend(without_checkpoints(path), 8, corpus=text, on_retrain=count, on_step=count)
     assert used == [own + 1] * 6 + [own + 2] * 2
+
+
+def test_rows_are_committed_as_often_as_the_configuration_says(text: Path) -> None:
+    for every, seconds in ((2.5, 2.5), (0, None)):
+        config = small_config(["gatsby"], f"recording.commit_every={every}", steps=3)
+        assert recording_options(config, load_corpus(config, corpus=text)).commit_every == seconds

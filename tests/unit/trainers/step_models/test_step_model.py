@@ -1,4 +1,4 @@
-""""""
+"""Models of recorded steps have the recorded bits, in memory, in a loop and in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from small_trainings import same_values  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from trajstore.errors import NothingToResume  # noqa: E402
-from trajstore.trainers import (  # noqa: E402  # noqa: E402
+from trajstore.trainers import (  # noqa: E402
     capture,
     checkout,
     model_at,
@@ -187,7 +187,7 @@ def test_the_states_of_two_optimizers(tmp_path: Path) -> None:
     assert same(states, [one.state_dict() for one in pair])
 
 
-STEPS_OF_RESTORE = 7
+RESTORED_STEPS = 7
 
 
 class Model(torch.nn.Module):
@@ -222,7 +222,7 @@ def train(
     optimizer: Any,
     *,
     first: int = 0,
-    last: int = STEPS_OF_RESTORE,
+    last: int = RESTORED_STEPS,
     every: int = 1,
 ) -> None:
     """Train with two micro-batches and clipping; the examples of a step follow from its number."""
@@ -258,7 +258,7 @@ def test_a_loop_continues_from_a_recorded_step(run: Path, step: int | None, tmp_
     path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
     model, optimizer = built()
     first = restore(path, model, optimizer, step=step)
-    assert first == (STEPS_OF_RESTORE - 1 if step is None else step)
+    assert first == (RESTORED_STEPS - 1 if step is None else step)
     train(path, model, optimizer, first=first)
     ds = same_values(run, path)
     assert "random_state" in ds
@@ -266,8 +266,8 @@ def test_a_loop_continues_from_a_recorded_step(run: Path, step: int | None, tmp_
 
 
 def test_the_last_step_of_a_model_with_dropout_is_repeated(run: Path) -> None:
-    with pytest.raises(InvalidArgument, match=f"does not hold step {STEPS_OF_RESTORE + 1}"):
-        restore(run, *built(), step=STEPS_OF_RESTORE)
+    with pytest.raises(InvalidArgument, match=f"does not hold step {RESTORED_STEPS + 1}"):
+        restore(run, *built(), step=RESTORED_STEPS)
 
 
 def test_rows_with_a_next_step_can_be_restored(tmp_path: Path) -> None:

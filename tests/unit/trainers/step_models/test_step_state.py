@@ -1,4 +1,4 @@
-""""""
+"""The state of an optimizer, and parameters of several types, are those of the training."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_state_that_is_not_recorded(
         optimizer_state_at(tmp_path / "run.zarr", 1)
 
 
-STEPS_OF_RECORDED_PARAMETERS = 5
+MIXED_STEPS = 5
 TYPES = {
     "embedding.weight": ("bfloat16", "float32"),
     "norm.weight": ("float32", "bfloat16"),
@@ -142,7 +142,7 @@ def train(recorded: Recorded, first: int = 0) -> list[dict[str, Any]]:
         parameter="embedding.weight", resume=first > 0, first_step=first,
     ) as recorder:  # fmt: skip
         recorded.keep()
-        for step in range(first, STEPS_OF_RECORDED_PARAMETERS):
+        for step in range(first, MIXED_STEPS):
             ids = (torch.arange(10).reshape(2, 5) * (step + 1)) % 11
             logits = model(ids, whole=step % 2 == 1).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
@@ -193,7 +193,7 @@ def test_every_tensor_of_a_step_has_its_own_type(run: Any) -> None:
     vectors = ("params", "params_grad", "params_exp_avg", "params_exp_avg_sq")
     assert {ds[name].attrs["native_dtype"] for name in vectors} == {"float32"}
     assert not verify(recorded.path).problems
-    for step in range(STEPS_OF_RECORDED_PARAMETERS + 1):
+    for step in range(MIXED_STEPS + 1):
         model = model_at(recorded.path, step, constructor=Model)
         assert same(dict(model.state_dict()), dict(recorded.models[step]))
         state = optimizer_state_at(recorded.path, step)["state"]

@@ -1,4 +1,4 @@
-""""""
+"""Texts and streams of ids, embedded or from files, as token ids."""
 
 from __future__ import annotations
 
