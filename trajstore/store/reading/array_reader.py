@@ -8,7 +8,7 @@ themselves, and `open_run` reads values without zarr's event loop.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
+from trajstore.codec.array_selection import ArraySelection
 from trajstore.codec.block import BlockForm, UnitChunks, digest_of, encoded_chunks
 from trajstore.codec.block_codec import BlockCodec, root_metadata
 from trajstore.codec.chunk import Chain
 from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced
-from trajstore.codec.selected_parts import Pick, picks
-from trajstore.errors import FormatError
+from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced, explained
 from trajstore.store.storage.atomic import opened
 from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
 
 Array = npt.NDArray[Any]
-Axes = Sequence[dict[int, Pick]]
 
 # Bytes, or number of shards, of a selection above which a pool of threads pays.
 _LARGE = 4 << 20
@@ -133,14 +131,16 @@ class StoredArray:
         return as_bits(self.values((rows,)), native, self.name)
 
     @contextmanager
-    def opened(self, block: int, part: int, axes: Axes = ()) -> Iterator[OpenBlock]:
+    def opened(
+        self, block: int, part: int, selection: ArraySelection | None = None
+    ) -> Iterator[OpenBlock]:
         """Open a shard, and read its label and index.
 
         Parameters
         ----------
         block, part : int
-        axes : sequence of dict of int to Pick, optional
-            Selection that will be read; see `OpenBlock.opened`.
+        selection : ArraySelection, optional
+            Positions in the shard that will be read; see `OpenBlock.opened`.
 
         Raises
         ------
@@ -152,25 +152,27 @@ class StoredArray:
         """
         path = self.path / self.key(block, part)
         name = f"{self.name}, block {block} ({path})"
-        try:
-            with opened(path) as source:
-                yield at_once(OpenBlock.opened(name, self.form, source, (block, part), axes))
-        except (FileNotFoundError, FormatError) as error:
-            check_not_replaced(self.path, self.form, self._root_metadata())
-            if isinstance(error, FormatError):
-                raise
-            raise FormatError(
-                f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
-                f"with: trajstore repair {shlex.quote(str(self.path))}"
-            ) from None
+        missing = (
+            f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
+            f"with: trajstore repair {shlex.quote(str(self.path))}"
+        )
+        with (
+            explained(missing, self._check_run),
+            opened(path) as source,
+        ):
+            yield at_once(OpenBlock.opened(name, self.form, source, (block, part), selection))
 
-    def _root_metadata(self) -> bytes | None:
+    def _check_run(self) -> None:
+        """Raise an error if the run is no longer the one that was opened."""
+        metadata: bytes | None
         if isinstance(self.path, Path):
-            return root_metadata(self.path)
-        try:
-            return (self.path / METADATA_KEY).read_bytes()
-        except FileNotFoundError:
-            return None if self.path.listed else b""
+            metadata = root_metadata(self.path)
+        else:
+            try:
+                metadata = (self.path / METADATA_KEY).read_bytes()
+            except FileNotFoundError:
+                metadata = None if self.path.listed else b""
+        check_not_replaced(self.path, self.form, metadata)
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
         """Digest of a shard reduced to its first `rows` rows, computed from these rows.
@@ -211,19 +213,13 @@ class StoredArray:
         return digest_of(digest for _, digest in chunks)
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
-        selection = (*key, *[slice(None)] * (self.ndim - len(key)))
-        ranges = [
-            range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
-        ]
-        out = np.empty([len(axis) for axis in ranges], dtype)
+        selection = ArraySelection.of(key, self.shape)
+        out = np.empty(selection.lengths, dtype)
         if out.size == 0:
             return out
-        blocks = picks(ranges[0], self.shard[0])
-        parts = picks(ranges[1], self.shard[1]) if self.ndim > 1 else {0: None}
         jobs = [
-            partial(self._read_shard, block, part, (in_block, in_part), ranges[2:], out)
-            for block, in_block in blocks.items()
-            for part, in_part in parts.items()
+            partial(self._read_shard, number, selected, out[place])
+            for number, selected, place in selection.objects(self.shard)
         ]
         worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= _MANY)
         if self.threads == 1 or not worth:
@@ -234,20 +230,9 @@ class StoredArray:
                 pass
         return out
 
-    def _read_shard(
-        self,
-        block: int,
-        part: int,
-        taken: tuple[Pick, Pick | None],
-        rest: list[range],
-        out: Array,
-    ) -> None:
-        within = [pick for pick in taken if pick is not None]
-        # Slices with a step of 1: all positions between the first and the last are selected.
-        along = [range(pick.window.start, pick.window.stop) for pick in within] + rest
-        axes = [picks(axis, length) for axis, length in zip(along, self.chunk, strict=True)]
-        with self.opened(block, part, axes) as shard:
-            shard.read(axes, out[tuple(pick.place for pick in within)])
+    def _read_shard(self, number: tuple[int, int], selection: ArraySelection, out: Array) -> None:
+        with self.opened(*number, selection) as shard:
+            shard.read(out)
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:
