@@ -38,8 +38,7 @@ from trajstore.store.metadata.metadata_form import (
 )
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
-from trajstore.store.reading.checked_metadata import check_own_metadata
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import check_own_metadata, open_group
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (
