@@ -7,10 +7,9 @@ an array. `AxisPart` is what it takes of one part along one axis.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AxisPart:
+class AxisPart(NamedTuple):
     """Selected positions of one part, along one axis.
 
     Attributes
@@ -187,14 +185,14 @@ class ArraySelection:
         points = tuple(within_hull(item, hull) for item, hull in zip(selection, hulls, strict=True))
         return cls(along=hulls, shape=tuple(map(len, hulls)), points=points)
 
-    @cached_property
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Number of selected positions along each axis; axes of one integer are kept."""
-        return tuple(map(len, self.along))
+        return tuple([len(axis) for axis in self.along])
 
     def chunks(self, shape: tuple[int, ...]) -> Axes:
         """What it takes of the chunks of that shape, along each axis; empty if it takes nothing."""
-        if not all(self.lengths):
+        if 0 in self.lengths:
             return []
         return [divide_axis(axis, part) for axis, part in zip(self.along, shape, strict=True)]
 
@@ -217,13 +215,14 @@ class ArraySelection:
         place : tuple of slice
             Its place in the selected values.
         """
-        divided = [divide_axis(*pair) for pair in zip(self.along[:2], shape, strict=False)]
-        for numbers in product(*divided):
-            parts = [axis[number] for axis, number in zip(divided, numbers, strict=True)]
-            windows = [range(part.window.start, part.window.stop) for part in parts]
-            along = [*windows, *self.along[2:]]
-            selection = replace(self, along=along, shape=tuple(map(len, along)))
-            yield (*numbers, 0)[:2], selection, tuple(part.place for part in parts)
+        divided = [divide_axis(*pair).items() for pair in zip(self.along[:2], shape, strict=False)]
+        whole = list(self.along[2:])
+        for numbered in product(*divided):
+            along = [range(part.window.start, part.window.stop) for _, part in numbered] + whole
+            selection = type(self)(along=along, shape=tuple([len(axis) for axis in along]))
+            place = tuple([part.place for _, part in numbered])
+            part = numbered[1][0] if len(numbered) > 1 else 0
+            yield (numbered[0][0], part), selection, place
 
     def shaped(self, values: Array) -> Array:
         """Values of all axes, in the shape that NumPy returns."""

@@ -1,14 +1,11 @@
-"""The form of the objects that store the blocks of an array: inner chunks, label and index.
+"""The object that stores a block: inner chunks, the label that names its place, and an index.
 
-An object contains the inner chunks of a block, or of a range of its tokens, without gaps. The label
-(`trajstore.codec.block`) follows, then the index, as in Zarr's `sharding_indexed`: offset and
-length of each inner chunk in C order of their grid, and a crc32c.
-
-The label of a stored block: which run, array and rows it belongs to, and a digest of it.
+An object contains the inner chunks of a block, or of a range of its tokens, without gaps. Their
+label follows, then the index, as in Zarr's `sharding_indexed`: offset and length of each inner
+chunk in C order of their grid, and a crc32c. `BlockForm` is what all objects of an array share;
+`shard_parts` writes one.
 
 Source: docs/reference/format.md, *Labels*.
-
-Assembly of a shard: encoded inner chunks, label and index.
 """
 
 from __future__ import annotations
@@ -269,8 +266,8 @@ class BlockForm:
         possible = [run for _, run in self.runs[max(started - 1, 0) :]]
         place_of_label = (label.array, label.block, label.part)
         if place_of_label != (self.array, block, part) or label.run not in possible:
-            own = self.runs[-1][1]
-            expected = f"{self.array}, block {block}, part {part} of run {own[:8]}"
+            identity = self.runs[-1][1]
+            expected = f"{self.array}, block {block}, part {part} of run {identity[:8]}"
             raise ValueError(f"it is {label.place()}, expected {expected}")
         if label.settings != self.settings:
             raise ValueError("the metadata differs from that with which it was written")

@@ -1,19 +1,9 @@
 """The `trajstore.block` codec of Zarr v3, which stores a whole block of an array as one object.
 
-It is the only codec of an array, so zarr passes each selection to it. `selected_block` reads and
-decodes the selection, in a thread per object, in parallel. zarr finds the codec by its entry point.
+It is the only codec of an array, so zarr passes it the selection in each block. `BlockInStore`
+reads and decodes this selection, the blocks in parallel.
 
 Source: docs/reference/format.md.
-
-A selection of one block by zarr, read from its object and decoded.
-
-A local file is read in the thread that decodes it. Of another store, zarr's event loop requests the
-end and the selected ranges, and a thread decodes them.
-
-Accessors of Datasets, such as ``ds.traj``: entry points of the group ``trajstore.accessors``.
-
-`trajstore.analysis` registers ``traj``; other packages add theirs in the same way. The value of the
-entry point is a class that takes a Dataset.
 """
 
 from __future__ import annotations
@@ -45,7 +35,6 @@ from trajstore.codec.open_block import (
     StoreObject,
     at_once,
     check_not_replaced,
-    explained,
     named,
     with_consequence,
 )
@@ -82,19 +71,20 @@ class BlockInStore:
         self._within_run = 0 if folder is None else len(key) - folder.start(1)
         block = "a block" if self._place is None else f"block {self._place[0]}"
         self._name = f"{form.array}, {block}{f' ({key})' if key else ''}"
-        self._missing = f"{self._name} {with_consequence(FewerRows('is missing'))}"
         self._selection = ArraySelection.of(selection, form.shape)
 
     def from_file(self, path: str) -> Array:
         """Read the values from a local file."""
-
-        def check_run() -> None:
+        try:
+            with LocalObject(path) as source:
+                return self._decoded(at_once(self._opened(source)))
+        except (FileNotFoundError, FormatError) as error:
             if self._within_run:
                 run = path[: -self._within_run].rstrip("/")
                 check_not_replaced(run, self._form, root_metadata(run))
-
-        with explained(self._missing, check_run), LocalObject(path) as source:
-            return self._decoded(at_once(self._opened(source)))
+            if isinstance(error, FormatError):
+                raise
+            raise self._missing() from None
 
     def from_bytes(self, data: bytes) -> Array:
         """Decode the values of a whole object."""
@@ -123,9 +113,12 @@ class BlockInStore:
             source = await StoreObject.opened(byte_getter, prototype, self._form.tail_length)
             block = await self._opened(source)
         except FileNotFoundError:
-            raise FormatError(self._missing) from None
+            raise self._missing() from None
         values: Array = await in_thread(self._decoded, block)
         return values
+
+    def _missing(self) -> FormatError:
+        return FormatError(f"{self._name} {with_consequence(FewerRows('is missing'))}")
 
     async def _opened(self, source: BlockObject, *, padding: bool = False) -> OpenBlock:
         block = await OpenBlock.opened(
@@ -223,10 +216,10 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             raise FormatError(
                 f"zarr.json: codecs.0 is {reprlib.repr(data)}, expected {BLOCK} and a configuration"
             )
-        found: dict[str, Any] = {}
+        parsed: dict[str, Any] = {}
         for name, parser in _PARSERS.items():
             try:
-                found[name] = parser(facts[name])
+                parsed[name] = parser(facts[name])
             except KeyError:
                 raise FormatError(f"zarr.json: {member}.{name} is missing") from None
             except (TypeError, ValueError) as error:
@@ -237,7 +230,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             chain = Chain.from_facts({name: facts[name] for name in facts.keys() - _PARSERS.keys()})
         except (TypeError, ValueError) as error:
             raise FormatError(f"zarr.json: {member}: {error}") from error
-        return cls(chain=chain, **found)
+        return cls(chain=chain, **parsed)
 
     def to_dict(self) -> dict[str, Any]:
         """Metadata of the codec."""

@@ -1,13 +1,10 @@
-"""An open block: the label and index of an object are read, and selections are decoded.
+"""A block that is open for reading: an object, its label and index, and what will be read of it.
 
-Only the inner chunks of a selection are read. Rows that are computed from other arrays need the
-same block of these, too.
+The end of an object is read first, as it says where the chunks are. Then only the inner chunks of
+the selection are read. Rows that are computed from other arrays need the same block of these, too.
 
-The object that stores a block, open for reading: a local file, bytes, or a key of a zarr store.
-
-Its end is read first, as it says where the chunks are. Only a zarr store needs an event loop, for
-`prefetch` and `sibling`. The others answer at once, so `at_once` runs the same code in the thread
-that decodes.
+Only an object in a zarr store needs an event loop, for `prefetch` and `sibling`. A local file and
+bytes answer at once, so `at_once` runs the same code in the thread that decodes.
 """
 
 from __future__ import annotations
@@ -108,9 +105,9 @@ class LocalObject(BlockObject):
         self._path = path
         self._siblings: list[LocalObject] = []
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe could block
-        found = os.fstat(self._descriptor)
-        self.size = found.st_size
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
@@ -225,10 +222,10 @@ class StoreObject(BlockObject):
         return await asyncio.gather(*map(work, names))
 
     async def _get(self, request: ByteRequest) -> bytes:
-        found = await self._place.get(self._prototype, byte_range=request)
-        if found is None:
+        content = await self._place.get(self._prototype, byte_range=request)
+        if content is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._place))
-        data: bytes = found.to_bytes()
+        data: bytes = content.to_bytes()
         return data
 
 
@@ -285,31 +282,6 @@ def check_not_replaced(run: object, form: BlockForm, metadata: bytes | None) -> 
         return
     if identity != form.runs[-1][1]:
         raise FormatError(f"{run} was replaced by another run since it was opened; open it again")
-
-
-@contextmanager
-def explained(missing: str, check_run: Callable[[], None]) -> Iterator[None]:
-    """Explain why a block cannot be read, in the errors of a ``with`` block.
-
-    Parameters
-    ----------
-    missing : str
-        Message about a missing object.
-    check_run : callable
-        Raises an error if the whole run was moved or replaced (`check_not_replaced`).
-
-    Raises
-    ------
-    FormatError
-        Instead of FileNotFoundError.
-    """
-    try:
-        yield
-    except (FileNotFoundError, FormatError) as error:
-        check_run()
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(missing) from None
 
 
 @contextmanager
@@ -522,21 +494,21 @@ class _ComputedBlock:
         return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
 
     def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
-        held: dict[str, tuple[int | None, Array]] = {}
+        stored: dict[str, tuple[int | None, Array]] = {}
         for name in self._unit.matrices:
             block = self._blocks[name]
             try:
                 if name == self._unit.gradient:
                     grad = self._gradient(block, entry, windows)
                 else:
-                    held[name] = block.form.decoder.stored_form(block.chunk(entry), windows)
+                    stored[name] = block.form.decoder.stored_form(block.chunk(entry), windows)
             except (ValueError, RuntimeError) as error:
                 raise ValueError(f"{name}, {block._bytes(entry)}: {error}") from error
         rates = {name: self._rate(name, windows[0].stop) for name in self._unit.rates}
         # The chunks of a part are in the order of the second dimension.
         form, part = self._form, self._blocks[self._form.array].tail.label.part
         first = part * form.shape[1] + entry * form.chunk[1] + windows[1].start
-        return self._unit.compute(held, grad, rates, first)
+        return self._unit.compute(stored, grad, rates, first)
 
     def _gradient(self, block: OpenBlock, entry: int, windows: tuple[slice, ...]) -> Array:
         """Bits of the gradient.
@@ -560,15 +532,15 @@ class _ComputedBlock:
 
     def _rate(self, name: str, rows: int) -> Array:
         with self._lock:
-            found = self._rates.get(name)
-            if found is None or len(found) < rows:
+            values = self._rates.get(name)
+            if values is None or len(values) < rows:
                 block = self._blocks[name]
                 lengths = (rows, *block.form.shape[1:])
-                found = np.empty(lengths, block.form.chain.native.stored)
+                values = np.empty(lengths, block.form.chain.native.stored)
                 whole = ArraySelection.of((), lengths).chunks(block.form.chunk)
-                replace(block, axes=whole).read(found)
-                self._rates[name] = found
-            return found[:rows]
+                replace(block, axes=whole).read(values)
+                self._rates[name] = values
+            return values[:rows]
 
 
 def _decode_all(left: deque[ChunkPart], decode: Callable[[list[AxisPart], int], None]) -> None:

@@ -1,8 +1,9 @@
-"""Stored arrays, read without zarr: native bits, labels, indices.
+"""Stored arrays, read without zarr: values, native bits, labels, indices.
 
-zarr reads values (`trajstore.codec.block_codec`). This module serves other needs. Exporters and
-resuming writers read native bits without a conversion to float32, `verify` reads the shards
-themselves, and `open_run` reads values without zarr's event loop.
+`open_run` reads values without zarr's event loop. Exporters and resuming writers read native bits
+without a conversion to float32, and `verify` reads the shards themselves.
+
+Writers import this room, so it imports no xarray; see `trajstore.store.reading.tiled_reader`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from trajstore.codec.block import BlockForm, UnitChunks, digest_of, encoded_chun
 from trajstore.codec.block_codec import BlockCodec, root_metadata
 from trajstore.codec.chunk import Chain
 from trajstore.codec.computed_rows import unit_of
-from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced, explained
+from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced
+from trajstore.errors import FormatError
 from trajstore.store.storage.atomic import opened
 from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
 from trajstore.threads import in_parallel
@@ -152,15 +154,17 @@ class StoredArray:
         """
         path = self.path / self.key(block, part)
         name = f"{self.name}, block {block} ({path})"
-        missing = (
-            f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
-            f"with: trajstore repair {shlex.quote(str(self.path))}"
-        )
-        with (
-            explained(missing, self._check_run),
-            opened(path) as source,
-        ):
-            yield at_once(OpenBlock.opened(name, self.form, source, (block, part), selection))
+        try:
+            with opened(path) as source:
+                yield at_once(OpenBlock.opened(name, self.form, source, (block, part), selection))
+        except (FileNotFoundError, FormatError) as error:
+            self._check_run()
+            if isinstance(error, FormatError):
+                raise
+            raise FormatError(
+                f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
+                f"with: trajstore repair {shlex.quote(str(self.path))}"
+            ) from None
 
     def _check_run(self) -> None:
         """Raise an error if the run is no longer the one that was opened."""

@@ -169,9 +169,9 @@ def similar_runs(path: Path) -> str:
         Path of the missing run.
     """
     stem = glob.escape(path.name.removesuffix(".zarr"))
-    found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
-    if found:
-        return f"; similar names: {', '.join(found[:9])}"
+    parameters = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
+    if parameters:
+        return f"; similar names: {', '.join(parameters[:9])}"
     try:
         entries = sorted(path.parent.iterdir())
     except OSError:
@@ -300,36 +300,36 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     copies = (root.get("consolidated_metadata") or {}).get("metadata")
     arrays = _own_metadata(place) if copies is None else copies
     runs = run_identity(root["attributes"])
-    held = variables_of(root["attributes"])
-    found: dict[str, ArrayFacts] = {}
+    variables = variables_of(root["attributes"])
+    checked: dict[str, ArrayFacts] = {}
     for name, metadata in arrays.items():
         if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
-        if belongs(name, held):  # zarr reads arrays of others
+        if belongs(name, variables):  # zarr reads arrays of others
             key = (
                 (f"{name}/{METADATA_KEY}", "")
                 if copies is None
                 else (METADATA_KEY, f"{_COPIES}.{name}")
             )
-            found[name] = _checked_facts(place, *key, name, metadata, runs)
+            checked[name] = _checked_facts(place, *key, name, metadata, runs)
     for name in (STEP.name, "token"):
-        if name not in found:
+        if name not in checked:
             raise _refused(
                 place, METADATA_KEY, Fault(f"{_COPIES}.{name}", "the metadata of an array")
             )
-    committed, (rows,) = root["attributes"]["committed_rows"], found[STEP.name].shape
-    if copies is not None and found[STEP.name].foreign is None and committed != rows:
+    committed, (rows,) = root["attributes"]["committed_rows"], checked[STEP.name].shape
+    if copies is not None and checked[STEP.name].foreign is None and committed != rows:
         expected = f"{rows}, the rows of its arrays"
         raise _refused(place, METADATA_KEY, Fault("attributes.committed_rows", expected, committed))
     for name, dim, length, other in contradicting_lengths(
-        {name: facts.shape for name, facts in found.items()}
+        {name: facts.shape for name, facts in checked.items()}
     ):
         raise FormatError(
             f"{place} is not a run: {name} has length {length} along {dim}, and others have "
             f"{other}{remedy(place)}"
         )
     if isinstance(place, RemotePath) or not place.is_file():  # a zip file, which zarr reads
-        for facts in found.values():
+        for facts in checked.values():
             _check_extent(place, facts)
     return arrays
 
@@ -344,12 +344,12 @@ def check_own_metadata(path: Location) -> None:
     """
     data = root_metadata(path)
     arrays = checked_root(path, data)
-    held = variables_of(_parsed(path, METADATA_KEY, data)["attributes"])
-    names = [name for name in arrays if belongs(name, held)]
+    variables = variables_of(_parsed(path, METADATA_KEY, data)["attributes"])
+    names = [name for name in arrays if belongs(name, variables)]
     reads = [partial(_read, path, f"{name}/{METADATA_KEY}") for name in names]
-    own = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
-    for name, found in zip(names, own, strict=True):
-        _checked_facts(path, f"{name}/{METADATA_KEY}", "", name, found)
+    documents = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
+    for name, document in zip(names, documents, strict=True):
+        _checked_facts(path, f"{name}/{METADATA_KEY}", "", name, document)
 
 
 def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> FormatError:
@@ -438,7 +438,7 @@ def _own_metadata(place: Location) -> dict[str, Any]:
         keys = [key_within(path, place) for path in place.below()]
         names = sorted(key.removesuffix(suffix) for key in keys if key.endswith(suffix))
     else:
-        names = sorted(own.parent.name for own in place.glob(f"*/{METADATA_KEY}"))
+        names = sorted(file.parent.name for file in place.glob(f"*/{METADATA_KEY}"))
     return {name: _read(place, f"{name}/{METADATA_KEY}") for name in names}
 
 

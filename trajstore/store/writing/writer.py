@@ -272,8 +272,10 @@ class RunWriter:
                 lock = RunLock.acquire(place)
                 undo.callback(lock.release)
                 sweep(place)
-                found = new.fingerprint.attributes()
-                create_folder(place, new.metadata, chunks, found, overwrite=overwrite, fsync=fsync)
+                digests = new.fingerprint.attributes()
+                create_folder(
+                    place, new.metadata, chunks, digests, overwrite=overwrite, fsync=fsync
+                )
                 run = cls(new, lock, commit_every=commit_every, fsync=fsync)
                 run._blocks.start()
             undo.callback(run._release, remove_empty=True)
@@ -451,8 +453,10 @@ class RunWriter:
             missing = [name for name in row if name not in values]
             unknown = [f"{name}{did_you_mean(name, row)}" for name in values if name not in row]
             parts = [("lacks", missing), ("got the unknown", unknown)]
-            found = " and ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
-            raise InvalidArgument(f"append() {found}; a row of this run has {', '.join(row)}")
+            differences = " and ".join(
+                f"{verb} {', '.join(names)}" for verb, names in parts if names
+            )
+            raise InvalidArgument(f"append() {differences}; a row of this run has {', '.join(row)}")
         for name, value in values.items():
             bits = as_bits(value, self.layout.arrays[name].native, name)
             if bits.shape != row[name].shape:
