@@ -34,9 +34,7 @@ from trajstore.values.native_types import NativeType, as_bits
 
 Array = npt.NDArray[Any]
 
-# Bytes, or number of shards, of a selection above which a pool of threads pays.
-_LARGE = 4 << 20
-_MANY = 64
+_LARGE = 4 << 20  # bytes of a selection above which a pool of threads pays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,8 @@ class StoredArray:
         Storage form of the shards.
     threads : int
         Number of threads that read one selection, if it is large or has many shards.
+    many : int
+        Number of shards of a selection above which these threads pay.
     """
 
     path: Location
@@ -61,6 +61,7 @@ class StoredArray:
     shape: tuple[int, ...]
     form: BlockForm
     threads: int = 1
+    many: int = 64
 
     @property
     def chain(self) -> Chain:
@@ -225,7 +226,7 @@ class StoredArray:
             partial(self._read_shard, number, selected, out[place])
             for number, selected, place in selection.objects(self.shard)
         ]
-        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= _MANY)
+        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= self.many)
         if self.threads == 1 or not worth:
             for job in jobs:
                 job()

@@ -56,8 +56,11 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         Address of the lock.
     """
 
-    def __init__(self, path: RemotePath, facts: Mapping[str, Any], tag: str) -> None:
+    def __init__(
+        self, path: RemotePath, facts: Mapping[str, Any], tag: str, renew_every: float
+    ) -> None:
         self.path = path
+        self._renew_every = renew_every
         self._facts = facts
         self._tag: str | None = tag
         self._released = threading.Event()
@@ -65,8 +68,18 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         self._thread.start()
 
     @classmethod
-    def acquire(cls, run: RemotePath) -> Self:
+    def acquire(
+        cls, run: RemotePath, *, renew_every: float = _RENEW, dead_after: timedelta = _DEAD
+    ) -> Self:
         """Lock a run, which need not exist.
+
+        Parameters
+        ----------
+        run : RemotePath
+        renew_every : float
+            Seconds between two renewals.
+        dead_after : timedelta
+            Time without renewal after which the lock of another writer is void.
 
         Raises
         ------
@@ -84,17 +97,19 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         }
         while True:
             try:
-                return cls(path, facts, path.write_bytes(_dump(facts), new=True))
+                tag = path.write_bytes(_dump(facts), new=True)
+                return cls(path, facts, tag, renew_every)
             except FileExistsError:
                 pass
             present = path.stat()
             if present is None:  # released between the two calls
                 continue
             owner = owner_of(path.read_bytes)
-            if not _is_dead(present, owner):
+            if not _is_dead(present, owner, dead_after):
                 raise RunLocked(_remote_refusal(run, present, owner))
             with suppress(FileExistsError):  # raised if another process took it over first
-                return cls(path, facts, path.write_bytes(_dump(facts), instead_of=present["e_tag"]))
+                tag = path.write_bytes(_dump(facts), instead_of=present["e_tag"])
+                return cls(path, facts, tag, renew_every)
 
     def release(self) -> None:
         """Release the lock. A second call has no effect."""
@@ -115,7 +130,7 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         self.release()
 
     def _renew(self) -> None:
-        while self._tag is not None and not self._released.wait(_RENEW):
+        while self._tag is not None and not self._released.wait(self._renew_every):
             data = _dump({**self._facts, "renewed": utc_now()})
             try:
                 self._tag = self.path.write_bytes(data, instead_of=self._tag)
@@ -145,13 +160,13 @@ def is_renewed(run: RemotePath) -> bool:
     return facts is not None and not _is_dead(facts, owner_of(path.read_bytes))
 
 
-def _is_dead(facts: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
+def _is_dead(facts: Mapping[str, Any], owner: Mapping[str, Any], after: timedelta = _DEAD) -> bool:
     """True if the lock was released or expired, or its process on this machine died."""
     if owner.get("writer") in _given_up:
         return True
     if owner.get("host") == socket.gethostname() and not is_alive(int(owner.get("process", 0))):
         return True
-    return bool(datetime.now(UTC) - facts["last_modified"] > _DEAD)
+    return bool(datetime.now(UTC) - facts["last_modified"] > after)
 
 
 def _remote_refusal(run: RemotePath, facts: Mapping[str, Any], owner: Mapping[str, Any]) -> str:

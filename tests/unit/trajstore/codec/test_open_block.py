@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -93,7 +94,7 @@ def read_with(helpers: ThreadPoolExecutor, fetch: Callable[[int, int], bytes]) -
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    monkeypatch.setattr("trajstore.codec.open_block.default_threads", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     return written(MANY)
 
 

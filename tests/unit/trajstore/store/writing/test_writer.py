@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from trajstore.exchange.export_run import branch_run
 from trajstore.schema import FORMAT
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.storage import atomic
-from trajstore.store.writing.blocks import BlockWriter
 
 
 def create_of_writer(path: Path, **options: Any) -> RunWriter:
@@ -92,7 +92,7 @@ A_COMMIT = 7  # objects of a block: three shards, three metadata files, the root
 def test_the_commit_is_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = create_of_writer(tmp_path / "run.zarr")
     writes = Writes()
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", writes)
+    monkeypatch.setattr(os, "replace", writes)
     for step in range(4):
         run.append(**row_of_writer(step))
     run.close()
@@ -108,7 +108,7 @@ def test_a_failed_write_loses_nothing_that_was_committed(
 ) -> None:
     """Whichever write of a block fails, readers see the rows of the commit before."""
     run = create_of_writer(tmp_path / "run.zarr")
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", Writes(A_COMMIT + failing))
+    monkeypatch.setattr(os, "replace", Writes(A_COMMIT + failing))
     with pytest.raises(OSError, match="No space"), run:  # noqa: PT012
         for step in range(40):
             run.append(**row_of_writer(step))
@@ -132,7 +132,7 @@ def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.M
         move(source, target)
 
     run = create_of_writer(tmp_path / "run.zarr")
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", slow)
+    monkeypatch.setattr(os, "replace", slow)
     done = threading.Event()
 
     def produce() -> None:
@@ -158,17 +158,16 @@ def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.M
 def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    write = BlockWriter.write
+    begun, go_on, move = threading.Event(), threading.Event(), os.replace
 
-    def held(*arguments: Any) -> Any:
+    def replace(source: Any, target: Any) -> None:
         begun.set()
         assert go_on.wait(timeout=60)
-        return write(*arguments)
+        move(source, target)
 
-    monkeypatch.setattr(BlockWriter, "write", held)
     path = tmp_path / "run.zarr"
     run = create_of_writer(path)
+    monkeypatch.setattr(os, "replace", replace)
     for step in range(4):
         run.append(**row_of_writer(step))
     assert begun.wait(timeout=60)
@@ -461,7 +460,7 @@ def recorded(path: Path, rows: int, **options: Any) -> Path:
 @pytest.fixture
 def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs have the same, so that their objects can be compared."""
-    monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "5a" * 16)
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID("5a" * 16))
 
 
 @pytest.mark.usefixtures("one_identity")
@@ -561,10 +560,10 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
             if number == 1:
                 raise Death
 
-        monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", replace)
+        monkeypatch.setattr(os, "replace", replace)
         with pytest.raises(Death):
             RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
-        monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", move)
+        monkeypatch.setattr(os, "replace", move)
         checked = verify(path)
         assert checked.clean, checked.problems
         found.append(xr.open_zarr(path).attrs["config"]["steps"])
