@@ -314,12 +314,18 @@ def computed_chains(
 class _Cache:
     """The most recently used computed rows, for all threads."""
 
-    def __init__(self, size: int) -> None:
-        self._most = size
+    def __init__(self) -> None:
         self.clear()
 
-    def clear(self) -> None:
-        """Remove all entries, and replace the locks, which a lost thread may hold."""
+    def clear(self, most: int = _CACHED) -> None:
+        """Remove all entries, and replace the locks, which a lost thread may hold.
+
+        Parameters
+        ----------
+        most : int
+            Bytes that it keeps from now on.
+        """
+        self._most = most
         self._rows: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -366,7 +372,7 @@ def _size(arrays: Mapping[str, Array]) -> int:
     return _ENTRY + sum(array.nbytes for array in arrays.values())
 
 
-cache = _Cache(_CACHED)
+cache = _Cache()
 """Cache of this process, for all runs."""
 
 os.register_at_fork(after_in_child=cache.clear)  # a thread may have held the lock

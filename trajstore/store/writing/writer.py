@@ -1,7 +1,7 @@
 """`RunWriter`: it takes rows and writes blocks, each with an atomic commit.
 
 The arrays of a row are copied once, into their place in the block buffer, by `append` or by a
-caller that fills the places itself. `block_commits` writes and commits the blocks. Readers see the
+caller that fills the places itself. `BlockCommits` writes and commits the blocks. Readers see the
 rows of the last commit only.
 
 `resume` opens an existing run for more rows. Readers ignore data after its last commit, or after

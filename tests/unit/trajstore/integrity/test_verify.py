@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -692,16 +692,15 @@ def longer(before: bytes, after: bytes) -> bool:
 
 
 @pytest.fixture(params=["delta", "compact"])
-def either(
-    request: pytest.FixtureRequest, run: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def either(request: pytest.FixtureRequest, run: Path, sample: Path) -> Iterator[Path]:
     """Run of either encoding, without rows that were computed before."""
     path = run
     if request.param == "compact":
-        monkeypatch.setattr(computed, "_most", 0)
+        computed.clear(most=0)
         path = sample_part(sample, run.with_name("replay.zarr"))
     write_checkpoint(path.with_suffix(".ckpt") / "step-00000008.safetensors")
-    return path
+    yield path
+    computed.clear()
 
 
 @pytest.mark.nightly
@@ -790,7 +789,7 @@ def originals(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def run_of_verify_tampering(tmp_path: Path) -> Callable[[World], Path]:
+def hard_links(tmp_path: Path) -> Callable[[World], Path]:
     """Makes a copy, of hard links: whoever changes a file replaces it."""
     return lambda world: Path(
         shutil.copytree(world.run, tmp_path / "run.zarr", copy_function=os.link)
@@ -829,9 +828,9 @@ def is_noticed(path: Path) -> bool:
     "item", nightly_but(TAMPERINGS, *FIRST), ids=lambda item: f"{item.kind}: {item.name}"
 )
 def test_verify_notices_each_tampering_and_readers_are_misled_as_documented(
-    item: Tampering, originals: Whole, run_of_verify_tampering: Callable[[World], Path]
+    item: Tampering, originals: Whole, hard_links: Callable[[World], Path]
 ) -> None:
-    path = run_of_verify_tampering(originals.world)
+    path = hard_links(originals.world)
     item.act(path, originals.world)
     assert is_noticed(path)
     misled = {reader: is_misled(OPENERS[reader], path, originals.truth) for reader in READERS}
@@ -850,11 +849,11 @@ def test_the_runs_are_sound_and_each_case_has_a_name_of_its_own(originals: Whole
 
 
 def test_an_older_run_as_a_whole_is_the_older_run(
-    originals: Whole, run_of_verify_tampering: Callable[[World], Path]
+    originals: Whole, hard_links: Callable[[World], Path]
 ) -> None:
     """Nothing in a run can say that there was a later one; who kept its fingerprint knows."""
     world = originals.world
-    path = run_of_verify_tampering(world)
+    path = hard_links(world)
     take(path, world.shorter, [
         str(file.relative_to(world.shorter)) for file in world.shorter.rglob("*") if file.is_file()
     ])  # fmt: skip
@@ -866,10 +865,10 @@ def test_an_older_run_as_a_whole_is_the_older_run(
 
 
 def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continues(
-    originals: Whole, run_of_verify_tampering: Callable[[World], Path]
+    originals: Whole, hard_links: Callable[[World], Path]
 ) -> None:
     world = originals.world
-    path = run_of_verify_tampering(world)
+    path = hard_links(world)
     all_metadata(path, world.shorter)
     assert any("older metadata" in str(item) for item in trajstore.verify(path).problems)
     with trajstore.RunWriter.resume(path, rows=9) as writer:

@@ -104,12 +104,14 @@ def test_the_end_is_that_of_a_run_without(
     tmp_path: Path, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Object by object, with a commit after every row and the last block left as it was."""
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID("0" * 32))
-    options: dict[str, Any] = {"buffers": buffers}
-    with create(tmp_path / "whole.zarr", **options, commit_every=None) as whole:
+    with monkeypatch.context() as patch:
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID("0" * 32))
+        whole = create(tmp_path / "whole.zarr", buffers=buffers, commit_every=None)
+        run = create(tmp_path / "run.zarr", buffers=buffers)
+    with whole:
         for step in range(11):
             whole.append(step, **row(step))
-    with create(tmp_path / "run.zarr", **options) as run:
+    with run:
         for step in range(11):
             run.append(step, **row(step))
             commit_now(run)
