@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import uuid
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,7 @@ def finish(path: Path) -> None:
     ((_, identity),) = ds.attrs["runs"]
     whole = path.with_name(f"whole-{path.name}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "trajstore.store.writing.new_run.new_identity", lambda: identity
-        )  # as blocks have it
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID(identity))  # as blocks have it
         run = create(whole)
     with run:
         for step in range(ROWS):

@@ -98,25 +98,25 @@ def _factors(rule: OptimizerRule, natives: tuple[str, ...], rates: Rates | None)
     """Numbers of one step in float32, in the order that `adam_rows` expects."""
     if rates is None:
         return [0] * 11
-    one = np.float32
+    float32 = np.float32
     correction, root = rule.corrections(rates.step)
-    coupled, eps = one(rule.weight_decay), one(rule.eps)
+    coupled, eps = float32(rule.weight_decay), float32(rule.eps)
     if not rule.rounds_once:
-        coupled = cast(np.array([coupled], one), natives[0])[0]
-        eps = cast(np.array([eps], one), natives[2])[0]
-    clip = one(rates.clip)
+        coupled = cast(np.array([coupled], float32), natives[0])[0]
+        eps = cast(np.array([eps], float32), natives[2])[0]
+    clip = float32(rates.clip)
     return [
-        one(1) if np.isnan(clip) else clip,
-        one(1 - rates.lr * rule.weight_decay),
+        float32(1) if np.isnan(clip) else clip,
+        float32(1 - rates.lr * rule.weight_decay),
         coupled,
-        one(1 - rule.beta1),
-        one(rule.beta1),
-        one(rule.beta2),
-        one(1 - rule.beta2),
-        one(root),
+        float32(1 - rule.beta1),
+        float32(rule.beta1),
+        float32(rule.beta2),
+        float32(1 - rule.beta2),
+        float32(root),
         eps,
-        one(-rates.lr / correction),
-        one(1 - rule.beta1 < 0.5),
+        float32(-rates.lr / correction),
+        float32(1 - rule.beta1 < 0.5),
     ]
 
 
@@ -146,7 +146,7 @@ def adam_rows(
     inner loop, shifts by constants, and unsigned indices let the compiler vectorize it: numba
     shifts by variables in 64 bits, and a negative index counts from the end.
     """
-    quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
+    quiet, low_bit, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
 
     # Functions within the loop are inlined by numba. A NaN is checked for where values are loaded
     # and stored: the bits of a quiet NaN without payload, of any sign, are not changed by rounding.
@@ -170,18 +170,18 @@ def adam_rows(
                 out[at] = np.uint32(checked(np.uint32(memory[base + at]))).view(np.float32)
 
     def store(
-        values: Any, shift: Any, given: Any, base: Any, held: Any, out: Any, place: Any, size: Any
+        values: Any, shift: Any, given: Any, base: Any, state: Any, out: Any, place: Any, size: Any
     ) -> None:
         if shift:
             for at in range(size):
-                word = checked(np.float32(rounded(values[at], one)).view(np.uint32))
-                held[at] = held.dtype.type(word >> last) ^ given[base + at]
+                word = checked(np.float32(rounded(values[at], low_bit)).view(np.uint32))
+                state[at] = state.dtype.type(word >> last) ^ given[base + at]
         else:
             for at in range(size):
                 word = checked(np.float32(values[at]).view(np.uint32))
-                held[at] = held.dtype.type(word) ^ given[base + at]
+                state[at] = state.dtype.type(word) ^ given[base + at]
         for at in range(size):  # apart, as `out` may be `given`, and then no loop is vectorized
-            out[place + at] = held[at]
+            out[place + at] = state[at]
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
     places = strides.astype(np.uint64)

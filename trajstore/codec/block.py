@@ -1,14 +1,11 @@
-"""The form of the objects that store the blocks of an array: inner chunks, label and index.
+"""The object that stores a block: inner chunks, the label that names its place, and an index.
 
-An object contains the inner chunks of a block, or of a range of its tokens, without gaps. The label
-(`trajstore.codec.block`) follows, then the index, as in Zarr's `sharding_indexed`: offset and
-length of each inner chunk in C order of their grid, and a crc32c.
-
-The label of a stored block: which run, array and rows it belongs to, and a digest of it.
+An object contains the inner chunks of a block, or of a range of its tokens, without gaps. Their
+label follows, then the index, as in Zarr's `sharding_indexed`: offset and length of each inner
+chunk in C order of their grid, and a crc32c. `BlockForm` is what all objects of an array share;
+`shard_parts` writes one.
 
 Source: docs/reference/format.md, *Labels*.
-
-Assembly of a shard: encoded inner chunks, label and index.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.array_selection import Axes, AxisPart
 from trajstore.codec.chunk import CHECKSUM, Chain, Decoder, checksum, is_intact
 from trajstore.codec.computed_rows import ComputedUnit, unit_of
-from trajstore.codec.selected_parts import Pick
 from trajstore.strict_json import canonical
 
 _MAGIC = b"trajblk2"
@@ -134,8 +131,8 @@ _ENTRY = 16  # bytes of the index for one chunk: offset and length
 Runs = tuple[tuple[int, str], ...]
 """Identities of the runs of the blocks, each with its first block. The last is the run itself."""
 
-Part = tuple[list[Pick], int]
-"""Part of a selection: picks of an inner chunk, and its number in the object."""
+ChunkPart = tuple[list[AxisPart], int]
+"""What a selection takes of an inner chunk, along each axis, and the number of the chunk."""
 
 
 class FewerRows(ValueError):
@@ -269,8 +266,8 @@ class BlockForm:
         possible = [run for _, run in self.runs[max(started - 1, 0) :]]
         place_of_label = (label.array, label.block, label.part)
         if place_of_label != (self.array, block, part) or label.run not in possible:
-            own = self.runs[-1][1]
-            expected = f"{self.array}, block {block}, part {part} of run {own[:8]}"
+            identity = self.runs[-1][1]
+            expected = f"{self.array}, block {block}, part {part} of run {identity[:8]}"
             raise ValueError(f"it is {label.place()}, expected {expected}")
         if label.settings != self.settings:
             raise ValueError("the metadata differs from that with which it was written")
@@ -298,7 +295,7 @@ class BlockForm:
             forms[name] = replace(forms[name], shape=shape, chunk=shape)
         return forms
 
-    def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
+    def check_rows(self, tail: Tail, axes: Axes) -> None:
         """Raise an error if the block lacks selected rows.
 
         Raises
@@ -306,17 +303,17 @@ class BlockForm:
         FewerRows
             If a row is missing.
         """
-        last = max(number * self.chunk[0] + pick.window.stop for number, pick in axes[0].items())
+        last = max(number * self.chunk[0] + part.window.stop for number, part in axes[0].items())
         if last > tail.label.rows:
             raise FewerRows(f"it holds {tail.label.rows} rows, expected at least {last}")
 
-    def wanted(self, axes: Sequence[dict[int, Pick]]) -> Iterator[Part]:
+    def selected_chunks(self, axes: Axes) -> Iterator[ChunkPart]:
         """Inner chunks of a selection."""
         for position in itertools.product(*axes):
             entry = 0
-            for at, count in zip(position, self.grid, strict=True):
-                entry = entry * count + at
-            yield [axis[at] for axis, at in zip(axes, position, strict=True)], entry
+            for number, count in zip(position, self.grid, strict=True):
+                entry = entry * count + number
+            yield [axis[number] for axis, number in zip(axes, position, strict=True)], entry
 
 
 Chunk = tuple[bytes, bytes]

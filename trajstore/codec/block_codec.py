@@ -1,19 +1,9 @@
 """The `trajstore.block` codec of Zarr v3, which stores a whole block of an array as one object.
 
-It is the only codec of an array, so zarr passes each selection to it. `selected_block` reads and
-decodes the selection, in a thread per object, in parallel. zarr finds the codec by its entry point.
+It is the only codec of an array, so zarr passes it the selection in each block. `BlockInStore`
+reads and decodes this selection, the blocks in parallel.
 
 Source: docs/reference/format.md.
-
-A selection of one block by zarr, read from its object and decoded.
-
-A local file is read in the thread that decodes it. Of another store, zarr's event loop requests the
-end and the selected ranges, and a thread decodes them.
-
-Accessors of Datasets, such as ``ds.traj``: entry points of the group ``trajstore.accessors``.
-
-`trajstore.analysis` registers ``traj``; other packages add theirs in the same way. The value of the
-entry point is a class that takes a Dataset.
 """
 
 from __future__ import annotations
@@ -22,9 +12,8 @@ import asyncio
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +24,7 @@ from zarr.abc.buffer import Buffer, NDBuffer
 from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
 from zarr.storage import LocalStore, StorePath
 
+from trajstore.codec.array_selection import ArraySelection
 from trajstore.codec.block import ANYWHERE, BlockForm, FewerRows, Runs, encoded_chunks, shard_parts
 from trajstore.codec.chunk import Chain
 from trajstore.codec.open_block import (
@@ -47,13 +37,6 @@ from trajstore.codec.open_block import (
     check_not_replaced,
     named,
     with_consequence,
-)
-from trajstore.codec.selected_parts import (
-    Pick,
-    hull_of,
-    outer_positions,
-    picks,
-    within_hull,
 )
 from trajstore.errors import FormatError
 from trajstore.installation import register_accessors
@@ -69,11 +52,14 @@ _FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # folder of the array, in
 _ROOT = "zarr.json"
 
 Array = npt.NDArray[Any]
-Axes = list[dict[int, Pick]]
 
 
-class SelectedBlock:
-    """A selection of one block that is read from an object."""
+class BlockInStore:
+    """A selection of one block, at a key of a zarr store.
+
+    A local file is read in the thread that decodes it. Of another store, zarr's event loop requests
+    the end and the selected ranges, and a thread decodes them.
+    """
 
     def __init__(self, form: BlockForm, selection: Any, byte_getter: Any) -> None:
         self._form = form
@@ -85,35 +71,20 @@ class SelectedBlock:
         self._within_run = 0 if folder is None else len(key) - folder.start(1)
         block = "a block" if self._place is None else f"block {self._place[0]}"
         self._name = f"{form.array}, {block}{f' ({key})' if key else ''}"
-        selection = selection if isinstance(selection, tuple) else (selection,)
-        selection = (*selection, *[slice(None)] * (len(form.shape) - len(selection)))
-        outer = outer_positions(selection, form.shape)
-        self._points: tuple[Any, ...] | None = None
-        if outer is None:
-            # The smallest box that contains the points is read; then the points are selected.
-            hulls = [hull_of(*pair) for pair in zip(selection, form.shape, strict=True)]
-            self._points = tuple(
-                within_hull(item, hull) for item, hull in zip(selection, hulls, strict=True)
-            )
-            along: Sequence[Any] = hulls
-            self._shape = tuple(len(hull) for hull in hulls)
-        else:
-            along, self._shape = outer
-        self._lengths = [len(axis) for axis in along]
-        self._axes: Axes = []
-        if all(self._lengths):
-            self._axes = [picks(axis, part) for axis, part in zip(along, form.chunk, strict=True)]
+        self._selection = ArraySelection.of(selection, form.shape)
 
     def from_file(self, path: str) -> Array:
         """Read the values from a local file."""
         try:
-            with self._named_if_missing(), LocalObject(path) as source:
+            with LocalObject(path) as source:
                 return self._decoded(at_once(self._opened(source)))
-        except FormatError:
+        except (FileNotFoundError, FormatError) as error:
             if self._within_run:
                 run = path[: -self._within_run].rstrip("/")
                 check_not_replaced(run, self._form, root_metadata(run))
-            raise
+            if isinstance(error, FormatError):
+                raise
+            raise self._missing() from None
 
     def from_bytes(self, data: bytes) -> Array:
         """Decode the values of a whole object."""
@@ -131,23 +102,27 @@ class SelectedBlock:
             except FormatError:
                 if self._within_run and isinstance(byte_getter, StorePath):
                     run = StorePath(byte_getter.store, byte_getter.path[: -self._within_run])
-                    found = await (run / _ROOT).get(prototype)
-                    if found is not None or not await (run / self._folder / _ROOT).exists():
-                        metadata = None if found is None else found.to_bytes()
+                    root = await (run / _ROOT).get(prototype)
+                    if root is not None or not await (run / self._folder / _ROOT).exists():
+                        metadata = None if root is None else root.to_bytes()
                         check_not_replaced(run.path or "the run", self._form, metadata)
                 raise
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
-        with self._named_if_missing():
-            length = self._form.tail_length
-            source = await StoreObject.opened(byte_getter, prototype, length)
+        try:
+            source = await StoreObject.opened(byte_getter, prototype, self._form.tail_length)
             block = await self._opened(source)
+        except FileNotFoundError:
+            raise self._missing() from None
         values: Array = await in_thread(self._decoded, block)
         return values
 
+    def _missing(self) -> FormatError:
+        return FormatError(f"{self._name} {with_consequence(FewerRows('is missing'))}")
+
     async def _opened(self, source: BlockObject, *, padding: bool = False) -> OpenBlock:
         block = await OpenBlock.opened(
-            self._name, self._form, source, self._place, self._axes, padding=padding
+            self._name, self._form, source, self._place, self._selection, padding=padding
         )
         label = block.tail.label
         with named(self._name):
@@ -156,18 +131,10 @@ class SelectedBlock:
         return block
 
     def _decoded(self, block: OpenBlock) -> Array:
-        out = np.empty(self._lengths, self._form.chain.native.stored)
-        if self._axes:
-            block.read(self._axes, out, helpers=_threads())
-        values = out.reshape(self._shape)
-        return values if self._points is None else np.asarray(values[self._points])
-
-    @contextmanager
-    def _named_if_missing(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise FormatError(f"{self._name} {with_consequence(FewerRows('is missing'))}") from None
+        values = np.empty(self._selection.lengths, self._form.chain.native.stored)
+        if values.size:
+            block.read(values, helpers=_threads())
+        return self._selection.shaped(values)
 
 
 def root_metadata(run: str | os.PathLike[str]) -> bytes | None:
@@ -249,10 +216,10 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             raise FormatError(
                 f"zarr.json: codecs.0 is {reprlib.repr(data)}, expected {BLOCK} and a configuration"
             )
-        found: dict[str, Any] = {}
+        parsed: dict[str, Any] = {}
         for name, parser in _PARSERS.items():
             try:
-                found[name] = parser(facts[name])
+                parsed[name] = parser(facts[name])
             except KeyError:
                 raise FormatError(f"zarr.json: {member}.{name} is missing") from None
             except (TypeError, ValueError) as error:
@@ -263,7 +230,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             chain = Chain.from_facts({name: facts[name] for name in facts.keys() - _PARSERS.keys()})
         except (TypeError, ValueError) as error:
             raise FormatError(f"zarr.json: {member}: {error}") from error
-        return cls(chain=chain, **found)
+        return cls(chain=chain, **parsed)
 
     def to_dict(self) -> dict[str, Any]:
         """Metadata of the codec."""
@@ -318,7 +285,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec
     ) -> NDBuffer | None:
         form = self.form(tuple(chunk_spec.shape))
-        reading = SelectedBlock(form, selection, byte_getter)
+        reading = BlockInStore(form, selection, byte_getter)
         folder = local_folder(byte_getter.store) if isinstance(byte_getter, StorePath) else None
         if folder is not None:
             path = os.path.join(folder, byte_getter.path)
@@ -330,7 +297,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
         shape = tuple(chunk_spec.shape)
         form = self.form(shape)
-        reading = SelectedBlock(form, tuple(slice(None) for _ in shape), None)
+        reading = BlockInStore(form, tuple(slice(None) for _ in shape), None)
         values = await in_thread(reading.from_bytes, chunk_bytes.to_bytes())
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)
 

@@ -1,20 +1,16 @@
-"""Encoding of one chunk of a block, and the choice of the encoding for an array.
+"""Encoding and decoding of one chunk of a block, and the choice of the encoding for an array.
 
 Matrices are stored as differences of their native bits along step (`trajstore.codec.delta`), which
 Blosc compresses with bitshuffle. The differences of large weights are ordered by token, with a
 shuffle of bytes. Then the history of a token is a small part of a chunk, and the snapshot of a step
 decodes twice as fast. Per-step scalars are stored without differences.
 
-A crc32c follows, so that a flipped bit raises an error during a read and is never a number.
-`trajstore.codec.chunk` decodes the chunks.
-
-Checksum after every chunk and index: crc32c, as written by Zarr's codec of that name.
-
-Decoding of one chunk, or of a part of it.
+A crc32c follows, as Zarr's codec of that name writes it. So a flipped bit raises an error during a
+read and is never a number.
 
 A compressed chunk is a Blosc frame: a header of 16 bytes, the offsets of its blocks, and the
-blocks, each compressed independently. A part of it needs only some blocks. With a new header, these
-form a smaller frame, which any Blosc library decompresses.
+blocks, each compressed independently. `Decoder` decompresses only the blocks that a part of the
+chunk needs: with a new header they form a smaller frame, which any Blosc library reads.
 
 Source: the chunk format of C-Blosc 1, which its documentation describes.
 """
@@ -375,9 +371,9 @@ class Decoder:
         elif frame[:1] == DIFFERENCES:
             self._decode_frame(frame[1:], window, out)
         elif self._chain.kind == "predicted":
-            own = out.itemsize == self._chain.itemsize and window[0].start == 0
-            values = self._predicted(frame, window, out.view(self._bits) if own else None)
-            if not own:
+            direct = out.itemsize == self._chain.itemsize and window[0].start == 0
+            values = self._predicted(frame, window, out.view(self._bits) if direct else None)
+            if not direct:
                 self.put(values[window[0].start :], out)
         elif window[0].stop == 1:  # the key row
             self.put(self._corrections(frame, window), out)
@@ -431,12 +427,12 @@ class Decoder:
 
     def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """The first row, and the corrections of the further ones, which may all be 0."""
-        own, stop = frame[1 + SKIPS.size :], window[0].stop
-        length = int.from_bytes(own[12:16], "little")
+        frames, stop = frame[1 + SKIPS.size :], window[0].stop
+        length = int.from_bytes(frames[12:16], "little")
         values = np.zeros([part.stop - part.start for part in window], self._bits)
-        values[:1] = self._unpack(own[:length], 0, 1, length=1)[:, *window[1:]]
-        if len(own) > length and stop > 1:
-            left = self._unpack(own[length:], 0, stop - 1, length=self._length - 1)
+        values[:1] = self._unpack(frames[:length], 0, 1, length=1)[:, *window[1:]]
+        if len(frames) > length and stop > 1:
+            left = self._unpack(frames[length:], 0, stop - 1, length=self._length - 1)
             values[1:] = left[:, *window[1:]]
         return values
 
@@ -518,8 +514,8 @@ class Decoder:
         if frame[:1] == DIFFERENCES:
             return self._unpack(frame[1:], 0, self._length)
         whole = tuple(slice(0, length) for length in self._shape)
-        own = self._predicted if self._chain.kind == "predicted" else self._corrections
-        return own(frame, whole)
+        decode = self._predicted if self._chain.kind == "predicted" else self._corrections
+        return decode(frame, whole)
 
     def _unpack_window(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """Decompress the values that a part of a chunk needs.
@@ -596,8 +592,8 @@ def cut_frame(frame: memoryview, start: int, stop: int) -> tuple[memoryview, int
     if not 0 <= start < stop <= size:
         raise ValueError(f"it holds {size} bytes, not those from {start} to {stop}")
     if copied:
-        held = stop - start
-        head = _FIELDS.pack(kind, typesize, held, min(block, held), _HEADER + held)
+        length = stop - start
+        head = _FIELDS.pack(kind, typesize, length, min(block, length), _HEADER + length)
         return memoryview(head + frame[_HEADER + start : _HEADER + stop]), 0
     first, last = start // block, (stop - 1) // block + 1
     if first and last == count:

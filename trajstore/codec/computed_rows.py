@@ -75,9 +75,9 @@ class ComputedUnit:
                 rule = OptimizerRule.from_facts(facts["optimizer"])
             chains = {
                 name: Chain.from_facts(
-                    {**own, "rule": facts} if own.get("kind") == "computed" else own
+                    {**settings, "rule": facts} if settings.get("kind") == "computed" else settings
                 )
-                for name, own in facts["arrays"].items()
+                for name, settings in facts["arrays"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"got {text}, expected the description of a rule") from error
@@ -155,7 +155,7 @@ class ComputedUnit:
 
     def compute(
         self,
-        held: Mapping[str, tuple[int | None, Array]],
+        stored: Mapping[str, tuple[int | None, Array]],
         grad: Array,
         rates: Mapping[str, Array],
         first: int,
@@ -164,7 +164,7 @@ class ComputedUnit:
 
         Parameters
         ----------
-        held : mapping of str to (int or None, ndarray)
+        stored : mapping of str to (int or None, ndarray)
             Result of `Decoder.stored_form` for each computed array.
         grad : ndarray of native bits, (row, token, hidden) or (row, element)
         rates : mapping of str to ndarray, (row, …)
@@ -175,8 +175,8 @@ class ComputedUnit:
         -------
         dict of str to ndarray of native bits, (row, token, hidden)
         """
-        rows = {name: bits for name, (_, bits) in held.items()}
-        computed = {name: skips for name, (skips, _) in held.items() if skips is not None}
+        rows = {name: bits for name, (_, bits) in stored.items()}
+        computed = {name: skips for name, (skips, _) in stored.items() if skips is not None}
         skips = {*computed.values()}
         if len(skips) != 1:
             raise ValueError(f"{', '.join(computed)} differ in the number of skipped steps")
@@ -298,27 +298,35 @@ def computed_chains(
     facts = {
         "vectors" if isinstance(rule, VectorRule) else "optimizer": rule.facts(),
         "arrays": {
-            name: replace(one, kind="computed").own_facts() if name in rule.state else one.facts()
-            for name, one in chains.items()
+            name: replace(chain, kind="computed").own_facts()
+            if name in rule.state
+            else chain.facts()
+            for name, chain in chains.items()
         },
     }
     text = canonical(facts)
     return {
-        name: replace(one, kind="computed", rule=text) if name in rule.state else one
-        for name, one in chains.items()
+        name: replace(chain, kind="computed", rule=text) if name in rule.state else chain
+        for name, chain in chains.items()
     }
 
 
 class _Cache:
     """The most recently used computed rows, for all threads."""
 
-    def __init__(self, size: int) -> None:
-        self._most = size
+    def __init__(self) -> None:
         self.clear()
 
-    def clear(self) -> None:
-        """Remove all entries, and replace the locks, which a lost thread may hold."""
-        self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
+    def clear(self, most: int = _CACHED) -> None:
+        """Remove all entries, and replace the locks, which a lost thread may hold.
+
+        Parameters
+        ----------
+        most : int
+            Bytes that it keeps from now on.
+        """
+        self._most = most
+        self._rows: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
         self._making: dict[Any, threading.Lock] = {}
@@ -329,15 +337,15 @@ class _Cache:
         Other threads that need the same arrays wait for them.
         """
         with self._lock:
-            found = self._found(key, rows)
-            if found is not None:
-                return found
+            cached = self._cached(key, rows)
+            if cached is not None:
+                return cached
             making = self._making.setdefault(key, threading.Lock())
         with making:
             with self._lock:
-                found = self._found(key, rows)
+                cached = self._cached(key, rows)
             try:
-                made = make() if found is None else found
+                made = make() if cached is None else cached
                 with self._lock:
                     self._keep(key, made)
             finally:
@@ -345,26 +353,26 @@ class _Cache:
                     self._making.pop(key, None)
         return made
 
-    def _found(self, key: Any, rows: int) -> dict[str, Array] | None:
-        found = self._held.get(key)
-        if found is None or len(next(iter(found.values()))) < rows:
+    def _cached(self, key: Any, rows: int) -> dict[str, Array] | None:
+        cached = self._rows.get(key)
+        if cached is None or len(next(iter(cached.values()))) < rows:
             return None
-        self._held.move_to_end(key)
-        return found
+        self._rows.move_to_end(key)
+        return cached
 
     def _keep(self, key: Any, made: dict[str, Array]) -> None:
-        last = self._held.pop(key, None)
+        last = self._rows.pop(key, None)
         self._bytes += _size(made) - (0 if last is None else _size(last))
-        self._held[key] = made
-        while self._bytes > self._most and self._held:
-            self._bytes -= _size(self._held.popitem(last=False)[1])
+        self._rows[key] = made
+        while self._bytes > self._most and self._rows:
+            self._bytes -= _size(self._rows.popitem(last=False)[1])
 
 
 def _size(arrays: Mapping[str, Array]) -> int:
     return _ENTRY + sum(array.nbytes for array in arrays.values())
 
 
-cache = _Cache(_CACHED)
+cache = _Cache()
 """Cache of this process, for all runs."""
 
 os.register_at_fork(after_in_child=cache.clear)  # a thread may have held the lock

@@ -10,7 +10,8 @@ at all. Along the first axis of a chunk (step), `fold`
 
 The result is unsigned integers of the native width, and exact for every bit pattern.
 
-Reused memory for intermediate results. Fresh memory costs as much as the computation in it.
+Each thread reuses the memory of intermediate results (`scratch`): fresh memory costs as much as the
+computation in it.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def unfold_rows(
     """
     steps, rows, width = shape
     native, stored = folded.dtype.type, out.dtype.type
-    zero, one = native(0), native(1)
+    zero, low_bit = native(0), native(1)
     sums = np.empty(_TOGETHER, folded.dtype)
     for row in range(rows):
         for first in range(0, width, _TOGETHER):
@@ -175,13 +176,13 @@ def unfold_rows(
                 source = np.uint64(step * folded_strides[0] + row * folded_strides[1] + first)
                 for at in range(count):
                     value = folded[source + at]
-                    sums[at] += (value >> one) ^ (zero - (value & one))
+                    sums[at] += (value >> low_bit) ^ (zero - (value & low_bit))
             for step in range(start, steps):
                 source = np.uint64(step * folded_strides[0] + row * folded_strides[1] + first)
                 target = np.uint64((step - start) * out_strides[0] + row * out_strides[1] + first)
                 for at in range(count):
                     value = folded[source + at]
-                    total = native(sums[at] + ((value >> one) ^ (zero - (value & one))))
+                    total = native(sums[at] + ((value >> low_bit) ^ (zero - (value & low_bit))))
                     sums[at] = total
                     out[target + at] = stored(total) << shift
 
@@ -191,16 +192,16 @@ def _unfold_by_numpy(folded: Bits, native: NativeType, out: Bits, start: int) ->
         ordered = scratch.array("ordered", folded.shape, folded.dtype)
         np.copyto(ordered, folded)
         folded = ordered
-    one = native.bits.type(1)
+    low_bit = native.bits.type(1)
     length = _rows_of_a_group(folded)
     signs = scratch.array("signs", (length, *folded.shape[1:]), native.bits)
     before: Bits | None = None  # sum of the rows so far
     for first in range(0, len(folded), length):
         bits = folded[first : first + length]
         sign = signs[: len(bits)]
-        np.bitwise_and(bits, one, out=sign)
+        np.bitwise_and(bits, low_bit, out=sign)
         np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
-        np.right_shift(bits, one, out=bits)
+        np.right_shift(bits, low_bit, out=bits)
         np.bitwise_xor(bits, sign, out=bits)
         if before is not None:
             bits[:1] += before

@@ -1,13 +1,10 @@
-"""An open block: the label and index of an object are read, and selections are decoded.
+"""A block that is open for reading: an object, its label and index, and what will be read of it.
 
-Only the inner chunks of a selection are read. Rows that are computed from other arrays need the
-same block of these, too.
+The end of an object is read first, as it says where the chunks are. Then only the inner chunks of
+the selection are read. Rows that are computed from other arrays need the same block of these, too.
 
-The object that stores a block, open for reading: a local file, bytes, or a key of a zarr store.
-
-Its end is read first, as it says where the chunks are. Only a zarr store needs an event loop, for
-`prefetch` and `sibling`. The others answer at once, so `at_once` runs the same code in the thread
-that decodes.
+Only an object in a zarr store needs an event loop, for `prefetch` and `sibling`. A local file and
+bytes answer at once, so `at_once` runs the same code in the thread that decodes.
 """
 
 from __future__ import annotations
@@ -31,9 +28,14 @@ import numpy.typing as npt
 from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.storage import StorePath
 
-from trajstore.codec.block import BlockForm, FewerRows, Part, Tail
+from trajstore.codec.array_selection import (
+    ArraySelection,
+    Axes,
+    AxisPart,
+    positions,
+)
+from trajstore.codec.block import BlockForm, ChunkPart, FewerRows, Tail
 from trajstore.codec.computed_rows import cache, unit_of
-from trajstore.codec.selected_parts import Pick, picks, positions
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.threads import default_threads, submit
 
@@ -103,9 +105,9 @@ class LocalObject(BlockObject):
         self._path = path
         self._siblings: list[LocalObject] = []
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe could block
-        found = os.fstat(self._descriptor)
-        self.size = found.st_size
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
@@ -220,10 +222,10 @@ class StoreObject(BlockObject):
         return await asyncio.gather(*map(work, names))
 
     async def _get(self, request: ByteRequest) -> bytes:
-        found = await self._place.get(self._prototype, byte_range=request)
-        if found is None:
+        content = await self._place.get(self._prototype, byte_range=request)
+        if content is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._place))
-        data: bytes = found.to_bytes()
+        data: bytes = content.to_bytes()
         return data
 
 
@@ -240,7 +242,6 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 _CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
 
 Array = npt.NDArray[Any]
-Axes = Sequence[dict[int, Pick]]
 Place = tuple[int, int] | None
 
 
@@ -311,6 +312,8 @@ class OpenBlock:
     form : BlockForm
     object : BlockObject
     tail : Tail
+    axes : Axes
+        What will be read of its inner chunks; empty to read no values.
     others : mapping of str to OpenBlock
         The same block of the arrays from which the selected rows are computed.
     """
@@ -319,6 +322,7 @@ class OpenBlock:
     form: BlockForm
     object: BlockObject
     tail: Tail
+    axes: Axes = ()
     others: Mapping[str, OpenBlock] = field(default_factory=dict)
 
     @classmethod
@@ -328,7 +332,7 @@ class OpenBlock:
         form: BlockForm,
         source: BlockObject,
         place: Place,
-        axes: Axes = (),
+        selection: ArraySelection | None = None,
         *,
         padding: bool = False,
     ) -> Self:
@@ -341,9 +345,8 @@ class OpenBlock:
         source : BlockObject
         place : (int, int) or None
             Expected block and part; None if unknown.
-        axes : sequence of dict of int to Pick
-            Picks of the inner chunks along each axis, by number of the chunk
-            (`trajstore.codec.selected_parts.picks`). Empty to read no values.
+        selection : ArraySelection, optional
+            Positions in the block that will be read (default: none).
         padding : bool
             True to allow the selection of invalid rows.
 
@@ -355,43 +358,43 @@ class OpenBlock:
         FileNotFoundError
             If the object is missing.
         """
+        axes = () if selection is None else selection.chunks(form.chunk)
         with named(name):
             tail = form.read_tail(source.end(form.tail_length), place)
-            block = cls(name=name, form=form, object=source, tail=tail)
+            block = cls(name=name, form=form, object=source, tail=tail, axes=axes)
             if axes and not padding:
                 form.check_rows(tail, axes)
-        ranges = await block._prefetched(axes) if axes else []
+        ranges = await block._prefetched() if axes else []
         if form.chain.kind != "computed" or not any(
             form.decoder.is_computed(source.read(start, 1)) for start, _ in ranges
         ):
             return block
         others = [other for other in form.siblings if other != form.array]
-        found = await source.for_each(partial(block._other, place, axes), others)
-        return replace(block, others=dict(zip(others, found, strict=True)))
+        blocks = await source.for_each(partial(block._other, place), others)
+        return replace(block, others=dict(zip(others, blocks, strict=True)))
 
-    async def _prefetched(self, axes: Axes) -> list[tuple[int, int]]:
-        """Byte ranges of a selection, ready to be read."""
-        entries = [entry for _, entry in self.form.wanted(axes)]
+    async def _prefetched(self) -> list[tuple[int, int]]:
+        """Byte ranges of the selection, ready to be read."""
+        entries = [entry for _, entry in self.form.selected_chunks(self.axes)]
         ranges = [(start, start + length) for start, length in self.tail.index[entries].tolist()]
         await self.object.prefetch(ranges)
         return ranges
 
-    async def _other(self, place: Place, axes: Axes, array: str) -> OpenBlock:
+    async def _other(self, place: Place, array: str) -> OpenBlock:
         """The same block of another array, from which rows are computed."""
-        form = self.form.siblings[array]
-        selected = axes
+        form, axes = self.form.siblings[array], self.axes
         if array in unit_of(self.form.chain.rule).rates:  # which have one chunk a block
             place = place and (place[0], 0)
-            selected = [picks(range(length), length) for length in form.shape]
+            axes = ArraySelection.of((), form.shape).chunks(form.chunk)
         key = form.key(*(place or (0, 0)))
         name = f"{self.name} is computed from {array} ({key}), which"
         try:
             source = await self.object.sibling(key, form.tail_length)
             with named(name):
                 tail = form.read_tail(source.end(form.tail_length), place)
-                form.check_rows(tail, axes)
-            other = OpenBlock(name=name, form=form, object=source, tail=tail)
-            await other._prefetched(selected)
+                form.check_rows(tail, self.axes)
+            other = OpenBlock(name=name, form=form, object=source, tail=tail, axes=axes)
+            await other._prefetched()
         except FileNotFoundError:
             raise FormatError(
                 f"{name} is missing; copy the whole run, or export it with: trajstore export RUN "
@@ -399,12 +402,11 @@ class OpenBlock:
             ) from None
         return other
 
-    def read(self, axes: Axes, out: Array, *, helpers: ThreadPoolExecutor | None = None) -> None:
+    def read(self, out: Array, *, helpers: ThreadPoolExecutor | None = None) -> None:
         """Decode the selection for which the block was opened.
 
         Parameters
         ----------
-        axes : sequence of dict of int to Pick
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
         helpers : ThreadPoolExecutor, optional
@@ -416,7 +418,7 @@ class OpenBlock:
             If a chunk is broken.
         """
         unit = _ComputedBlock(self) if self.others else None
-        left = deque(self.form.wanted(axes))
+        left = deque(self.form.selected_chunks(self.axes))
         each = partial(_decode_all, left, partial(self._decode, unit, out))
         with named(self.name):
             if helpers is None:
@@ -441,17 +443,17 @@ class OpenBlock:
         return data
 
     def _decode(
-        self, unit: _ComputedBlock | None, out: Array, picks: Sequence[Pick], entry: int
+        self, unit: _ComputedBlock | None, out: Array, parts: Sequence[AxisPart], entry: int
     ) -> None:
         decoder = self.form.decoder
         try:
             data = self.chunk(entry)
-            window = tuple(pick.window for pick in picks)
+            window = tuple(part.window for part in parts)
             fill = partial(decoder.decode, data, window)
             if unit is not None and decoder.is_computed(data):
                 rows = unit.rows(window, entry)[self.form.array]
                 fill = partial(decoder.put, rows[window[0]])
-            _place(fill, picks, out)
+            _place(fill, parts, out)
         except FormatError:  # of another array
             raise
         except (ValueError, RuntimeError, OverflowError) as error:
@@ -492,21 +494,21 @@ class _ComputedBlock:
         return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
 
     def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
-        held: dict[str, tuple[int | None, Array]] = {}
+        stored: dict[str, tuple[int | None, Array]] = {}
         for name in self._unit.matrices:
             block = self._blocks[name]
             try:
                 if name == self._unit.gradient:
                     grad = self._gradient(block, entry, windows)
                 else:
-                    held[name] = block.form.decoder.stored_form(block.chunk(entry), windows)
+                    stored[name] = block.form.decoder.stored_form(block.chunk(entry), windows)
             except (ValueError, RuntimeError) as error:
                 raise ValueError(f"{name}, {block._bytes(entry)}: {error}") from error
         rates = {name: self._rate(name, windows[0].stop) for name in self._unit.rates}
         # The chunks of a part are in the order of the second dimension.
         form, part = self._form, self._blocks[self._form.array].tail.label.part
         first = part * form.shape[1] + entry * form.chunk[1] + windows[1].start
-        return self._unit.compute(held, grad, rates, first)
+        return self._unit.compute(stored, grad, rates, first)
 
     def _gradient(self, block: OpenBlock, entry: int, windows: tuple[slice, ...]) -> Array:
         """Bits of the gradient.
@@ -530,18 +532,18 @@ class _ComputedBlock:
 
     def _rate(self, name: str, rows: int) -> Array:
         with self._lock:
-            found = self._rates.get(name)
-            if found is None or len(found) < rows:
+            values = self._rates.get(name)
+            if values is None or len(values) < rows:
                 block = self._blocks[name]
                 lengths = (rows, *block.form.shape[1:])
-                found = np.empty(lengths, block.form.chain.native.stored)
-                whole = zip(lengths, block.form.shape, strict=True)
-                block.read([picks(range(n), part) for n, part in whole], found)
-                self._rates[name] = found
-            return found[:rows]
+                values = np.empty(lengths, block.form.chain.native.stored)
+                whole = ArraySelection.of((), lengths).chunks(block.form.chunk)
+                replace(block, axes=whole).read(values)
+                self._rates[name] = values
+            return values[:rows]
 
 
-def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int], None]) -> None:
+def _decode_all(left: deque[ChunkPart], decode: Callable[[list[AxisPart], int], None]) -> None:
     """Decode chunks until none is left. Several threads may share the queue."""
     try:
         while left:
@@ -554,17 +556,17 @@ def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int], None]) ->
         left.clear()  # after an error, all threads stop
 
 
-def _place(fill: Callable[[Array], None], picks: Sequence[Pick], out: Array) -> None:
-    """Let `fill` write the values of a window, and place the picked ones."""
-    if all(pick.taken is None for pick in picks):
-        fill(out[tuple(pick.place for pick in picks)])
+def _place(fill: Callable[[Array], None], parts: Sequence[AxisPart], out: Array) -> None:
+    """Let `fill` write the values of a window, and place the selected ones."""
+    if all(part.taken is None for part in parts):
+        fill(out[tuple(part.place for part in parts)])
         return
-    values = np.empty([pick.window.stop - pick.window.start for pick in picks], out.dtype)
+    values = np.empty([part.window.stop - part.window.start for part in parts], out.dtype)
     fill(values)
-    for axis, pick in enumerate(picks):
-        if pick.taken is not None:
-            values = values.take(pick.taken, axis)
-    out[np.ix_(*[positions(pick.place) for pick in picks])] = values
+    for axis, part in enumerate(parts):
+        if part.taken is not None:
+            values = values.take(part.taken, axis)
+    out[np.ix_(*[positions(part.place) for part in parts])] = values
 
 
 def _with_helpers(work: Callable[[], None], helpers: ThreadPoolExecutor, count: int) -> None:

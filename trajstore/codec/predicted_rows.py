@@ -166,9 +166,9 @@ def _directions(sample: Array, native: NativeType, price: int) -> list[Array]:
     left, total = sample, np.zeros_like(sample)
     spacing = _lengths(sample) * np.float32(native.epsilon / 2)
     size = _estimated_size(ordered, total, native)
-    found: list[Array] = []
+    directions: list[Array] = []
     best = 0
-    while len(found) < min(MOST_TERMS, best + TRIALS):
+    while len(directions) < min(MOST_TERMS, best + TRIALS):
         weights = _lengths(left) + spacing
         weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
         main = _main_direction(left * weights[:, None])
@@ -181,11 +181,11 @@ def _directions(sample: Array, native: NativeType, price: int) -> list[Array]:
         product = factor[:, None] * direction
         total = total + product
         left = left - product
-        found.append(direction)
-        now = _estimated_size(ordered, total, native) + len(found) * price
+        directions.append(direction)
+        now = _estimated_size(ordered, total, native) + len(directions) * price
         if now < size:
-            size, best = now, len(found)
-    return found[:best]
+            size, best = now, len(directions)
+    return directions[:best]
 
 
 def _factors(values: Array, direction: Array, native: NativeType) -> Array:
@@ -267,5 +267,5 @@ def _folded(difference: Array) -> Array:
 
 
 def _unfolded(folded: Array) -> Array:
-    one = folded.dtype.type(1)
-    return np.asarray((folded >> one) ^ (~(folded & one) + one))
+    low_bit = folded.dtype.type(1)
+    return np.asarray((folded >> low_bit) ^ (~(folded & low_bit) + low_bit))

@@ -62,13 +62,13 @@ def terms_and_differences(
     """
     rows, tokens, hidden, most = shape
     half = width >> 1
-    quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
+    quiet, low_bit, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
     middle = np.uint32(0x7FFF) if spare else np.uint32(0)
-    odd = one if spare else np.uint32(0)
+    odd = low_bit if spare else np.uint32(0)
     kept = np.uint32(0xFFFF0000) if spare else np.uint32(0xFFFFFFFF)
     item = bits.dtype.type
     sign, single = item(1 << (31 - spare)), item(1)
-    ones = item(sign | item(sign - single))
+    all_bits = item(sign | item(sign - single))
     zero, infinity = np.float32(0), np.float32(np.inf)
 
     samples = (tokens + every - 1) // every
@@ -101,12 +101,12 @@ def terms_and_differences(
         for at in range(size):
             words[first + np.uint64(at)] = nearest(words[first + np.uint64(at)])
 
-    def dot(ones: Any, first: Any, others: Any, start: Any) -> Any:
+    def dot(factors: Any, first: Any, others: Any, start: Any) -> Any:
         for at in range(half):
             here, there = np.uint64(at), np.uint64(at + half)
             products[here] = (
-                ones[first + here] * others[start + here]
-                + ones[first + there] * others[start + there]
+                factors[first + here] * others[start + here]
+                + factors[first + there] * others[start + there]
             )
         length = half
         while length > 16 or 16 > length > 1:
@@ -127,11 +127,11 @@ def terms_and_differences(
         return item(word >> last) if spare else item(word)
 
     def ordered(value: Any) -> Any:
-        return item(value ^ ones) if value & sign else item(value ^ sign)
+        return item(value ^ all_bits) if value & sign else item(value ^ sign)
 
     def folded(difference: Any) -> Any:
         doubled = item(difference << single)
-        return item(doubled ^ ones) if difference & sign else doubled
+        return item(doubled ^ all_bits) if difference & sign else doubled
 
     none = np.uint64(0)
     for row in range(rows):
@@ -288,13 +288,13 @@ def decoded_rows(
 ) -> None:
     """Restore rows from terms and differences. Arrays are 1-D memory; strides count values."""
     rows, tokens, hidden, terms = shape
-    quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
+    quiet, low_bit, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
     middle = np.uint32(0x7FFF) if spare else np.uint32(0)
-    odd = one if spare else np.uint32(0)
+    odd = low_bit if spare else np.uint32(0)
     kept = np.uint32(0xFFFF0000) if spare else np.uint32(0xFFFFFFFF)
     item = bits.dtype.type
     sign, single = item(1 << (31 - spare)), item(1)
-    ones, none = item(sign | item(sign - single)), item(0)
+    all_bits, none = item(sign | item(sign - single)), item(0)
     directions = np.empty(terms * hidden, np.float32)
     made = np.empty(_GROUP * hidden, np.float32)
 
@@ -306,10 +306,10 @@ def decoded_rows(
         used = 0
         for term in range(terms):
             first = np.uint64((row * terms + term) * length)
-            held = none
+            any_bits = none
             for at in range(length):
-                held |= coefficients[first + np.uint64(at)]
-            if held:
+                any_bits |= coefficients[first + np.uint64(at)]
+            if any_bits:
                 used = term + 1
             for at in range(hidden):
                 word = np.uint32(wide(coefficients[first + np.uint64(at)]))
@@ -336,11 +336,11 @@ def decoded_rows(
                 is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
                 near = quiet if is_nan else near
                 value = item(near >> last) if spare else item(near)
-                predicted = item(value ^ ones) if value & sign else item(value ^ sign)
+                predicted = item(value ^ all_bits) if value & sign else item(value ^ sign)
                 folded = differences[source + np.uint64(at)]
                 half = item(folded >> single)
-                change = item(half ^ ones) if folded & single else half
+                change = item(half ^ all_bits) if folded & single else half
                 total = item(predicted + change)
                 bits[target + np.uint64(at)] = (
-                    item(total ^ sign) if total & sign else item(total ^ ones)
+                    item(total ^ sign) if total & sign else item(total ^ all_bits)
                 )

@@ -1,12 +1,8 @@
-"""Checks of the values of a run's arrays: shard by shard, in threads.
+"""Checks of the values of a run: shard by shard in threads, and of the coordinates.
 
-Each job uses the memory of a few chunks. Findings are joined in the order of the arrays.
-
-Checks of one shard: its label, its index, and each chunk in the index.
-
-A shard is open only during its check. Memory holds one chunk at a time.
-
-Checks of the coordinates: checksums, distinct names, masks that match the counts.
+Each job opens one shard and checks its label, its index, and each chunk in the index. It holds one
+chunk in memory at a time. Findings are joined in the order of the arrays. Coordinates have
+checksums, distinct names, and masks that match the counts.
 """
 
 from __future__ import annotations
@@ -119,7 +115,7 @@ class _ShardCheck:
     def __init__(
         self, stored: StoredArray, native: NativeType, block: int, part: int, *, finished: bool
     ) -> None:
-        self.found = CheckedChunks()
+        self.checked = CheckedChunks()
         self.path = stored.path / stored.key(block, part)
         self._place = stored.name, block, part
         self._stored = stored
@@ -142,14 +138,14 @@ class _ShardCheck:
             self._report("the shard is missing")
         except OSError as error:  # a later attempt may succeed
             self._report(f"cannot be read: {error}", remedy="none")
-        return self.found
+        return self.checked
 
     def opened(self, file: OpenObject) -> OpenBlock:
         """Read and check the label."""
         stored, form = self._stored, self._stored.form
         name, block, part = self._place
         data = file.end(form.tail_length)
-        self.found.shards += 1
+        self.checked.shards += 1
         self._size = size = file.size
         self._chunks = end = max(size - form.tail_length, 0)
         try:
@@ -161,7 +157,7 @@ class _ShardCheck:
         label = tail.label
         if label.block == ANYWHERE:
             fault = "its label has no block; another program wrote it"
-            self._report(fault, end, size, "none", self.found.relabeled)
+            self._report(fault, end, size, "none", self.checked.relabeled)
         needed = min(stored.shape[0] - block * stored.shard[0], stored.shard[0])
         if label.rows < needed:
             short = f"it has {label.rows} rows of the block, {needed} are committed"
@@ -173,7 +169,7 @@ class _ShardCheck:
                 "complete run; older metadata were restored"
             )
             self._report(longer, end, size, "none")
-        self.found.bytes += form.tail_length
+        self.checked.bytes += form.tail_length
         return OpenBlock(name=name, form=form, object=file, tail=tail)
 
     def readable(self, shard: OpenBlock) -> list[int]:
@@ -203,8 +199,8 @@ class _ShardCheck:
         """Check a chunk. Return its SHA-256; None if it is broken."""
         offset, length = shard.tail.index[number].tolist()
         where = offset, offset + length
-        self.found.chunks += 1
-        self.found.bytes += length
+        self.checked.chunks += 1
+        self.checked.bytes += length
         try:
             data = shard.chunk(number)
             values = shard.form.decoder.unpack(data)
@@ -227,10 +223,10 @@ class _ShardCheck:
             first = block * stored.shard[0] + number * stored.chunk[0]
             if first < stored.shape[0]:
                 rows = stored.shape[0] - first
-                self.found.steps[first] = values.view(np.int64)[:rows].copy()
+                self.checked.steps[first] = values.view(np.int64)[:rows].copy()
         elif block == 0:
             row = _row0(stored, part, number, data)
-            self.found.row0 += () if row is None else _row0_notes(name, row)
+            self.checked.row0 += () if row is None else _row0_notes(name, row)
         return hashlib.sha256(data).digest()
 
     def _check_digest(self, label: BlockLabel, pieces: Mapping[int, bytes | None]) -> None:
@@ -247,7 +243,7 @@ class _ShardCheck:
         first: int | None = None,
         stop: int | None = None,
         remedy: Literal["cut", "none"] = "cut",
-        found: list[Problem] | None = None,
+        problems: list[Problem] | None = None,
     ) -> None:
         """Add a problem in a range of its bytes, by default to all problems."""
         name, block, _ = self._place
@@ -260,7 +256,7 @@ class _ShardCheck:
             message=message,
             remedy=remedy,
         )
-        (self.found.problems if found is None else found).append(problem)
+        (self.checked.problems if problems is None else problems).append(problem)
 
 
 def _is_native(values: Array, native: NativeType) -> bool:
@@ -319,26 +315,26 @@ def check_chunks(
         Called with the bytes of the checked shards, and of all shards.
     """
     total = 0 if on_progress is None else _size_of_shards(metadata)
-    found = CheckedChunks()
+    checked = CheckedChunks()
     if isinstance(metadata.path, RemotePath):
         threads = threads or REMOTE_REQUESTS
     for part in in_parallel(_jobs(metadata), threads):
-        found.add(part)
+        checked.add(part)
         if on_progress is not None:
-            on_progress(found.bytes, max(found.bytes, total))
-    found.problems += _check_steps(metadata, found.steps)
-    if 0 not in found.steps or found.steps[0][0] != 0:
+            on_progress(checked.bytes, max(checked.bytes, total))
+    checked.problems += _check_steps(metadata, checked.steps)
+    if 0 not in checked.steps or checked.steps[0][0] != 0:
         # A run that begins later has no initial state in its first row.
-        found.row0.clear()
-    return found
+        checked.row0.clear()
+    return checked
 
 
-def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
+def in_steps(chunks: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
     """Ranges of rows as steps, such as ``steps 96 to 111``; as rows if `step` is damaged.
 
     Parameters
     ----------
-    found : CheckedChunks
+    chunks : CheckedChunks
     ranges : iterable of (int, int)
         First row, and the row after the last; in any order.
     """
@@ -348,7 +344,7 @@ def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
             merged.append((first, stop))
-    bounds = [(step_of(found, first), step_of(found, stop - 1)) for first, stop in merged]
+    bounds = [(step_of(chunks, first), step_of(chunks, stop - 1)) for first, stop in merged]
     known = all(step is not None for pair in bounds for step in pair)
     pairs = bounds if known else [(first, stop - 1) for first, stop in merged]
     shown = (str(first) if first == last else f"{first} to {last}" for first, last in pairs)
@@ -356,9 +352,9 @@ def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
     return f"{'step' if known else 'row'}{'s' if several else ''} {', '.join(shown)}"
 
 
-def step_of(found: CheckedChunks, row: int) -> int | None:
+def step_of(chunks: CheckedChunks, row: int) -> int | None:
     """Step of a row; None where `step` could not be read."""
-    for first, values in found.steps.items():
+    for first, values in chunks.steps.items():
         if first <= row < first + len(values):
             return int(values[row - first])
     return None
@@ -370,8 +366,8 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
     if metadata.objects is not None:
         return sum(metadata.objects.get(key, 0) for key in keys)
     assert isinstance(metadata.path, RemotePath)  # a web server
-    found = in_parallel([(metadata.path / key).stat for key in keys], REMOTE_REQUESTS)
-    return sum(facts["size"] for facts in found if facts)
+    statuses = in_parallel([(metadata.path / key).stat for key in keys], REMOTE_REQUESTS)
+    return sum(facts["size"] for facts in statuses if facts)
 
 
 def _shards(metadata: CheckedMetadata) -> Iterator[tuple[StoredArray, int, int]]:
@@ -414,18 +410,18 @@ _LARGEST = 1 << 28
 
 def check_coordinates(metadata: CheckedMetadata) -> CheckedChunks:
     """Compare every coordinate of a run with its checksum, and with each other."""
-    found = CheckedChunks()
+    checked = CheckedChunks()
     values = {
         name: array
         for name in (*along_token(metadata.arrays), *NAMES)
         if name in metadata.arrays
-        if (array := _read(metadata, name, found)) is not None
+        if (array := _read(metadata, name, checked)) is not None
     }
-    found.problems += _contradictions(metadata, values)
-    return found
+    checked.problems += _contradictions(metadata, values)
+    return checked
 
 
-def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array | None:
+def _read(metadata: CheckedMetadata, name: str, checked: CheckedChunks) -> Array | None:
     """Values of a coordinate; None if they are missing or broken."""
     key = chunk_key(name, 0, 1)
     path = metadata.path / key
@@ -439,10 +435,10 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array |
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         message = "its values are missing" if missing else f"cannot be read: {error.strerror}"
-        found.problems.append(problem(message=message))
+        checked.problems.append(problem(message=message))
         return None
-    found.chunks += 1
-    found.bytes += len(data)
+    checked.chunks += 1
+    checked.bytes += len(data)
     try:
         if not is_intact(data):
             raise ValueError("the checksum does not fit")
@@ -450,7 +446,9 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array |
         return np.asarray(array[...])
     except Exception as error:  # codecs raise anything for foreign bytes
         message = f"its values are broken ({error})"
-        found.problems.append(problem(block=0, first_byte=0, stop_byte=len(data), message=message))
+        checked.problems.append(
+            problem(block=0, first_byte=0, stop_byte=len(data), message=message)
+        )
         return None
 
 
@@ -459,7 +457,7 @@ def _contradictions(metadata: CheckedMetadata, values: dict[str, Array]) -> Iter
         path = metadata.path / chunk_key(name, 0, 1)
         return Problem(array=name, path=path, message=message)
 
-    for name, what in (("token", "ids"), *((one, "names") for one in NAMES)):
+    for name, what in (("token", "ids"), *((name, "names") for name in NAMES)):
         if name in values and (twice := values[name].size - len(np.unique(values[name]))):
             yield problem(name, f"{twice} of {values[name].size} {what} occur twice")
     dead, count = values.get("is_dead"), values.get("token_count")

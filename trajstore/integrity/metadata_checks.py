@@ -1,9 +1,9 @@
-"""Metadata of a run, read strictly and compared with each other.
+"""Metadata of a run, read strictly, and its two copies compared with each other.
 
-All metadata of a run exist twice. The root holds its attributes and a copy of every array's
-metadata. The second copy is in the folders of the arrays: their own metadata files, and in `step`
-the attributes of the root. A copy is whole if it has no fault. The root decides if both are whole
-and differ, unless the digests of the commit prove the second copy.
+The root holds its attributes and a copy of every array's metadata. The second copy is in the
+folders of the arrays: their own metadata files, and in `step` the attributes of the root. A copy is
+whole if it has no fault. The root decides if both are whole and differ, unless the digests of the
+commit prove the second copy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.integrity.metadata_faults import (
     NO_COPY,
+    ArrayFault,
     CheckedMetadata,
-    Found,
     Problem,
     attributes_of,
     digests_of,
@@ -74,29 +74,29 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
         If it is an address that cannot be read.
     """
     text, place = str(path), location(path).absolute()
-    found = CheckedMetadata(path=place)
-    folders = _array_folders(found, text)
-    found.root = _read(found, None)
-    if found.root is None and folders is None:
+    metadata = CheckedMetadata(path=place)
+    folders = _array_folders(metadata, text)
+    metadata.root = _read(metadata, None)
+    if metadata.root is None and folders is None:
         raise RunNotFound(
-            f"there is no run at {text}, or its root is broken: {found.problems[0].message}"
+            f"there is no run at {text}, or its root is broken: {metadata.problems[0].message}"
         )
     if folders is None:  # places without a listing
-        folders = [name for name in listed_arrays(found.root) if name and "/" not in name]
-    known = variables_of(attributes_of(found.root))
+        folders = [name for name in listed_arrays(metadata.root) if name and "/" not in name]
+    known = variables_of(attributes_of(metadata.root))
     for name in sorted(folders):
-        listed = found.objects is None or f"{name}/{METADATA_KEY}" in found.objects
+        listed = metadata.objects is None or f"{name}/{METADATA_KEY}" in metadata.objects
         if listed or belongs(name, known):
-            found.own[name] = _read(found, name)
-    _check_kind(found, text)
-    _choose(found)
-    if found.whole is not None:
-        _compare(found)
-        _check_extent(found)
-    return found
+            metadata.documents[name] = _read(metadata, name)
+    _check_kind(metadata, text)
+    _choose(metadata)
+    if metadata.whole is not None:
+        _compare(metadata)
+        _check_extent(metadata)
+    return metadata
 
 
-def _check_kind(found: CheckedMetadata, text: str) -> None:
+def _check_kind(metadata: CheckedMetadata, text: str) -> None:
     """Refuse other groups, and runs of other formats. Other programs use the names step and W, too.
 
     An exported Zarr has arrays of a run in other codecs, and an attribute of the exporter. A result
@@ -106,34 +106,36 @@ def _check_kind(found: CheckedMetadata, text: str) -> None:
     ------
     FormatError
     """
-    attributes = attributes_of(found.root)
+    attributes = attributes_of(metadata.root)
     if "trajstore_format" not in attributes:
-        arrays = {**listed_arrays(found.root), **found.own}
+        arrays = {**listed_arrays(metadata.root), **metadata.documents}
         texts = [json.dumps(arrays[name]) for name in TRAJECTORIES if name in arrays]
         if EXPORTED in attributes or not any("trajstore." in text for text in texts):
-            raise FormatError(_no_run(found, text))
+            raise FormatError(_no_run(metadata, text))
     number = attributes.get("trajstore_format")
-    copy = parsed_copy(found.own.get(STEP.name)) or {}
+    copy = parsed_copy(metadata.documents.get(STEP.name)) or {}
     agrees = copy.get("trajstore_format", number) == number  # otherwise it is damaged
-    if agrees and (error := other_format(found.path, attributes)):
+    if agrees and (error := other_format(metadata.path, attributes)):
         raise error
 
 
-def _no_run(found: CheckedMetadata, text: str) -> str:
+def _no_run(metadata: CheckedMetadata, text: str) -> str:
     what = (
-        "is a Zarr group, but not a run" if (found.path / METADATA_KEY).exists() else "is not a run"
+        "is a Zarr group, but not a run"
+        if (metadata.path / METADATA_KEY).exists()
+        else "is not a run"
     )
     key = f"/{STEP.name}/{METADATA_KEY}"  # of runs in the folder
-    if isinstance(found.path, Path):
-        inside = {place.parent.parent.name for place in found.path.glob(f"*{key}")}
+    if isinstance(metadata.path, Path):
+        inside = {place.parent.parent.name for place in metadata.path.glob(f"*{key}")}
     else:
-        inside = {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
+        inside = {name.split("/")[0] for name in metadata.objects or () if name.endswith(key)}
     if inside:
         return f"{text} {what}, but contains runs: name one of {', '.join(sorted(inside)[:9])}"
     return f"{text} {what}: it has no trajstore_format"
 
 
-def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
+def _array_folders(metadata: CheckedMetadata, text: str) -> list[str] | None:
     """Folders with an array, or with the name of one; None for a web server. List all objects.
 
     Raises
@@ -141,23 +143,23 @@ def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
     RunNotFound, FormatError
         If there is nothing, or no array and no metadata file.
     """
-    path = found.path
+    path = metadata.path
     if isinstance(path, Path):
         if not path.exists():
             raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
         if not path.is_dir():
             raise FormatError(f"{text} is a file; a run is a folder: unpack a zip file first")
-        objects = _files(path, found.notes)
+        objects = _files(path, metadata.notes)
     elif path.listed:
         objects = object_sizes(path)
         if not objects:
             raise RunNotFound(f"there is no run at {text}")
     else:
-        found.notes.append(
+        metadata.notes.append(
             "a web server lists no files, so leftovers and checkpoints were not checked"
         )
         return None
-    found.objects = objects
+    metadata.objects = objects
     names = {key.partition("/")[0] for key in objects if "/" in key}
     if METADATA_KEY not in objects and not any(
         belongs(name, VARIABLES) or f"{name}/{METADATA_KEY}" in objects for name in names
@@ -188,13 +190,13 @@ def _files(run: Path, notes: list[str]) -> dict[str, int]:
     return sizes
 
 
-def _read(found: CheckedMetadata, array: str | None) -> JsonObject | None:
-    metadata = read_metadata(found.path / (array or "") / METADATA_KEY, array)
-    if isinstance(metadata, Problem):
-        found.problems.append(metadata)
-        found.refused |= metadata.remedy == "none"
+def _read(metadata: CheckedMetadata, array: str | None) -> JsonObject | None:
+    document = read_metadata(metadata.path / (array or "") / METADATA_KEY, array)
+    if isinstance(document, Problem):
+        metadata.problems.append(document)
+        metadata.refused |= document.remedy == "none"
         return None
-    return metadata
+    return document
 
 
 def read_metadata(path: Location, array: str | None) -> JsonObject | Problem:
@@ -225,53 +227,53 @@ def read_metadata(path: Location, array: str | None) -> JsonObject | Problem:
     return Problem(array=array, path=path, message=message, remedy=remedy)
 
 
-def _choose(found: CheckedMetadata) -> None:
+def _choose(metadata: CheckedMetadata) -> None:
     """Choose the copy of the metadata that is whole, and report the faults of the other."""
-    known = {name for name, own in found.own.items() if own is not None}
-    faults: list[Found] = [] if found.root is None else faults_in(found.root, known)
-    second = _second_copy(found)
+    known = {name for name, document in metadata.documents.items() if document is not None}
+    faults: list[ArrayFault] = [] if metadata.root is None else faults_in(metadata.root, known)
+    second = _second_copy(metadata)
     of_second = [(STEP.name, NO_COPY)] if second is None else faults_in(second, known, _REQUIRED)
-    if found.root is not None and not faults:
-        found.choose(found.root)
+    if metadata.root is not None and not faults:
+        metadata.choose(metadata.root)
         if second is not None and not of_second:
-            faults = _disproved(found, second)
-    if second is not None and not of_second and (faults or found.root is None):
-        found.choose(second)
+            faults = _disproved(metadata, second)
+    if second is not None and not of_second and (faults or metadata.root is None):
+        metadata.choose(second)
     for name, fault in faults:
-        found.report(name, fault, found.path / METADATA_KEY)
-    if found.whole is None and not found.refused:
+        metadata.report(name, fault, metadata.path / METADATA_KEY)
+    if metadata.whole is None and not metadata.refused:
         for name, fault in of_second:
             if name in known:
-                found.report(name, fault)
-        found.problems = [replace(problem, remedy="none") for problem in found.problems]
+                metadata.report(name, fault)
+        metadata.problems = [replace(problem, remedy="none") for problem in metadata.problems]
         message = (
             "neither the root nor the second copy of the metadata, in the folders of the arrays, "
             "is whole, so no values were checked; restore the run from a backup"
         )
-        found.report(None, message, remedy="none")
+        metadata.report(None, message, remedy="none")
 
 
-def _second_copy(found: CheckedMetadata) -> JsonObject | None:
+def _second_copy(metadata: CheckedMetadata) -> JsonObject | None:
     """Root made of the metadata in the arrays' folders; None without the attributes in `step`."""
-    copy = parsed_copy(found.own.get(STEP.name))
+    copy = parsed_copy(metadata.documents.get(STEP.name))
     if copy is None:
         return None
-    listed, before = listed_arrays(found.root), attributes_of(found.root)
-    lost = bool(before) and (found.root or {}).get("consolidated_metadata") is None
+    listed, before = listed_arrays(metadata.root), attributes_of(metadata.root)
+    lost = bool(before) and (metadata.root or {}).get("consolidated_metadata") is None
     stored = copy
     if lost:  # zarr drops the consolidated metadata when a user sets an attribute: intended
         copy = fixed_attributes(before)
     else:
         copy = stored | _of_user(before, stored | (parsed_copy(listed.get(STEP.name)) or {}))
-    held = variables_of(copy)
+    variables = variables_of(copy)
     arrays: dict[str, Any] = {
-        name: found.own.get(name)
-        for name in (*found.own, *listed)
-        if belongs(name, held) or (name in listed and found.own.get(name) is not None)
+        name: metadata.documents.get(name)
+        for name in (*metadata.documents, *listed)
+        if belongs(name, variables) or (name in listed and metadata.documents.get(name) is not None)
     }
     step = arrays[STEP.name]
     arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: json.dumps(copy)}}
-    series = [name for name in arrays if belongs(name, held) and is_series(name)]
+    series = [name for name in arrays if belongs(name, variables) and is_series(name)]
     rows = min((n for name in series if (n := _rows(arrays[name])) is not None), default=0)
     committed: Any = before.get("committed_rows")
     if is_length(committed) and (lost or _rows(listed.get(STEP.name)) == committed):
@@ -309,91 +311,93 @@ def _rows(metadata: Any) -> int | None:
     return shape[0] if isinstance(shape, list) and shape and is_length(shape[0]) else None
 
 
-def _disproved(found: CheckedMetadata, second: JsonObject) -> list[Found]:
+def _disproved(metadata: CheckedMetadata, second: JsonObject) -> list[ArrayFault]:
     """Differences from the second copy, if the digests of the commit prove it, and not the root."""
-    held, listed = variables_of(attributes_of(second)), listed_arrays(second)
-    names = [name for name in {**found.arrays, **listed} if belongs(name, held)]
-    differing = {name: changes(found.arrays.get(name), listed.get(name)) for name in names}
+    variables, listed = variables_of(attributes_of(second)), listed_arrays(second)
+    names = [name for name in {**metadata.arrays, **listed} if belongs(name, variables)]
+    differing = {name: changes(metadata.arrays.get(name), listed.get(name)) for name in names}
     text = "its copy in the root differs from its own metadata file in "
-    faults: list[Found] = [
+    faults: list[ArrayFault] = [
         (name, text + ", ".join(member or "all members" for member, *_ in members))
         for name, members in differing.items()
         if members
     ]
-    is_candidate = faults and attributes_of(second)["committed_rows"] == found.rows
-    if is_candidate and not _is_proved(found, found.whole) and _is_proved(found, second):
+    is_candidate = faults and attributes_of(second)["committed_rows"] == metadata.rows
+    if is_candidate and not _is_proved(metadata, metadata.whole) and _is_proved(metadata, second):
         return faults
     return []
 
 
-def _is_proved(found: CheckedMetadata, root: JsonObject | None) -> bool:
+def _is_proved(metadata: CheckedMetadata, root: JsonObject | None) -> bool:
     """True if a root without faults, and the stored blocks, have the digests of the commit."""
     try:
-        digests = digests_of(found.path, root or {}, found.rows)
+        digests = digests_of(metadata.path, root or {}, metadata.rows)
     except ObjectStoreError:
         raise
     except (FormatError, OSError):  # a block or a coordinate is damaged
         return False
-    return all(found.attributes[key] == digest for key, digest in digests.items())
+    return all(metadata.attributes[key] == digest for key, digest in digests.items())
 
 
-def _compare(found: CheckedMetadata) -> None:
+def _compare(metadata: CheckedMetadata) -> None:
     """Compare the arrays' own metadata files with those of the whole root."""
-    held = variables_of(found.attributes)
-    for name in [name for name in found.own if name not in found.arrays]:
-        if found.own[name] is None:  # reported already
+    variables = variables_of(metadata.attributes)
+    for name in [name for name in metadata.documents if name not in metadata.arrays]:
+        if metadata.documents[name] is None:  # reported already
             continue
-        if belongs(name, held):
-            found.report(name, "the root does not list it", found.path / METADATA_KEY, "none")
+        if belongs(name, variables):
+            metadata.report(name, "the root does not list it", metadata.path / METADATA_KEY, "none")
         else:
-            found.notes.append(f"{name} is an array that is not part of the run")
-    for name, whole in found.arrays.items():
-        own = found.own.get(name)
-        if name not in found.own:
-            found.report(name, "its folder is missing")
-        elif own is not None:
-            _compare_array(found, name, own, whole)
-    rows = {_rows(found.own.get(name)) or 0 for name in found.arrays if is_series(name)}
-    if found.attributes["status"] == "complete" and len(rows) == 1 and min(rows) > found.rows:
+            metadata.notes.append(f"{name} is an array that is not part of the run")
+    for name, whole in metadata.arrays.items():
+        document = metadata.documents.get(name)
+        if name not in metadata.documents:
+            metadata.report(name, "its folder is missing")
+        elif document is not None:
+            _compare_array(metadata, name, document, whole)
+    rows = {_rows(metadata.documents.get(name)) or 0 for name in metadata.arrays if is_series(name)}
+    if metadata.attributes["status"] == "complete" and len(rows) == 1 and min(rows) > metadata.rows:
         message = (
-            f"the root records a complete run of {found.rows} rows, but the metadata of all "
+            f"the root records a complete run of {metadata.rows} rows, but the metadata of all "
             f"arrays {rows.pop()} rows; an older root was restored"
         )
-        found.report(None, message)
+        metadata.report(None, message)
 
 
-def _compare_array(found: CheckedMetadata, name: str, own: JsonObject, whole: JsonObject) -> None:
-    rows = _rows(own)
-    if is_series(name) and rows is not None and rows >= found.rows:
-        own = with_rows(name, own, found.rows)
-        if rows > found.rows:
-            found.notes.append(
-                f"{name} is {rows - found.rows} rows ahead of the root; a writer is in a commit, "
-                "or died in one"
+def _compare_array(
+    metadata: CheckedMetadata, name: str, document: JsonObject, whole: JsonObject
+) -> None:
+    rows = _rows(document)
+    if is_series(name) and rows is not None and rows >= metadata.rows:
+        document = with_rows(name, document, metadata.rows)
+        if rows > metadata.rows:
+            metadata.notes.append(
+                f"{name} is {rows - metadata.rows} rows ahead of the root; a writer is in a "
+                "commit, or died in one"
             )
-    differing = [member for member, *_ in changes(own, whole)]
-    if differing == [f"attributes.{COPY}"] and _is_replaced(found, own):
-        found.notes.append(
+    differing = [member for member, *_ in changes(document, whole)]
+    if differing == [f"attributes.{COPY}"] and _is_replaced(metadata, document):
+        metadata.notes.append(
             "the attributes of the root are being changed; a writer is in a resume, or died in one"
         )
     elif differing:
         message = f"its own metadata file differs from the root in {', '.join(differing)}"
-        found.report(name, message)
+        metadata.report(name, message)
 
 
-def _is_replaced(found: CheckedMetadata, step: JsonObject) -> bool:
+def _is_replaced(metadata: CheckedMetadata, step: JsonObject) -> bool:
     """True if `step` only holds the attributes that the root had before a resume.
 
     A resume replaces the root before the metadata file of `step`. The fingerprint covers the
     attributes, so it shows that those of the root are the present ones.
     """
-    attributes = found.attributes
+    attributes = metadata.attributes
     digest = fingerprint_of(attributes, bytes.fromhex(attributes[CONTENT]))
     recording = attributes["status"] == "recording"
     return recording and digest == attributes[FINGERPRINT] and parsed_copy(step) is not None
 
 
-def _check_extent(found: CheckedMetadata) -> None:
+def _check_extent(metadata: CheckedMetadata) -> None:
     """Refuse metadata with far more shards than files: a check would search for each.
 
     Places without a listing are not checked.
@@ -403,16 +407,16 @@ def _check_extent(found: CheckedMetadata) -> None:
     FormatError
         If they do.
     """
-    if found.objects is None:
+    if metadata.objects is None:
         return
-    files = Counter(key.partition("/")[0] for key in found.objects)
+    files = Counter(key.partition("/")[0] for key in metadata.objects)
     most = _MOST_MISSING + max(files.values(), default=0)
-    for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        shards = -(-found.rows // stored.shard[0]) * stored.parts
+    for name in filter(is_series, metadata.arrays):
+        stored = metadata.stored(name)
+        shards = -(-metadata.rows // stored.shard[0]) * stored.parts
         if shards > most:
             raise FormatError(
-                f"{found.path} announces {shards:,} shards of {name}, and there "
+                f"{metadata.path} announces {shards:,} shards of {name}, and there "
                 f"are {files[name]:,} files of it; they are not those of this run"
             )
 

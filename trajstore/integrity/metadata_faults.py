@@ -1,9 +1,4 @@
-"""Faults of a root with the metadata of all its arrays, and its digests.
-
-Checked metadata of a run, which every other check and a repair use.
-
-A problem of a run, from `verify` to `repair`.
-"""
+"""What checks and repairs share: a problem, the checked metadata of a run, and faults of a root."""
 
 from __future__ import annotations
 
@@ -83,7 +78,7 @@ class CheckedMetadata:
         Bytes of each object by its key; None for a web server, which lists none.
     root : dict or None
         Stored metadata of the root; None if it cannot be read.
-    own : dict
+    documents : dict
         Metadata in each array's folder; None if it cannot be read.
     whole : dict or None
         Root with all metadata of the run: the stored one, or the second copy of it in the folders
@@ -102,7 +97,7 @@ class CheckedMetadata:
     path: Location
     objects: dict[str, int] | None = None
     root: JsonObject | None = None
-    own: dict[str, JsonObject | None] = field(default_factory=dict)
+    documents: dict[str, JsonObject | None] = field(default_factory=dict)
     whole: JsonObject | None = None
     rows: int = 0
     arrays: dict[str, JsonObject] = field(default_factory=dict)
@@ -119,9 +114,9 @@ class CheckedMetadata:
         """Use a root without faults."""
         self.whole = root
         self.rows = self.attributes["committed_rows"]
-        held = variables_of(self.attributes)
+        variables = variables_of(self.attributes)
         self.arrays = {
-            name: array for name, array in listed_arrays(root).items() if belongs(name, held)
+            name: array for name, array in listed_arrays(root).items() if belongs(name, variables)
         }
 
     def stored(self, name: str) -> StoredArray:
@@ -142,15 +137,15 @@ class CheckedMetadata:
 
 def attributes_of(root: JsonObject | None) -> JsonObject:
     """Attributes of a root, which may be damaged; empty if they cannot be read."""
-    found = (root or {}).get("attributes")
-    return found if isinstance(found, dict) else {}
+    attributes = (root or {}).get("attributes")
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def listed_arrays(root: JsonObject | None) -> dict[str, Any]:
     """Metadata of the arrays in a root, which may be damaged; empty if they are lost."""
     block = (root or {}).get("consolidated_metadata")
-    found = block.get("metadata") if isinstance(block, dict) else None
-    return found if isinstance(found, dict) else {}
+    arrays = block.get("metadata") if isinstance(block, dict) else None
+    return arrays if isinstance(arrays, dict) else {}
 
 
 def array_reader(path: Location, name: str, metadata: JsonObject) -> StoredArray:
@@ -163,13 +158,13 @@ def array_reader(path: Location, name: str, metadata: JsonObject) -> StoredArray
 
 def series_in(path: Location, root: JsonObject) -> dict[str, StoredArray]:
     """Readers of the arrays that grow with the rows, `step` first."""
-    held = variables_of(attributes_of(root))
-    names = [name for name in listed_arrays(root) if belongs(name, held) and is_series(name)]
+    variables = variables_of(attributes_of(root))
+    names = [name for name in listed_arrays(root) if belongs(name, variables) and is_series(name)]
     names.sort(key=lambda name: name != STEP.name)
     return {name: array_reader(path, name, listed_arrays(root)[name]) for name in names}
 
 
-Found = tuple[str | None, str]
+ArrayFault = tuple[str | None, str]
 """Array, or None for the root; and a sentence."""
 
 NO_COPY = f"its attribute {COPY} is missing, or is not a JSON object"
@@ -182,7 +177,7 @@ FOREIGN = "another program stored it in its own way, so its values cannot be che
 
 def faults_in(
     root: JsonObject, known: Collection[str], required: Collection[str] = REQUIRED
-) -> list[Found]:
+) -> list[ArrayFault]:
     """Faults of a root with the metadata of all its arrays; empty if it is whole.
 
     Parameters
@@ -193,15 +188,15 @@ def faults_in(
     required : collection of str, optional
         Attributes that the root must have.
     """
-    found: list[Found] = [(None, str(fault)) for fault in root_faults(root)]
+    faults: list[ArrayFault] = [(None, str(fault)) for fault in root_faults(root)]
     if root.get("consolidated_metadata") is None:
-        found.append((None, LOST))
-    found = found or [*_attribute_faults(root, required)]
-    found = found or [*_array_faults(root, known)]
-    return found or [*_contradictions(root)]
+        faults.append((None, LOST))
+    faults = faults or [*_attribute_faults(root, required)]
+    faults = faults or [*_array_faults(root, known)]
+    return faults or [*_contradictions(root)]
 
 
-def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[Found]:
+def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[ArrayFault]:
     attributes = attributes_of(root)
     copy = parsed_copy(listed_arrays(root).get(STEP.name))
     if copy is None:
@@ -213,10 +208,10 @@ def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[F
         yield None, str(fault)
 
 
-def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[Found]:
-    held, runs = variables_of(attributes_of(root)), run_identity(attributes_of(root))
+def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[ArrayFault]:
+    variables, runs = variables_of(attributes_of(root)), run_identity(attributes_of(root))
     for name, metadata in listed_arrays(root).items():
-        if not belongs(name, held):
+        if not belongs(name, variables):
             if name not in known or not isinstance(metadata, dict):
                 yield name, "this version has no variable or coordinate of this name"
             continue
@@ -227,7 +222,7 @@ def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[Found]:
             yield name, FOREIGN
 
 
-def _contradictions(root: JsonObject) -> Iterator[Found]:
+def _contradictions(root: JsonObject) -> Iterator[ArrayFault]:
     """Arrays that are missing, and lengths that do not agree."""
     attributes, arrays = attributes_of(root), listed_arrays(root)
     for name in (STEP.name, "token"):
@@ -235,8 +230,8 @@ def _contradictions(root: JsonObject) -> Iterator[Found]:
             yield name, "it is missing; every run needs it"
     if arrays.keys().isdisjoint(TRAJECTORIES):
         yield "W", "it is missing; every run needs W, or delta, or cells"
-    held = variables_of(attributes)
-    shapes = {name: array["shape"] for name, array in arrays.items() if belongs(name, held)}
+    variables = variables_of(attributes)
+    shapes = {name: array["shape"] for name, array in arrays.items() if belongs(name, variables)}
     for name, dim, length, other in contradicting_lengths(shapes):
         yield name, f"has {length} along {dim}, others have {other}"
     committed, (rows,) = attributes["committed_rows"], shapes.get(STEP.name, [0])

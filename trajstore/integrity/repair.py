@@ -1,13 +1,10 @@
 """`repair`: restore a damaged run to its last complete commit.
 
-A repair first determines all metadata, and then writes the differences. So it can be
-interrupted and repeated, and a sound run stays unchanged. It writes the root first, so readers
-never see rows that it drops.
+The plan is complete before anything is written. The copy of the metadata that is whole replaces the
+other. A damaged block costs the rows from there on. Each decision has a sentence.
 
-The plan of a repair, complete before anything is written.
-
-The copy of the metadata that is whole replaces the other. A damaged block costs the rows from there
-on. Each decision has a sentence.
+Then the differences are written, the root first, so readers never see rows that the repair drops.
+It can be interrupted and repeated, and a sound run stays unchanged.
 """
 
 from __future__ import annotations
@@ -124,7 +121,7 @@ class RepairPlan:
 
 def plan_repair(checked: CheckedRun) -> RepairPlan:
     """Plan the repair of a run."""
-    metadata, problems = checked.metadata, checked.found.problems
+    metadata, problems = checked.metadata, checked.verification.problems
     lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
     try:
@@ -175,7 +172,7 @@ def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
     metadata = checked.metadata
     return [
         (problem.block * metadata.stored(problem.array).shard[0], problem)
-        for problem in checked.found.problems
+        for problem in checked.verification.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
     ]
 
@@ -183,13 +180,13 @@ def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
 def _damage_by_array(checked: CheckedRun, lost: list[tuple[int, Problem]]) -> dict[str, str]:
     """Damaged arrays with their damaged steps; empty text for damage outside of steps."""
     metadata = checked.metadata
-    held = variables_of(metadata.attributes)
+    variables = variables_of(metadata.attributes)
     rows: dict[str, list[tuple[int, int]]] = {
         problem.array: []
-        for problem in checked.found.problems
+        for problem in checked.verification.problems
         if problem.array is not None
         and (problem.remedy != "rewrite" or problem.array not in metadata.arrays)
-        and belongs(problem.array, held)
+        and belongs(problem.array, variables)
     }
     for first, problem in lost:
         assert problem.array is not None
@@ -213,17 +210,17 @@ def _exports(
     # A run is not opened if a coordinate has no values at all. Broken values have a place.
     is_closed = any(
         problem.remedy == "none" and problem.block is None and coordinate(problem.array)
-        for problem in checked.found.problems
+        for problem in checked.verification.problems
         if problem.array is not None
     )
     if not damaged or is_closed or {STEP.name, "token", *NAMES} & damaged.keys():
         return ()
-    found = []
+    options = []
     if all(map(is_series, damaged)) and not set(whole).isdisjoint(TRAJECTORIES):
-        found.append(f"--variables {','.join(name for name in whole if name != STEP.name)}")
+        options.append(f"--variables {','.join(name for name in whole if name != STEP.name)}")
     if lost or not all(map(is_series, damaged)):
-        found.append("--fill-damaged")
-    return tuple(found)
+        options.append("--fill-damaged")
+    return tuple(options)
 
 
 def _on_rows(
@@ -258,13 +255,13 @@ def _digests(metadata: CheckedMetadata, rows: int) -> tuple[dict[str, str], list
     if len(kept) == 2 and rows == attributes_of(metadata.root).get("committed_rows"):
         return kept, []
     try:
-        found = digests_of(metadata.path, metadata.whole, rows)
+        digests = digests_of(metadata.path, metadata.whole, rows)
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
         raise _NotPossible(f"the fingerprint cannot be computed: {error}") from error
     lost = ["the fingerprint is computed again from the stored content"]
-    return found, lost if len(kept) < 2 else []
+    return digests, lost if len(kept) < 2 else []
 
 
 def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
@@ -300,7 +297,7 @@ def _changed_metadata(
     if not is_moment(updated) or not same(as_before, metadata.root):
         changed[metadata.path / METADATA_KEY] = root
     for name in metadata.arrays:
-        if not same(targets[name], metadata.own.get(name)):
+        if not same(targets[name], metadata.documents.get(name)):
             changed[metadata.path / name / METADATA_KEY] = targets[name]
     return changed
 
@@ -313,18 +310,20 @@ def _on_metadata(
         what = key_within(path, metadata.path)
         reasons = [
             problem.message
-            for problem in checked.found.problems
+            for problem in checked.verification.problems
             if problem.path == path and problem.remedy == "rewrite"
         ]
-        own = metadata.own.get(path.parent.name) if path.parent != metadata.path else None
+        document = (
+            metadata.documents.get(path.parent.name) if path.parent != metadata.path else None
+        )
         if reasons:
             yield f"{what} is rewritten: {'; '.join(reasons)}"
-        elif own is not None and own["shape"][0] > metadata.rows:
+        elif document is not None and document["shape"][0] > metadata.rows:
             yield (
-                f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
-                "committed"
+                f"{what} is reset from {document['shape'][0]} rows to {rows}: the others were "
+                "never committed"
             )
-        elif own is not None and parsed_copy(own) != parsed_copy(changed[path]):
+        elif document is not None and parsed_copy(document) != parsed_copy(changed[path]):
             yield f"{what} receives the attributes of the root"
 
 
@@ -340,7 +339,9 @@ def _on_removed(
         count = len(checked.leftovers.temporaries)
         yield f"temporary files of unfinished writes are removed ({count})"
     for path in broken:
-        faults = [problem.message for problem in checked.found.problems if problem.path == path]
+        faults = [
+            problem.message for problem in checked.verification.problems if problem.path == path
+        ]
         yield f"{path.parent.name}/{path.name} is removed: {'; '.join(faults)}"
 
 

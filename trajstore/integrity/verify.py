@@ -1,15 +1,13 @@
 """`verify`: read, check and decode every stored byte of a run, and change nothing.
 
 Threads check the chunks, each with the memory of one chunk, for runs of any size. A problem does
-not end the check.
+not end the check. Files in the folder that are not part of the run, of a crash or foreign, are
+named.
 
-Files in the folder of a run that are not part of it: of a crash, or foreign.
-
-Checks of the checkpoints next to a run: `NAME.ckpt/step-00000300.safetensors` and the like.
-
-Other files in that folder are ignored. The metadata of a
-checkpoint have two texts: ``trajstore``, a JSON object with dtype, shape and crc32c of every
-tensor under ``tensors``; and ``crc32c``, the checksum of the first text, in decimal.
+Checkpoints next to a run, such as ``NAME.ckpt/step-00000300.safetensors``, are checked, too; other
+files in that folder are ignored. The metadata of a checkpoint have two texts: ``trajstore``, a JSON
+object with dtype, shape and crc32c of every tensor under ``tensors``; and ``crc32c``, the checksum
+of the first text, in decimal.
 """
 
 from __future__ import annotations
@@ -119,16 +117,16 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
     """
     if metadata.objects is None:
         return Leftovers()
-    found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
+    remains = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
     inside: dict[str, set[str]] = {}
     for key in metadata.objects:
         first, _, rest = key.partition("/")
         inside.setdefault(first, set()).add(rest.partition("/")[0])
-    for name in sorted(inside.keys() - metadata.own):
+    for name in sorted(inside.keys() - metadata.documents):
         if not _is_known(metadata.path / name):
-            found.unknown.append(metadata.path / name)
-    for name in metadata.own:
+            remains.unknown.append(metadata.path / name)
+    for name in metadata.documents:
         if name not in metadata.arrays or not is_series(name):
             continue
         stored = metadata.stored(name)
@@ -138,14 +136,14 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
             place = block_of(leaf, stored.ndim)
             if place is None or place[1] >= stored.parts:
                 if not _is_known(path):
-                    found.unknown.append(path)
+                    remains.unknown.append(path)
             elif place[0] * stored.shard[0] >= rows:
                 beyond[place] = path
         if beyond:
-            found.beyond[name] = [beyond[place] for place in sorted(beyond)]
+            remains.beyond[name] = [beyond[place] for place in sorted(beyond)]
     with contextlib.suppress(OSError):  # the note on the folder reports it
-        found.links = inner_links(metadata.path)
-    return found
+        remains.links = inner_links(metadata.path)
+    return remains
 
 
 def _size(path: Location) -> int:
@@ -307,14 +305,14 @@ class CheckedRun:
     leftovers : Leftovers
     read : CheckedChunks
         Contents of the arrays.
-    found : Verification
+    verification : Verification
         Problems of the metadata first, then of the arrays, then of the checkpoints.
     """
 
     metadata: CheckedMetadata
     leftovers: Leftovers
     read: CheckedChunks
-    found: Verification
+    verification: Verification
 
 
 @checks_types
@@ -364,13 +362,14 @@ def verify(
     """
     place = location(path).absolute()
     with unzipped(path) as folder:
-        found = check_run(folder, threads=threads, on_progress=on_progress).found
-    if found.path == place:
-        return found
+        verification = check_run(folder, threads=threads, on_progress=on_progress).verification
+    if verification.path == place:
+        return verification
     problems = (
-        replace(each, path=place / key_within(each.path, found.path)) for each in found.problems
+        replace(each, path=place / key_within(each.path, verification.path))
+        for each in verification.problems
     )
-    return replace(found, path=place, problems=tuple(problems))
+    return replace(verification, path=place, problems=tuple(problems))
 
 
 def check_run(
@@ -385,10 +384,14 @@ def check_run(
     """
     for _ in range(_ATTEMPTS):
         checked = _check_once(path, threads, on_progress)
-        found = checked.found
-        if found.clean or not is_outdated(checked.metadata):
+        verification = checked.verification
+        if verification.clean or not is_outdated(checked.metadata):
             break
-    if not found.clean and isinstance(place := found.path, Path) and not place.exists():
+    if (
+        not verification.clean
+        and isinstance(place := verification.path, Path)
+        and not place.exists()
+    ):
         raise RunNotFound(f"{place} disappeared during the check: moved, deleted or unmounted")
     return checked
 
@@ -405,7 +408,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
     # Shards of another program, by array, if they hold the values of the run.
     accepted = Counter(item.array for item in chunks.relabeled if whole and not fingerprint)
-    found = Verification(
+    verification = Verification(
         path=metadata.path,
         problems=(
             *metadata.problems,
@@ -431,7 +434,9 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         chunks=chunks.chunks + coordinates.chunks,
         bytes=chunks.bytes + coordinates.bytes,
     )
-    return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
+    return CheckedRun(
+        metadata=metadata, leftovers=leftovers, read=chunks, verification=verification
+    )
 
 
 def _check_fingerprint(metadata: CheckedMetadata) -> list[Problem]:
@@ -439,13 +444,13 @@ def _check_fingerprint(metadata: CheckedMetadata) -> list[Problem]:
     assert metadata.whole is not None
     message, attributes = None, metadata.attributes
     try:
-        found = digests_of(metadata.path, metadata.whole, metadata.rows)
-        if found[CONTENT] != attributes[CONTENT]:
+        digests = digests_of(metadata.path, metadata.whole, metadata.rows)
+        if digests[CONTENT] != attributes[CONTENT]:
             message = (
                 "the content digest differs from the committed one, but no part is damaged; an "
                 "older block was restored, or metadata or coordinates were changed in all copies"
             )
-        elif found[FINGERPRINT] != attributes[FINGERPRINT]:
+        elif digests[FINGERPRINT] != attributes[FINGERPRINT]:
             message = (
                 "the fingerprint differs from the committed one: attributes of the root were "
                 "changed in both copies"
@@ -487,8 +492,8 @@ def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:
     rows, count, first = np.arange(len(run.steps)), 0, (0, 0)
     for where in W.tiles(rows, None):
         expected, _ = convert(W.get(where), W.native, bfloat16)
-        held = cells.bits(where)
-        wrong = (held != expected) & ~(is_nan(held, bfloat16) | is_nan(expected, bfloat16))
+        stored = cells.bits(where)
+        wrong = (stored != expected) & ~(is_nan(stored, bfloat16) | is_nan(expected, bfloat16))
         if wrong.any() and not count:
             at, among = where
             row, token, _ = np.argwhere(wrong)[0]

@@ -1,17 +1,13 @@
-"""Native floating-point types as bit patterns, and their exact float32 form.
+"""Native floating-point types: bit patterns, stored form, rounding, lattice of values.
 
 A run keeps every bit of the trainer's values. In memory a value is the *bits* of the native type
 (uint16 for bfloat16 and float16). In the store it is the float32 that holds the value exactly,
-including NaN payloads. Nothing in this module rounds. `NativeType` defines the bit layout of each
-type.
+including NaN payloads. `NativeType` defines the bit layout of each type. Only the functions that
+say so round.
 
-Rounding to a native type, as bits or in the stored form.
-
-The lattice of values of a native type: its spacing, and the order of its points.
-
-The functions take the *stored* form (float32 for 16-bit types) and return results for the native
-type. Between 1 and the next bfloat16 there are 65,536 float32 values, so the spacing of float32
-would be too small by this factor.
+Spacing and order of the lattice take the *stored* form and return results for the native type.
+Between 1 and the next bfloat16 there are 65,536 float32 values, so the spacing of float32 would be
+too small by this factor.
 """
 
 from __future__ import annotations
@@ -445,7 +441,7 @@ _LEAST_NORMAL, _HALF = np.uint32(1 << 23).view(np.float32), np.float32(0.5)
 _HALF_OF_LEAST = 1 << 22  # the bits of a subnormal number
 
 
-def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array, int]:
+def convert(stored: Array, native: NativeType, wanted: NativeType) -> tuple[Array, int]:
     """Bits of `wanted` for stored values of `held`.
 
     Exact if `wanted` holds the values, otherwise rounded to nearest, ties to even, like a torch
@@ -453,8 +449,8 @@ def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array,
 
     Parameters
     ----------
-    stored : ndarray of ``held.stored``
-    held, wanted : NativeType
+    stored : ndarray of ``native.stored``
+    native, wanted : NativeType
 
     Returns
     -------
@@ -462,9 +458,9 @@ def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array,
     changed : int
         Number of values that were rounded.
     """
-    if wanted.name == held.name:
-        return narrow(stored, held), 0
-    if wanted.itemsize == wanted.stored.itemsize >= held.stored.itemsize:
+    if wanted.name == native.name:
+        return narrow(stored, native), 0
+    if wanted.itemsize == wanted.stored.itemsize >= native.stored.itemsize:
         return np.asarray(stored, wanted.stored, order="C").view(wanted.bits), 0
     if wanted.name == "float16":  # the cast itself gives the bits
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):

@@ -6,11 +6,8 @@ rounded; the optimizers of `trajstore.trainers.rounded_optimizer` compute in flo
 torch adds the product of a fused multiply-add unrounded; the same sum is made here in float64.
 Each element depends on itself alone, so a part of a matrix gives that part of the result.
 
-The numbers of an optimizer's parameter group, each under a name of its own.
-
-One step of an optimizer for the vectors that join all parameters but the recorded matrix.
-
-Each parameter is a segment of elements. Its optimizer group defines the rule and the learning rate,
+`OptimizerRule` is for a matrix, `VectorRule` for the vectors that join all other parameters. There
+each parameter is a segment of elements. Its optimizer group defines the rule and the learning rate,
 and the optimizer counts its steps: none in a step in which it has no gradient.
 """
 
@@ -177,7 +174,7 @@ class OptimizerRule:
         ValueError
             If it describes none.
         """
-        given = {name: float(one) if type(one) is int else one for name, one in facts.items()}
+        given = {name: float(fact) if type(fact) is int else fact for name, fact in facts.items()}
         try:
             return checks_types(cls)(**given)
         except (TypeError, InvalidArgument) as error:
@@ -229,7 +226,7 @@ class OptimizerRule:
         if inputs.ndim == 1:
             return _corrections(*inputs.tolist())
         each, place = np.unique(inputs.reshape(-1, 3), axis=0, return_inverse=True)
-        pairs = np.array([_corrections(*one) for one in each.tolist()]).reshape(-1, 2)
+        pairs = np.array([_corrections(*pair) for pair in each.tolist()]).reshape(-1, 2)
         first, second = np.moveaxis(pairs[place.reshape(inputs.shape[:-1])], -1, 0)
         return first, second
 
@@ -428,11 +425,11 @@ def _fused(values: Array, factor: float, added: Array) -> Array:
     return _sum(values, _scalar(factor, values), added)
 
 
-def _sum(one: Array, other: Any, added: Array) -> Array:
+def _sum(factor: Array, other: Any, added: Array) -> Array:
     """One · other + added, rounded once: exact in float64 but for the last sum."""
     if added.dtype != np.float32:
-        return np.asarray(one * other + added)
-    product: Array = np.multiply(one, other, dtype=np.float64)
+        return np.asarray(factor * other + added)
+    product: Array = np.multiply(factor, other, dtype=np.float64)
     product += added
     return product.astype(np.float32)
 
@@ -452,15 +449,15 @@ def numbers_of(settings: Iterable[tuple[str, Any]], *, flags: bool = False) -> d
     >>> numbers_of({"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}.items())
     {'beta1': 0.9, 'beta2': 0.999, 'eps': 1e-08}
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in settings:
         kind = type(value)
         if kind is tuple or kind is list:
-            if all(isinstance(one, Real) for one in value):
-                found.update(zip(_numbered(key, len(value)), value, strict=True))
+            if all(isinstance(number, Real) for number in value):
+                numbers.update(zip(_numbered(key, len(value)), value, strict=True))
         elif kind is float or (flags if kind is bool else isinstance(value, Real)):
-            found[key] = value
-    return found
+            numbers[key] = value
+    return numbers
 
 
 def with_numbers(settings: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
@@ -469,16 +466,16 @@ def with_numbers(settings: Mapping[str, Any], numbers: Mapping[str, float]) -> d
     >>> with_numbers({"betas": [0.9, 0.999], "eps": 1e-8}, {"beta1": 0.8, "momentum": 0.5})
     {'betas': (0.8, 0.999), 'eps': 1e-08}
     """
-    found = dict(settings)
+    changed = dict(settings)
     for key, value in settings.items():
         if isinstance(value, tuple | list):
             names = _numbered(key, len(value))
             if any(name in numbers for name in names):
                 pairs = zip(names, value, strict=True)
-                found[key] = tuple(_like(old, numbers.get(name, old)) for name, old in pairs)
+                changed[key] = tuple(_like(old, numbers.get(name, old)) for name, old in pairs)
         elif key in numbers:
-            found[key] = _like(value, numbers[key])
-    return found
+            changed[key] = _like(value, numbers[key])
+    return changed
 
 
 def _like(old: Any, new: float) -> Any:
@@ -588,7 +585,7 @@ class VectorRule:
             or any(rule.kind != "adam" for rule in groups)
             or not segments
             or starts[0] != 0
-            or any(one >= other for one, other in itertools.pairwise(starts))
+            or any(start >= other for start, other in itertools.pairwise(starts))
             or not all(0 <= group < len(groups) for _, group, _ in segments)
             or not all(0 <= number < parameters for _, _, number in segments)
         ):

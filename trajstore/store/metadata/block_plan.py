@@ -257,9 +257,9 @@ def plan(
                 chains[name] = vector_chain(native, small=compact, differences=role != GRADIENT)
         if encoding == "compact":
             chains = replay_chains(chains, rule, vectors)
-        held, counts = _division(chains, kinds, lengths, rows)
+        part_tokens, counts = _division(chains, kinds, lengths, rows)
         arrays = {
-            name: _array(entry, lengths, rows, chains[name], held, counts.get(name))
+            name: _array(entry, lengths, rows, chains[name], part_tokens, counts.get(name))
             for name, (entry, _) in kinds.items()
         }
         return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
@@ -392,7 +392,7 @@ def _array(
     lengths: Mapping[str, int],
     rows: int,
     coding: Chain,
-    held: int,
+    length: int,
     count: int | None,
 ) -> ArrayLayout:
     """Layout of an array; for a matrix, with `held` tokens and `count` chunks in a shard."""
@@ -400,24 +400,24 @@ def _array(
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        fewest, part = _chunks_of(held if count else tokens, rows, tuple(rest), coding)
+        fewest, part = _chunks_of(length if count else tokens, rows, tuple(rest), coding)
         if count is None:
-            held, count = tokens, fewest
+            length, count = tokens, fewest
         # Equal chunks; the last one lacks fewer tokens than there are chunks.
-        size = math.ceil(held / count)
+        size = math.ceil(length / count)
         chunk, shard = (part, size, *rest), (rows, size * count, *rest)
     elif "element" in entry.dims:
         (elements,) = row
-        held = _even(elements, _LARGEST_OBJECT // (rows * coding.native.stored.itemsize))
-        count, _ = _chunks_of(held, rows, (), coding)
-        size = math.ceil(held / count)
+        length = _even(elements, _LARGEST_OBJECT // (rows * coding.native.stored.itemsize))
+        count, _ = _chunks_of(length, rows, (), coding)
+        size = math.ceil(length / count)
         chunk, shard = (rows, size), (rows, size * count)
     elif entry.dims[1:3] == ("example", "position"):
         examples, *rest = row
         example = math.prod(rest) * coding.native.stored.itemsize
-        held = _even(examples, _LARGEST_OBJECT // (rows * example))
-        size = _even(held, _CHUNK // example)
-        chunk, shard = (1, size, *rest), (rows, math.ceil(held / size) * size, *rest)
+        length = _even(examples, _LARGEST_OBJECT // (rows * example))
+        size = _even(length, _CHUNK // example)
+        chunk, shard = (1, size, *rest), (rows, math.ceil(length / size) * size, *rest)
     return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)
 
 

@@ -1,15 +1,11 @@
-"""The form of the root's metadata: its members, their types and possible values.
+"""The form of the root's metadata: its members, their types and possible values, and its digests.
 
 Every function that opens a run checks the root here, before zarr reads it. For the metadata
 of the arrays see `trajstore.store.metadata.zarr_json`.
 
-Segments of a run: the steps trained with one configuration.
-
 An extended or forked run was trained with one configuration first and with another later. The root
 attribute ``segments`` lists them. A run without it has one segment, with its ``config``.
 ``provenance.resumed`` records the number of threads of each resumed part.
-
-Digests of the stored content of a run, updated with each block.
 
 The *content digest* is a chain over the blocks. It starts from the arrays' metadata and the
 coordinates, and each block is added to it. Runs with the same content digest hold the same rows.
@@ -18,8 +14,6 @@ identity of the run. Both cover the committed rows. After a run is cut, they are
 at that number of rows.
 
 Source: docs/reference/format.md, *Fingerprint*.
-
-Names of the objects of a run, and of the files next to it.
 """
 
 from __future__ import annotations
@@ -155,7 +149,7 @@ def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> li
     listed = listed_segments(attributes)
     begins = {entry["step"] for entry in (*listed, *_resumed(attributes))}
     bounds = sorted({first, last, *(step for step in begins if first < step < last)})
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for begin, end in itertools.pairwise(bounds):
         segment = Segment(
             first=begin,
@@ -163,11 +157,11 @@ def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> li
             config=[entry["config"] for entry in listed if entry["step"] <= begin][-1],
             threads=recorded_threads(attributes, begin),
         )
-        if found and replace(found[-1], first=begin, last=end) == segment:
-            found[-1] = replace(found[-1], last=end)
+        if segments and replace(segments[-1], first=begin, last=end) == segment:
+            segments[-1] = replace(segments[-1], last=end)
         else:
-            found.append(segment)
-    return found
+            segments.append(segment)
+    return segments
 
 
 def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
@@ -217,11 +211,11 @@ def are_segments(value: Any) -> bool:
 
 def _training_settings(config: Mapping[str, Any]) -> Entry:
     """Settings that the training depends on."""
-    found = {name: fields for name, fields in config.items() if name != "recording"}
-    training = found.get("training")
+    settings = {name: fields for name, fields in config.items() if name != "recording"}
+    training = settings.get("training")
     if isinstance(training, Mapping):
-        found["training"] = {name: value for name, value in training.items() if name != "device"}
-    return found
+        settings["training"] = {name: value for name, value in training.items() if name != "device"}
+    return settings
 
 
 def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
@@ -234,13 +228,13 @@ def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
             "each with a step"
         )
     for entry in listed:
-        kept = [one for one in kept if one["step"] < entry["step"]] + [entry]
+        kept = [other for other in kept if other["step"] < entry["step"]] + [entry]
     return kept
 
 
 def _provenance(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = attributes.get("provenance")
-    return found if isinstance(found, Mapping) else {}
+    provenance = attributes.get("provenance")
+    return provenance if isinstance(provenance, Mapping) else {}
 
 
 CONTENT = "content_digest"
@@ -286,8 +280,10 @@ class Fingerprint:
     ) -> None:
         stored = {key: digest.hex() for key, digest in coordinates.items()}
         # Other arrays in the group do not belong to the run.
-        held = variables_of(attributes)
-        lasting = {name: _lasting(name, arrays[name]) for name in arrays if belongs(name, held)}
+        variables = variables_of(attributes)
+        lasting = {
+            name: _lasting(name, arrays[name]) for name in arrays if belongs(name, variables)
+        }
         self._block_rows = block_rows
         self._metadata = _sha256_of(_fixed(attributes))
         self._whole = _sha256_of({"arrays": lasting, "coordinates": stored})
@@ -348,13 +344,13 @@ def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]
     OSError
         If one cannot be read.
     """
-    found = {}
+    digests = {}
     for name in names:
         key = chunk_key(name, 0, 1)
         if coordinate(name):
             with suppress(FileNotFoundError):
-                found[key] = hashlib.sha256((path / key).read_bytes()).digest()
-    return found
+                digests[key] = hashlib.sha256((path / key).read_bytes()).digest()
+    return digests
 
 
 def _lasting(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -536,7 +532,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
     OPTIMIZER_STATE: (
         lambda value: (
             fits(value, [_KEPT])
-            and all(("type" in one) == (one["of"] == "parameter") for one in value)
+            and all(("type" in entry) == (entry["of"] == "parameter") for entry in value)
         ),
         "a list of objects with name, of, and of a number its type",
     ),

@@ -1,25 +1,20 @@
-"""The `zarr.json` metadata of a run.
+"""The `zarr.json` documents of a run: of each array, made from a few facts, and of the root.
 
 They are made once (`new_run`). Afterwards only the length of the step axis and the attributes of
-the root change. The root contains the metadata of all arrays (Zarr's inline
-consolidated metadata), and thereby their shapes. The commit is the replacement of this one object.
+the root change. The root contains the metadata of all arrays (Zarr's inline consolidated metadata),
+and thereby their shapes. The commit is the replacement of this one object.
 
 The attributes of the root that no commit changes are also an attribute of the array ``step``, as
 one JSON text: with the arrays' own metadata, a second copy of all that the root holds. `verify`
-compares the two, and `repair` takes the whole one.
-If a resumed run gets other attributes, the writer replaces the root first. If it dies then, the
-fingerprint in the root shows that the copy is the older one.
+compares the two, and `repair` takes the whole one. If a resumed run gets other attributes, the
+writer replaces the root first. If it dies then, the fingerprint in the root shows that the copy is
+older.
 
-The metadata of an array, made from a few facts.
-
-Writers state the facts, and `metadata_of` makes the file. `facts_of` reads the facts from a stored
-file. The file is sound if `metadata_of` makes the same one from them; otherwise the difference
-names the member. So metadata cannot describe other values than those of the schema.
-
+Writers state the facts of an array, and `metadata_of` makes the document. `facts_of` reads the
+facts from a stored one. It is sound if `metadata_of` makes the same one from them; otherwise the
+difference names the member. So metadata cannot describe other values than those of the schema.
 Attributes that change no values are facts, too. A copy of a run by another program stores the
 values in its own way: then all members about the storage are facts.
-
-Optimizers of a fork's steps, from its provenance.
 """
 
 from __future__ import annotations
@@ -266,15 +261,15 @@ def contradicting_lengths(
     shapes : mapping of str to sequence of int
         Shapes of arrays of the schema.
     """
-    found = [
+    lengths = [
         (name, dim, length)
         for name, shape in shapes.items()
         for dim, length in zip(entry_of(name).dims, shape, strict=True)
     ]
     most: dict[str, int] = {}
-    for (dim, length), _ in reversed(Counter(item[1:] for item in found).most_common()):
+    for (dim, length), _ in reversed(Counter(item[1:] for item in lengths).most_common()):
         most[dim] = length
-    yield from ((*item, most[item[1]]) for item in found if item[2] != most[item[1]])
+    yield from ((*item, most[item[1]]) for item in lengths if item[2] != most[item[1]])
 
 
 def open_metadata(
@@ -450,9 +445,9 @@ class RunMetadata:
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
         self.notes: list[dict[str, Any]] = []
-        held = variables_of(attributes)
+        variables = variables_of(attributes)
         self._arrays = {
-            name: array for name, array in arrays.items() if not is_outgrown(name, array, held)
+            name: array for name, array in arrays.items() if not is_outgrown(name, array, variables)
         }
         copy = json.dumps(dict(attributes), allow_nan=False)
         self.attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
@@ -460,7 +455,7 @@ class RunMetadata:
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Other arrays in the group do not belong to the run and do not change.
         self._series = tuple(
-            name for name in self._arrays if belongs(name, held) and coordinate(name) is None
+            name for name in self._arrays if belongs(name, variables) and coordinate(name) is None
         )
 
     @classmethod
@@ -475,9 +470,9 @@ class RunMetadata:
             Attributes that replace present ones.
         """
         present = root["attributes"] | dict(attributes or {})
-        found = cls(root["consolidated_metadata"]["metadata"], fixed_attributes(present))
-        found.notes = notes_of(present)
-        return found
+        metadata = cls(root["consolidated_metadata"]["metadata"], fixed_attributes(present))
+        metadata.notes = notes_of(present)
+        return metadata
 
     def array(self, name: str, rows: int) -> bytes:
         """Metadata of an array with that number of rows."""
@@ -520,7 +515,7 @@ def fixed_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the notes of a run, from the checked attributes of its root."""
-    return [dict(one) for one in attributes.get(NOTES, [])]
+    return [dict(note) for note in attributes.get(NOTES, [])]
 
 
 def notes_until(notes: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:

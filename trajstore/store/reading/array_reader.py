@@ -1,14 +1,15 @@
-"""Stored arrays, read without zarr: native bits, labels, indices.
+"""Stored arrays, read without zarr: values, native bits, labels, indices.
 
-zarr reads values (`trajstore.codec.block_codec`). This module serves other needs. Exporters and
-resuming writers read native bits without a conversion to float32, `verify` reads the shards
-themselves, and `open_run` reads values without zarr's event loop.
+`open_run` reads values without zarr's event loop. Exporters and resuming writers read native bits
+without a conversion to float32, and `verify` reads the shards themselves.
+
+Writers import this room, so it imports no xarray; see `trajstore.store.reading.tiled_reader`.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
+from trajstore.codec.array_selection import ArraySelection
 from trajstore.codec.block import BlockForm, UnitChunks, digest_of, encoded_chunks
 from trajstore.codec.block_codec import BlockCodec, root_metadata
 from trajstore.codec.chunk import Chain
 from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced
-from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
 from trajstore.store.storage.atomic import opened
 from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
@@ -32,11 +33,8 @@ from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
 
 Array = npt.NDArray[Any]
-Axes = Sequence[dict[int, Pick]]
 
-# Bytes, or number of shards, of a selection above which a pool of threads pays.
-_LARGE = 4 << 20
-_MANY = 64
+_LARGE = 4 << 20  # bytes of a selection above which a pool of threads pays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,8 @@ class StoredArray:
         Storage form of the shards.
     threads : int
         Number of threads that read one selection, if it is large or has many shards.
+    many : int
+        Number of shards of a selection above which these threads pay.
     """
 
     path: Location
@@ -61,6 +61,7 @@ class StoredArray:
     shape: tuple[int, ...]
     form: BlockForm
     threads: int = 1
+    many: int = 64
 
     @property
     def chain(self) -> Chain:
@@ -133,14 +134,16 @@ class StoredArray:
         return as_bits(self.values((rows,)), native, self.name)
 
     @contextmanager
-    def opened(self, block: int, part: int, axes: Axes = ()) -> Iterator[OpenBlock]:
+    def opened(
+        self, block: int, part: int, selection: ArraySelection | None = None
+    ) -> Iterator[OpenBlock]:
         """Open a shard, and read its label and index.
 
         Parameters
         ----------
         block, part : int
-        axes : sequence of dict of int to Pick, optional
-            Selection that will be read; see `OpenBlock.opened`.
+        selection : ArraySelection, optional
+            Positions in the shard that will be read; see `OpenBlock.opened`.
 
         Raises
         ------
@@ -154,9 +157,9 @@ class StoredArray:
         name = f"{self.name}, block {block} ({path})"
         try:
             with opened(path) as source:
-                yield at_once(OpenBlock.opened(name, self.form, source, (block, part), axes))
+                yield at_once(OpenBlock.opened(name, self.form, source, (block, part), selection))
         except (FileNotFoundError, FormatError) as error:
-            check_not_replaced(self.path, self.form, self._root_metadata())
+            self._check_run()
             if isinstance(error, FormatError):
                 raise
             raise FormatError(
@@ -164,13 +167,17 @@ class StoredArray:
                 f"with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
 
-    def _root_metadata(self) -> bytes | None:
+    def _check_run(self) -> None:
+        """Raise an error if the run is no longer the one that was opened."""
+        metadata: bytes | None
         if isinstance(self.path, Path):
-            return root_metadata(self.path)
-        try:
-            return (self.path / METADATA_KEY).read_bytes()
-        except FileNotFoundError:
-            return None if self.path.listed else b""
+            metadata = root_metadata(self.path)
+        else:
+            try:
+                metadata = (self.path / METADATA_KEY).read_bytes()
+            except FileNotFoundError:
+                metadata = None if self.path.listed else b""
+        check_not_replaced(self.path, self.form, metadata)
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
         """Digest of a shard reduced to its first `rows` rows, computed from these rows.
@@ -211,21 +218,15 @@ class StoredArray:
         return digest_of(digest for _, digest in chunks)
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
-        selection = (*key, *[slice(None)] * (self.ndim - len(key)))
-        ranges = [
-            range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
-        ]
-        out = np.empty([len(axis) for axis in ranges], dtype)
+        selection = ArraySelection.of(key, self.shape)
+        out = np.empty(selection.lengths, dtype)
         if out.size == 0:
             return out
-        blocks = picks(ranges[0], self.shard[0])
-        parts = picks(ranges[1], self.shard[1]) if self.ndim > 1 else {0: None}
         jobs = [
-            partial(self._read_shard, block, part, (in_block, in_part), ranges[2:], out)
-            for block, in_block in blocks.items()
-            for part, in_part in parts.items()
+            partial(self._read_shard, number, selected, out[place])
+            for number, selected, place in selection.objects(self.shard)
         ]
-        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= _MANY)
+        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= self.many)
         if self.threads == 1 or not worth:
             for job in jobs:
                 job()
@@ -234,20 +235,9 @@ class StoredArray:
                 pass
         return out
 
-    def _read_shard(
-        self,
-        block: int,
-        part: int,
-        taken: tuple[Pick, Pick | None],
-        rest: list[range],
-        out: Array,
-    ) -> None:
-        within = [pick for pick in taken if pick is not None]
-        # Slices with a step of 1: all positions between the first and the last are selected.
-        along = [range(pick.window.start, pick.window.stop) for pick in within] + rest
-        axes = [picks(axis, length) for axis, length in zip(along, self.chunk, strict=True)]
-        with self.opened(block, part, axes) as shard:
-            shard.read(axes, out[tuple(pick.place for pick in within)])
+    def _read_shard(self, number: tuple[int, int], selection: ArraySelection, out: Array) -> None:
+        with self.opened(*number, selection) as shard:
+            shard.read(out)
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:

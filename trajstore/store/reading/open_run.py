@@ -1,12 +1,7 @@
-"""Opening a run: the Dataset that `xr.open_zarr` returns, with checks.
+"""Opening a run lazily: `open_run`, and xarray's engine ``trajstore`` for `xr.open_dataset`.
 
-The Zarr group of a run, checked.
-
-xarray's engine ``trajstore``: a run as a lazy Dataset, `xr.open_dataset(path)`.
-
-xarray finds the engine by its entry point, and uses it for folders of runs.
-
-A run in a zip file, unpacked for what reads a folder.
+Both return the Dataset of `xr.open_zarr`, with checks. xarray finds the engine by its entry point,
+and uses it for folders of runs.
 """
 
 from __future__ import annotations

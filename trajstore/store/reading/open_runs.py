@@ -1,9 +1,4 @@
-"""Opening many runs: one lazy Dataset along ``run``.
-
-Paths of runs, from names, patterns, folders, and names that several runs share.
-
-A table of several runs: their facts, and the settings in which they differ.
-"""
+"""Several runs: one lazy Dataset along ``run``, and a table of their facts and settings."""
 
 from __future__ import annotations
 
@@ -94,7 +89,7 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
         combine_attrs="drop_conflicts",
     )
     shared = _shared([run.attrs for run in runs.values()])
-    of_run = {name: _own(run, shared, combined) for name, run in runs.items()}
+    of_run = {name: _distinct(run, shared, combined) for name, run in runs.items()}
     combined = combined.assign_coords(run=("run", np.array(names)))
     return combined.assign_coords(_swept(combined, list(runs.values()))).assign_attrs(
         {**shared, OF_RUN: of_run}
@@ -180,7 +175,7 @@ def _shared(attributes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _own(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[str, Any]:
+def _distinct(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[str, Any]:
     """Source, attributes and attributes of variables that belong to this run only."""
     variables = {
         str(name): dict(variable.attrs)
@@ -231,12 +226,12 @@ def final_loss(run: RunPath) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def run_table(found: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def run_table(information: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of a table of runs.
 
     Parameters
     ----------
-    found : mapping
+    information : mapping
         For the name of each run, `trajstore.store.reading.run_info.information` and
         ``final_loss``.
 
@@ -246,7 +241,7 @@ def run_table(found: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[l
         Run, status, rows, last step, seed, up to four settings that differ, loss, size on disk.
     rows : list of list of str
     """
-    runs = list(found.values())
+    runs = list(information.values())
     differing = differing_settings(runs)
     shown = [name for name in differing if name != SEED][:_MOST]
     values = {name: [setting_text(value) for value in differing[name]] for name in shown}
@@ -263,6 +258,6 @@ def run_table(found: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[l
             "" if facts["final_loss"] is None else f"{facts['final_loss']:.4f}",
             format_bytes(facts["bytes_on_disk"]),
         ]
-        for at, ((name, facts), seed) in enumerate(zip(found.items(), seeds, strict=True))
+        for at, ((name, facts), seed) in enumerate(zip(information.items(), seeds, strict=True))
     ]
     return ["run", "status", "rows", "last step", "seed", *titles, "final loss", "on disk"], rows

@@ -57,8 +57,8 @@ def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     known: dict[str, dict[str, Any]] = {}
     for entry in parameter_table(attributes):
-        for one in (entry["name"], *entry.get("tied", [])):
-            known[one] = entry
+        for alias in (entry["name"], *entry.get("tied", [])):
+            known[alias] = entry
     if name not in known:
         raise InvalidArgument(
             f"the run has no parameter {name!r}{did_you_mean(name, known)}; list them with: "
@@ -101,50 +101,52 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     if "run" in ds.dims:
         raise InvalidArgument("got several runs, expected one; select one run: ds.isel(run=0)")
     scalars = [key for key, da in ds.data_vars.items() if da.dims == ("step",)]
-    found: dict[str, Any] = {str(key): ds[key].variable for key in scalars}
-    kinds = {one["name"]: f"params_{one['name']}" for one in ds.attrs.get(OPTIMIZER_STATE, ())}
+    variables: dict[str, Any] = {str(key): ds[key].variable for key in scalars}
+    kinds = {kind["name"]: f"params_{kind['name']}" for kind in ds.attrs.get(OPTIMIZER_STATE, ())}
     lacking = _never_kept(ds, entry["group"])
     for short, vector in (VECTORS | kinds).items():
         stored = short if entry["variable"] == "W" else vector
         if stored in ds.data_vars and short not in lacking:
-            found[short] = _matrix(ds, stored, entry, short)
+            variables[short] = _matrix(ds, stored, entry, short)
     if "params_lr" in ds and entry["group"] is not None:
-        found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
+        variables["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
     names = {}
     if "hyperparameters" in ds and entry["group"] in _groups_of_matrix(ds):
-        found["hyperparameters"] = ds["hyperparameters"].variable
+        variables["hyperparameters"] = ds["hyperparameters"].variable
         names["hyperparameter"] = ds["hyperparameter"].variable
     if "params_count" in ds:
         count = ds["params_count"].sel(parameter=entry["name"]).values
         not_taken = np.diff(count, prepend=np.nan) == 0
         if not_taken.any() and "step" not in lacking:
             skipped = np.where(np.arange(count.size) > 0, not_taken, np.nan).astype(np.float32)
-            found["skipped"] = xr.Variable("step", skipped, {"units": "1"})
+            variables["skipped"] = xr.Variable("step", skipped, {"units": "1"})
     attributes = dict(ds.attrs)
     attributes["recording"] = {**attributes.get("recording", {}), "parameter": entry["name"]}
     optimizer = attributes.get("optimizer", {})
     if entry["group"] is not None and "groups" in optimizer:
         attributes["optimizer"] = {**optimizer, **optimizer["groups"][entry["group"]]}
     coords = {"step": ds["step"].variable, "row": np.arange((entry["shape"] or [1])[0]), **names}
-    result = xr.Dataset(found, coords=coords, attrs=attributes)
+    result = xr.Dataset(variables, coords=coords, attrs=attributes)
     result.encoding = dict(ds.encoding)
     return result
 
 
 def _groups_of_matrix(ds: xr.Dataset) -> set[int]:
     """The parameter group of W, whose hyperparameters the run holds."""
-    return {one["group"] for one in ds.attrs["parameters"] if one["variable"] == "W"} - {None}
+    return {
+        parameter["group"] for parameter in ds.attrs["parameters"] if parameter["variable"] == "W"
+    } - {None}
 
 
 def _never_kept(ds: xr.Dataset, group: int | None) -> set[str]:
     """Return what the optimizer keeps of other parameters only, not of those of a group."""
     if KEPT.name not in ds:
         return set()
-    of_group = [one["name"] for one in ds.attrs["parameters"] if one["group"] == group]
+    of_group = [entry["name"] for entry in ds.attrs["parameters"] if entry["group"] == group]
     marks = np.nan_to_num(ds[KEPT.name].values).astype(np.int64)
-    own = marks[..., ds["parameter"].isin(of_group).values]
-    bits = int(np.bitwise_or.reduce(own, axis=None))
-    names = [one["name"] for one in ds.attrs[OPTIMIZER_STATE]]
+    group_marks = marks[..., ds["parameter"].isin(of_group).values]
+    bits = int(np.bitwise_or.reduce(group_marks, axis=None))
+    names = [entry["name"] for entry in ds.attrs[OPTIMIZER_STATE]]
     return {name for place, name in enumerate(names) if marks.any() and not bits >> place & 1}
 
 
@@ -200,9 +202,9 @@ def _matrix(ds: xr.Dataset, stored: str, entry: Mapping[str, Any], kind: str) ->
     part = da.transpose("step", "element").isel(element=slice(start, start + size))
     part = _in_dask(part).chunk({"element": -1})
     values = part.variable.data.reshape(part.sizes["step"], rows, math.prod(rest))
-    own = own_type(entry, kind, da.attrs.get("native_dtype", da.dtype.name))
-    values = values.astype(native_type(own).stored)  # from float64 if others are float64
-    return xr.Variable(("step", "row", "column"), values, {**da.attrs, "native_dtype": own})
+    native = own_type(entry, kind, da.attrs.get("native_dtype", da.dtype.name))
+    values = values.astype(native_type(native).stored)  # from float64 if others are float64
+    return xr.Variable(("step", "row", "column"), values, {**da.attrs, "native_dtype": native})
 
 
 def _in_dask(da: xr.DataArray) -> xr.DataArray:
@@ -260,11 +262,11 @@ def comparable_settings(
 
     Only the tier ``everything`` records the groups of the other parameters.
     """
-    found = [settings(run, keys) for run in runs]
-    if not all(_GROUPS in one for one in found):
-        for one in found:
-            one.pop(_GROUPS, None)
-    return found
+    known = [settings(run, keys) for run in runs]
+    if not all(_GROUPS in each for each in known):
+        for each in known:
+            each.pop(_GROUPS, None)
+    return known
 
 
 def differing_settings(
@@ -288,21 +290,21 @@ def differing_settings(
     {'config.training.seed': [1, 2], 'config.training.steps': [None, 5]}
     """
     known = _known(runs)
-    names = dict.fromkeys(name for one in known for name in one)
-    found = {name: [one.get(name) for one in known] for name in names}
+    names = dict.fromkeys(name for each in known for name in each)
+    by_name = {name: [each.get(name) for each in known] for name in names}
     return {
         name: values
-        for name, values in found.items()
+        for name, values in by_name.items()
         if name not in without and any(value != values[0] for value in values)
     }
 
 
 def short_names(runs: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str]:
     """Short name of each setting; with its section, if several sections have that name."""
-    every = dict.fromkeys(name for one in _known(runs) for name in one)
+    every = dict.fromkeys(name for each in _known(runs) for name in each)
     counts = Counter(name.rpartition(".")[2] for name in every)
     return {
-        name: own if counts[own := name.rpartition(".")[2]] == 1 else name.partition(".")[2]
+        name: last if counts[last := name.rpartition(".")[2]] == 1 else name.partition(".")[2]
         for name in names
     }
 
@@ -345,11 +347,11 @@ def run_labels(
 
 def _unique(labels: Sequence[str]) -> list[str]:
     """Labels, with a number appended to repeated ones."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     result = []
     for label in labels:
-        seen[label] += 1
-        result.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+        counts[label] += 1
+        result.append(label if counts[label] == 1 else f"{label} ({counts[label]})")
     return result
 
 
@@ -367,7 +369,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix.removesuffix("."): value}
     return {
-        name: one
+        name: setting
         for key, item in value.items()
-        for name, one in _flat(item, f"{prefix}{key}.").items()
+        for name, setting in _flat(item, f"{prefix}{key}.").items()
     }

@@ -1,9 +1,4 @@
-"""Facts about a run, which `trajstore info` prints.
-
-Settings of runs, those that differ between runs, and labels made from them.
-
-Single parameters of a run that holds the state of the whole model.
-"""
+"""Facts about a run, which `trajstore info` prints, and the paths that a pattern or name means."""
 
 from __future__ import annotations
 
@@ -122,7 +117,7 @@ def information(path: RunPath) -> dict[str, Any]:
         "files": None if sizes is None else len(sizes),
         "written_to": written_to,
         NOTES: notes_of(attributes),
-        "advice": [one.facts() for one in advice],
+        "advice": [sentence.facts() for sentence in advice],
         "populations": {
             name.removeprefix(POPULATION): int(np.count_nonzero(whole(path, group, name)))
             for name in along_token(arrays)
@@ -182,18 +177,18 @@ def run_paths(paths: Paths) -> list[str]:
         If a pattern matches nothing, or there are no paths.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found: list[str] = []
-    for path in (os.fspath(one) for one in given):
+    runs: list[str] = []
+    for path in [os.fspath(path) for path in given]:
         if os.path.exists(path) or "://" in path or not glob.has_magic(path):
-            found += _runs_within(path) or matrix_runs(path) or [path]
+            runs += _runs_within(path) or matrix_runs(path) or [path]
             continue
         matching = sorted(filter(os.path.isdir, glob.glob(path)), key=_by_numbers)
         if not matching:
             raise RunNotFound(f"there is no run at {path}")
-        found += matching
-    if not found:
+        runs += matching
+    if not runs:
         raise RunNotFound("got no runs to open, expected paths or a pattern such as runs/*.zarr")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(runs))
 
 
 def matrix_runs(path: str | os.PathLike[str]) -> list[str]:
@@ -213,8 +208,8 @@ def all_matrix_runs(path: str) -> list[str]:
     A run whose root is broken does not name its parameter. So each folder ``NAME.*.zarr`` has to be
     the run of a matrix.
     """
-    found = matrix_runs(path)
-    return found if len(found) == len(_extended(path.removesuffix(".zarr"))) > 1 else []
+    runs = matrix_runs(path)
+    return runs if len(runs) == len(_extended(path.removesuffix(".zarr"))) > 1 else []
 
 
 def _extended(name: str) -> list[str]:
@@ -224,18 +219,18 @@ def _extended(name: str) -> list[str]:
 def _parameter(run: str) -> str | None:
     """Recorded parameter of a run; None if it is not a run."""
     try:
-        found: str | None = attribute(open_group(run).attrs.asdict(), "recording", "parameter")
+        parameter: str | None = attribute(open_group(run).attrs.asdict(), "recording", "parameter")
     except (FormatError, RunNotFound):
         return None
-    return found
+    return parameter
 
 
 def _runs_within(path: str) -> list[str]:
     """Runs in a folder that is not a run."""
     if os.path.exists(os.path.join(path, METADATA_KEY)):
         return []
-    found = glob.glob(os.path.join(glob.escape(path), "*.zarr", METADATA_KEY))
-    return sorted(map(os.path.dirname, found), key=_by_numbers)
+    roots = glob.glob(os.path.join(glob.escape(path), "*.zarr", METADATA_KEY))
+    return sorted(map(os.path.dirname, roots), key=_by_numbers)
 
 
 def _by_numbers(path: str) -> list[tuple[int, str]]:

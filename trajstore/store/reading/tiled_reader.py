@@ -1,7 +1,8 @@
 """Reading for exporters, in tiles that fit into memory and are fast to decode.
 
 A tile is decoded at once. It covers the rows of one block, and as many tokens as fit into a few
-MiB. So memory does not grow with the sizes of runs and blocks.
+MiB. So memory does not grow with the sizes of runs and blocks. A variable may come from stored
+arrays, from zarr or from a Dataset, and exporters wrap the function that reads it.
 """
 
 from __future__ import annotations
@@ -328,6 +329,6 @@ def positions(values: Array, wanted: Array) -> Array:
     if not len(values):
         return np.full(len(wanted), -1)
     order = np.argsort(values, kind="stable")
-    found = np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
-    at = order[found]
+    nearest = np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
+    at = order[nearest]
     return np.where(values[at] == wanted, at, -1)

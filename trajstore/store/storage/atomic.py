@@ -1,10 +1,9 @@
-"""Atomic replacement of the objects of a run, and never through a link.
+"""Objects of a run, in a folder or an object store: atomic replacement, and reads of their parts.
 
 By default, written objects survive a loss of power: the data of a file is on the disk before the
 rename, and the name is on the disk before the call returns. Flushes without a required order run
-in parallel threads, because the file system then writes its journal once for all of them.
-
-An open object of a run, read in parts, from a file or an object store.
+in parallel threads, because the file system then writes its journal once for all of them. Nothing
+is written through a link.
 """
 
 from __future__ import annotations
@@ -246,7 +245,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(path: Path, other: Path) -> bool:
     """Exchange two folders atomically. Return False if the system does not support it.
 
     Source: renameat2(2), of Linux.
@@ -254,7 +253,7 @@ def exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+    if rename(_HERE, os.fsencode(path), _HERE, os.fsencode(other), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNKNOWN:
@@ -278,7 +277,7 @@ def sweep(run: Location) -> list[Path]:
     list of Path
         Removed files and folders.
     """
-    left = leftovers(run, own=True)
+    left = leftovers(run, of_this_process=True)
     for path in left:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -287,8 +286,8 @@ def sweep(run: Location) -> list[Path]:
     return left
 
 
-def leftovers(run: Location, *, own: bool = False) -> list[Path]:
-    """Files and folders that `sweep` would remove; with `own`, also those of this process.
+def leftovers(run: Location, *, of_this_process: bool = False) -> list[Path]:
+    """Files and folders that `sweep` would remove; optionally also those of this process.
 
     In an object store, unfinished writes leave nothing.
     """
@@ -299,7 +298,7 @@ def leftovers(run: Location, *, own: bool = False) -> list[Path]:
         path
         for path in run.parent.iterdir()
         if (match := temporary.fullmatch(path.name))
-        and ((own and int(match[1]) == os.getpid()) or not is_alive(int(match[1])))
+        and ((of_this_process and int(match[1]) == os.getpid()) or not is_alive(int(match[1])))
     ]
     inside = re.compile(rf"\..+\.\d+{re.escape(PARTIAL_SUFFIX)}")
     return adjacent + [
@@ -323,15 +322,15 @@ def inner_links(run: Location) -> list[Path]:
 
     An object store has no links.
     """
-    found: list[Path] = []
+    links: list[Path] = []
     if isinstance(run, RemotePath):
-        return found
+        return links
     for folder in [run, *sorted(entry for entry in run.iterdir() if entry.is_dir())]:
         if folder != run and folder.is_symlink():
             continue
         with os.scandir(folder) as entries:
-            found += sorted(Path(entry.path) for entry in entries if entry.is_symlink())
-    return found
+            links += sorted(Path(entry.path) for entry in entries if entry.is_symlink())
+    return links
 
 
 def refuse_links(run: Location) -> None:
@@ -462,7 +461,7 @@ def size_of(path: Location) -> int:
     """
     if isinstance(path, Path):
         return path.stat().st_size
-    found = path.stat()
-    if found is None:
+    facts = path.stat()
+    if facts is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return int(found["size"])
+    return int(facts["size"])

@@ -1,14 +1,13 @@
-"""One writer at a time.
+"""One writer at a time, in a folder or an object store.
 
-The lock of a run is a file next to it, `.NAME.zarr.lock`. The writer holds the system's file lock
-on it until its process ends, for whatever reason. The content of the file (host, process, start)
-appears in the message that a second writer gets. It also protects the run on file systems that
-several machines share without sharing locks.
+The lock of a run is a file or object next to it, ``.NAME.zarr.lock``. Its content (host, process,
+start) appears in the message that a second writer gets.
 
-One writer at a time in an object store, which has no file locks.
+On a file, the writer holds the system's file lock until its process ends, for whatever reason. The
+content also protects the run on file systems that several machines share without sharing locks.
 
-The lock of a run is an object next to it, ``.NAME.zarr.lock``, created only if it does not exist.
-Its writer renews it. A lock that was not renewed for two minutes belongs to a dead writer and is
+An object store has no file locks. There the object is created only if it does not exist, and its
+writer renews it. A lock that was not renewed for two minutes belongs to a dead writer and is
 taken over. Each of these steps is a conditional request, and of several at once the store accepts
 one. The writer's commits are conditional, too. So a writer that was suspended until another took
 over its lock gets an error and changes nothing.
@@ -57,8 +56,11 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         Address of the lock.
     """
 
-    def __init__(self, path: RemotePath, facts: Mapping[str, Any], tag: str) -> None:
+    def __init__(
+        self, path: RemotePath, facts: Mapping[str, Any], tag: str, renew_every: float
+    ) -> None:
         self.path = path
+        self._renew_every = renew_every
         self._facts = facts
         self._tag: str | None = tag
         self._released = threading.Event()
@@ -66,8 +68,18 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         self._thread.start()
 
     @classmethod
-    def acquire(cls, run: RemotePath) -> Self:
+    def acquire(
+        cls, run: RemotePath, *, renew_every: float = _RENEW, dead_after: timedelta = _DEAD
+    ) -> Self:
         """Lock a run, which need not exist.
+
+        Parameters
+        ----------
+        run : RemotePath
+        renew_every : float
+            Seconds between two renewals.
+        dead_after : timedelta
+            Time without renewal after which the lock of another writer is void.
 
         Raises
         ------
@@ -85,17 +97,19 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         }
         while True:
             try:
-                return cls(path, facts, path.write_bytes(_dump(facts), new=True))
+                tag = path.write_bytes(_dump(facts), new=True)
+                return cls(path, facts, tag, renew_every)
             except FileExistsError:
                 pass
-            found = path.stat()
-            if found is None:  # released between the two calls
+            present = path.stat()
+            if present is None:  # released between the two calls
                 continue
             owner = owner_of(path.read_bytes)
-            if not _is_dead(found, owner):
-                raise RunLocked(_remote_refusal(run, found, owner))
+            if not _is_dead(present, owner, dead_after):
+                raise RunLocked(_remote_refusal(run, present, owner))
             with suppress(FileExistsError):  # raised if another process took it over first
-                return cls(path, facts, path.write_bytes(_dump(facts), instead_of=found["e_tag"]))
+                tag = path.write_bytes(_dump(facts), instead_of=present["e_tag"])
+                return cls(path, facts, tag, renew_every)
 
     def release(self) -> None:
         """Release the lock. A second call has no effect."""
@@ -116,7 +130,7 @@ class RemoteLock(AbstractContextManager["RemoteLock"]):
         self.release()
 
     def _renew(self) -> None:
-        while self._tag is not None and not self._released.wait(_RENEW):
+        while self._tag is not None and not self._released.wait(self._renew_every):
             data = _dump({**self._facts, "renewed": utc_now()})
             try:
                 self._tag = self.path.write_bytes(data, instead_of=self._tag)
@@ -142,22 +156,22 @@ def taken_over(run: Location) -> RunLocked:
 def is_renewed(run: RemotePath) -> bool:
     """True if a writer holds the lock of a run."""
     path = lock_object(run)
-    found = path.stat()
-    return found is not None and not _is_dead(found, owner_of(path.read_bytes))
+    facts = path.stat()
+    return facts is not None and not _is_dead(facts, owner_of(path.read_bytes))
 
 
-def _is_dead(found: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
+def _is_dead(facts: Mapping[str, Any], owner: Mapping[str, Any], after: timedelta = _DEAD) -> bool:
     """True if the lock was released or expired, or its process on this machine died."""
     if owner.get("writer") in _given_up:
         return True
     if owner.get("host") == socket.gethostname() and not is_alive(int(owner.get("process", 0))):
         return True
-    return bool(datetime.now(UTC) - found["last_modified"] > _DEAD)
+    return bool(datetime.now(UTC) - facts["last_modified"] > after)
 
 
-def _remote_refusal(run: RemotePath, found: Mapping[str, Any], owner: Mapping[str, Any]) -> str:
+def _remote_refusal(run: RemotePath, facts: Mapping[str, Any], owner: Mapping[str, Any]) -> str:
     """Message that states the writer of a run, and when its lock expires."""
-    left = _DEAD - (datetime.now(UTC) - found["last_modified"])
+    left = _DEAD - (datetime.now(UTC) - facts["last_modified"])
     return (
         f"{run} is being written to by process {owner.get('process')} on {owner.get('host')}, "
         f"since {owner.get('started')}; wait for it, or end it; if it has ended, its lock expires "
@@ -190,7 +204,7 @@ _TRIES = 3
 _CHECKS = 1000
 """Tries while other processes check the lock, over ten seconds."""
 
-_held: set[int] = set()
+_descriptors: set[int] = set()
 """Descriptors of the locks of this process."""
 
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
@@ -202,9 +216,9 @@ _warned: set[Path] = set()
 
 def _leave_to_parent() -> None:
     """Close the locks in a forked child, which would keep them after its parent's death."""
-    for descriptor in _held:
+    for descriptor in _descriptors:
         os.close(descriptor)
-    _held.clear()
+    _descriptors.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -222,7 +236,7 @@ class RunLock(AbstractContextManager["RunLock"]):
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
-        _held.add(descriptor)
+        _descriptors.add(descriptor)
         # Nothing else could release the lock of a writer that was dropped without being closed.
         self._dropped = weakref.finalize(self, _close, descriptor)
 
@@ -282,7 +296,7 @@ class RunLock(AbstractContextManager["RunLock"]):
             return
         descriptor, self._descriptor = self._descriptor, None
         self._dropped.detach()
-        _held.discard(descriptor)
+        _descriptors.discard(descriptor)
         try:
             # The file is removed while it is held, so that the next process creates a new one.
             # If a user removed it by hand, the present file may belong to another process.
@@ -434,8 +448,8 @@ def _refusal(run: Path, owner: dict[str, Any]) -> str:
 
 
 def _close(descriptor: int) -> None:
-    if descriptor in _held:  # or the process is a forked child
-        _held.discard(descriptor)
+    if descriptor in _descriptors:  # or the process is a forked child
+        _descriptors.discard(descriptor)
         os.close(descriptor)
 
 

@@ -1,16 +1,13 @@
 """Addresses of object stores, with the part of the interface of `pathlib.Path` that runs need.
 
 All code that reads or writes a run takes a `Location`. obstore finds the credentials, retries
-failed requests, and replaces objects atomically.
+failed requests, and replaces objects atomically. A request that fails raises an error of one line.
 
-Addresses of the Hugging Face hub, as huggingface_hub writes them: ``hf://datasets/…``.
-
-A file of a repository is at ``https://huggingface.co/REPOSITORY/resolve/REVISION/FILE``, and is
-read like a file of any web server.
+A file of the Hugging Face hub, ``hf://datasets/…``, is at
+``https://huggingface.co/REPOSITORY/resolve/REVISION/FILE``, and is read like a file of any web
+server.
 
 Source: the documentation of huggingface_hub, *HfFileSystem* and *Environment variables*.
-
-Requests to obstore: one-line errors, one retry, and a store for zarr.
 """
 
 from __future__ import annotations
@@ -160,8 +157,8 @@ class ReadStore(ZarrObjectStore[Any]):
         """Last bytes of an object; all bytes if it is shorter."""
         package = obstore()
         try:
-            found = await package.get_async(self.store, key, options={"range": {"suffix": length}})
-            return await found.bytes_async()
+            part = await package.get_async(self.store, key, options={"range": {"suffix": length}})
+            return await part.bytes_async()
         except package.exceptions.NotSupportedError:
             size = (await package.head_async(self.store, key))["size"]
             start = max(size - length, 0)
@@ -322,11 +319,11 @@ class RemotePath:
         """
 
         def read() -> bytes:
-            found = obstore().get(self.store, self.key)
-            size = found.meta["size"]
+            response = obstore().get(self.store, self.key)
+            size = response.meta["size"]
             if most is not None and size > most:
                 raise ValueError(too_large(size))
-            return bytes(found.bytes())
+            return bytes(response.bytes())
 
         with readable_errors(self):
             return retried_once(read)
@@ -343,8 +340,8 @@ class RemotePath:
         """
 
         def read() -> tuple[bytes, Mapping[str, Any]]:
-            found = obstore().get(self.store, self.key, options={"range": {"suffix": length}})
-            return bytes(found.bytes()), dict(found.meta)
+            response = obstore().get(self.store, self.key, options={"range": {"suffix": length}})
+            return bytes(response.bytes()), dict(response.meta)
 
         with readable_errors(self):
             try:
@@ -429,10 +426,10 @@ class RemotePath:
 
     def _tag_of(self, data: bytes, refused: Exception) -> str:
         """Tag of the object, if this request wrote it and only the answer was lost."""
-        found = self.stat()
-        if found is None or found["size"] != len(data) or self.read_bytes() != data:
+        facts = self.stat()
+        if facts is None or facts["size"] != len(data) or self.read_bytes() != data:
             raise FileExistsError(f"{self} already exists") from refused
-        return str(found["e_tag"])
+        return str(facts["e_tag"])
 
     def unlink(self, *, missing_ok: bool = True) -> None:
         """Remove the object. It may be missing, which object stores do not report."""

@@ -1,25 +1,18 @@
-"""Buffers, writes and commits of the blocks of an open run, both full and unfinished.
+"""Blocks of an open run: the buffers that a caller fills, and how they are encoded and written.
 
-The blocks in memory form a ring. The caller fills one, while the ones before it are written. A
-buffer is reused only after its block was committed, so no row is copied or lost, and the caller
-waits if the disk is slow.
+`BlockCommits` holds the blocks in memory as a ring. The caller fills one, while the ones before it
+are written. A buffer is reused only after its block was committed, so no row is copied or lost, and
+the caller waits if the disk is slow. One thread takes the writes in order: it has `BlockWriter`
+write the shards of a block, then `Committer` replace the metadata. If a block takes long to fill,
+`CommitTimer` commits its rows at intervals in the same way. Later commits replace its shards.
 
-One thread takes the writes in order. For each, the `BlockWriter` encodes and writes the shards of
-the block. Then the `Committer` updates the metadata of each array and replaces the root, which is
-the commit. If a block takes long to fill, `CommitTimer` commits its rows at intervals in the same
-way. Later commits replace the shards of this block.
-
-Encoding of blocks in background threads, and writing of their shards.
-
-A pool of threads encodes a block chunk by chunk. `BlockWriter.write` writes the shards in order,
+`BlockWriter` encodes a block chunk by chunk in a pool of threads, and writes its shards in order,
 while the pool encodes the next block, if it is full. NumPy's loops, Blosc and the file system
 release the interpreter's lock, so the training continues meanwhile. The memory is bounded: a few
 encoded chunks, and the buffered blocks.
 
-Memory of the block buffers that is there before rows are written to it.
-
 A system gives a page of memory to a process at the first write to it, which takes ten times as long
-as the write. A thread asks for the pages of the next rows ahead.
+as the write. The thread of `ReadyMemory` asks for the pages of the next rows ahead.
 """
 
 from __future__ import annotations
@@ -182,10 +175,10 @@ class BlockWriter:
         try:
             self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
         except FileExistsError as error:
-            if (found := path.stat()) is None or not self._has_lock():
+            if (facts := path.stat()) is None or not self._has_lock():
                 raise taken_over(self.path) from error
             # A previous writer was suspended during its upload, until this one had its lock.
-            self._tags[path] = path.write_bytes(data, instead_of=str(found["e_tag"]))
+            self._tags[path] = path.write_bytes(data, instead_of=str(facts["e_tag"]))
         return len(data)
 
     def _has_lock(self) -> bool:

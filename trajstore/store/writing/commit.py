@@ -4,9 +4,8 @@ Readers use the shapes of the arrays in the root. So a commit replaces the root 
 files of the arrays, and a cut replaces it before them. Readers see a row only if every array holds
 it.
 
-Commits of unfinished blocks, a given number of seconds after the last commit.
-
-They run in a separate thread, so that rows are committed even while the next step takes long.
+The thread of `CommitTimer` asks for a commit of an unfinished block some seconds after the last
+commit, so that rows are committed even while the next step takes long.
 """
 
 from __future__ import annotations
@@ -94,9 +93,9 @@ class Committer:
         if not isinstance(path, Path) or not self._share.is_first:
             return
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = _file_of(root)
-            if found == self._root_file or holds_run(path, self._run.layout.runs):
-                self._root_file = found
+            present = _file_of(root)
+            if present == self._root_file or holds_run(path, self._run.layout.runs):
+                self._root_file = present
                 return
         raise self._gone()
 
@@ -122,7 +121,7 @@ class Committer:
             If another process failed or has another number of rows. Then nothing is committed.
         """
         reports = self._share.exchange(_Report(change=change, written=written))
-        raise_failure([one.failure for one in reports])
+        raise_failure([report.failure for report in reports])
         _check_alike(reports)
         with in_all_processes(self._share):
             if self._share.is_first:
@@ -183,22 +182,22 @@ class Committer:
 
 def _tag_of(root: Location) -> str | None:
     """Tag of the present root of a remote run, whose lock another writer may take over."""
-    found = root.stat() if isinstance(root, RemotePath) else None
-    return None if found is None else str(found["e_tag"])
+    facts = root.stat() if isinstance(root, RemotePath) else None
+    return None if facts is None else str(facts["e_tag"])
 
 
 def _file_of(root: Location) -> tuple[int, ...]:
     """Return what tells a metadata file from the one that replaces it."""
-    found = os.stat(str(root))
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    status = os.stat(str(root))
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:
-    if len({(one.change, one.written is None) for one in reports}) > 1:
+    if len({(report.change, report.written is None) for report in reports}) > 1:
         places = ", ".join(
-            f"process {number} with {one.change[0]} rows, {one.change[1]}"
-            for number, one in enumerate(reports)
-            if one.change is not None
+            f"process {number} with {report.change[0]} rows, {report.change[1]}"
+            for number, report in enumerate(reports)
+            if report.change is not None
         )
         raise RecordingError(
             f"the processes that record a run have different numbers of rows: {places}; the rows "
@@ -208,7 +207,7 @@ def _check_alike(reports: Sequence[_Report]) -> None:
 
 def _whole_block(reports: Sequence[_Report]) -> Written | None:
     """The block that all processes wrote; None if there is none."""
-    if not (written := [one.written for one in reports if one.written is not None]):
+    if not (written := [report.written for report in reports if report.written is not None]):
         return None
     return written[0][0], [shard for _, shards in written for shard in shards]
 

@@ -1,15 +1,12 @@
-"""Creation of a run: checks of its path, and atomic creation of its folder.
+"""Creation of the folder of a run, atomically: empty, or of hard links to the blocks of another.
 
-A new run of hard links to the blocks of another one, with other metadata.
+The path is checked first. Objects of a store are replaced and never modified, so two runs may share
+a file: resuming, cutting or repairing one of them does not change the other.
 
-Objects of a store are replaced and never modified, so two runs may share a file. Resuming, cutting
-or repairing one of them does not change the other.
-
-Annotations add token coordinates to a run and keep its rows.
-
-A new run is built from hard links under a temporary name, and exchanged with the old one
-atomically. Readers see one or the other. The content digest covers the coordinates, so that of the
-new run differs. Before, the stored rows are compared with the old digest.
+Annotations add token coordinates to a run and keep its rows. The new run is built from hard links
+under a temporary name, and exchanged with the old one atomically, so readers see one or the other.
+The content digest covers the coordinates, so that of the new run differs. Before, the stored rows
+are compared with the old digest.
 """
 
 from __future__ import annotations
@@ -426,8 +423,12 @@ def link_run(
         if name in metadata.series()
     }
     full = block_fingerprints(new, metadata, arrays, stored.layout.block_rows, stored.rows)[-1]
-    held = full.ended([shard for shard in stored.unfinished if shard[0] in arrays])
-    put(new / METADATA_KEY, [metadata.root(stored.rows, status, held.attributes())], fsync=False)
+    fingerprint = full.ended([shard for shard in stored.unfinished if shard[0] in arrays])
+    put(
+        new / METADATA_KEY,
+        [metadata.root(stored.rows, status, fingerprint.attributes())],
+        fsync=False,
+    )
 
 
 _MEMORY = 1 << 40  # no row is written, so no buffer is made

@@ -1,11 +1,9 @@
 """Content of a new run before its first row: layout, metadata and checked coordinates.
 
-A run that one or several processes write. The first one plans and creates it.
+If several processes write it, the first one plans and creates it, and the others join. No shard
+contains tokens of two processes.
 
-No shard contains tokens of two processes. Each process writes the shards of its own tokens in a
-background thread, block after block, and commits them with the others (`commit`).
-
-The encoding ``compact`` of a new run: the rule of its computed arrays, if there is one.
+The encoding ``compact`` needs the rule of the computed arrays; without one, differences are stored.
 """
 
 from __future__ import annotations
@@ -194,8 +192,8 @@ def holds_run(path: Location, runs: Runs) -> bool:
     with contextlib.suppress(
         FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError
     ):
-        found = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
-        return bool(found == [list(entry) for entry in runs])
+        present = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
+        return bool(present == [list(entry) for entry in runs])
     return False
 
 
@@ -322,12 +320,13 @@ def token_coordinates(
     """
     coordinates = {"token": exact("token", token, "int32")}
     ids = coordinates["token"]
-    found, counts = np.unique(ids, return_counts=True)
-    if len(found) != len(ids):
+    distinct, counts = np.unique(ids, return_counts=True)
+    if len(distinct) != len(ids):
         first = int(np.argmax(counts > 1))
         more = f" and {n} other ids repeatedly" if (n := np.sum(counts > 1) - 1) else ""
         raise InvalidArgument(
-            f"token: got the id {found[first]} {counts[first]} times{more}, expected each id once"
+            f"token: got the id {distinct[first]} {counts[first]} times{more}, expected each "
+            "id once"
         )
     for name, mask in (populations or {}).items():
         if name in COORDINATES or coordinate(name) is None or np.asarray(mask).dtype != bool:
@@ -367,18 +366,18 @@ def name_coordinates(
     InvalidArgument
         If they are missing, or two are equal.
     """
-    found = {}
+    coordinates = {}
     for coordinate_name, needing in NAMES.items():
-        held = [name for name in needing if name in variables]
+        named = [name for name in needing if name in variables]
         names = given.get(coordinate_name) or ()
-        if held and not len(names) == len(set(names)) > 0:
+        if named and not len(names) == len(set(names)) > 0:
             raise InvalidArgument(
                 f"{coordinate_name}: got {len(names)} names of {coordinate_name}s, expected at "
-                f"least one and all distinct, for {', '.join(held)}"
+                f"least one and all distinct, for {', '.join(named)}"
             )
-        if held:
-            found[coordinate_name] = exact(coordinate_name, names, "string")
-    return found
+        if named:
+            coordinates[coordinate_name] = exact(coordinate_name, names, "string")
+    return coordinates
 
 
 def check_variables(names: Collection[str], attributes: Mapping[str, Any]) -> None:
@@ -389,9 +388,9 @@ def check_variables(names: Collection[str], attributes: Mapping[str, Any]) -> No
     InvalidArgument
         If a name is unknown, or ``W``, ``delta`` and ``cells`` are all missing.
     """
-    held = variables_of(attributes)
+    recorded = variables_of(attributes)
     for name in names:
-        variable(name, held)
+        variable(name, recorded)
     if not any(name in names for name in TRAJECTORIES):
         raise InvalidArgument(
             f"got the variables {', '.join(names) or '—'}, expected at least one of W, delta and "
@@ -473,7 +472,7 @@ def new_run(
     for fault in attribute_faults(fixed):
         raise InvalidArgument(f"invalid attributes of a run: {fault}")
     auxiliary = [name for name in along_token(coordinates) if name != "token"]
-    found: dict[str, dict[str, Any]] = {}
+    documents: dict[str, dict[str, Any]] = {}
     for name, array in layout.arrays.items():
         native = None if name == STEP.name else array.native.name
         facts = ArrayFacts(
@@ -482,9 +481,9 @@ def new_run(
             attributes=recorded_attributes(name, native, auxiliary),
             form=array.form(layout.runs),
         )
-        found[name] = metadata_of(facts)
-    own, chunks = coordinate_objects(coordinates)
-    metadata = RunMetadata(found | own, fixed)
+        documents[name] = metadata_of(facts)
+    coordinate_documents, chunks = coordinate_objects(coordinates)
+    metadata = RunMetadata(documents | coordinate_documents, fixed)
     digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
     run = ResumedRun(
         path=path,

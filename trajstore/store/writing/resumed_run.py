@@ -1,14 +1,12 @@
-"""A stored run that a writer resumes: its kept rows and its layout.
+"""A stored run that a writer resumes, and the tokens of it that one of several processes writes.
 
 Full blocks do not change. The rows of the last, unfinished block are loaded into memory, and
 written again with the rows that follow.
 
-The tokens of a run that one of several processes writes.
-
 If a matrix is sharded over processes, no single process holds all of it. Each process writes its
 own tokens, in whole shards, into one run. The first process also writes all arrays without tokens
-and all metadata files (`shared_run`). The caller that creates a `TokenShare` provides the
-communication of the processes. This module does not depend on torch.
+and all metadata files. The caller that creates a `TokenShare` provides the communication of the
+processes. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from trajstore.store.metadata.metadata_form import (
 )
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
-from trajstore.store.reading.checked_metadata import check_own_metadata
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import check_own_metadata, open_group
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (
@@ -115,8 +112,8 @@ class TokenShare:
     def _of_array(self, array: ArrayLayout) -> ArrayLayout:
         if not has_tokens(array):
             return array
-        own, shard = self.tokens(array.row[0]), array.shard[1]
-        if own.start % shard and own.start < own.stop:
+        tokens, shard = self.tokens(array.row[0]), array.shard[1]
+        if tokens.start % shard and tokens.start < tokens.stop:
             length = math.ceil(array.row[0] / self.count)
             raise InvalidArgument(
                 f"{array.variable.name}: its shards hold {shard} tokens, but each of {self.count} "
@@ -125,8 +122,8 @@ class TokenShare:
             )
         return replace(
             array,
-            row=(own.stop - own.start, *array.row[1:]),
-            first_part=own.start // shard,
+            row=(tokens.stop - tokens.start, *array.row[1:]),
+            first_part=tokens.start // shard,
         )
 
 
@@ -343,16 +340,16 @@ def resumed_run(
         )
     metadata = RunMetadata.stored(root, attributes)
     length = layout.block_rows
-    found = block_fingerprints(path, RunMetadata.stored(root), arrays, length, committed)
+    fingerprints = block_fingerprints(path, RunMetadata.stored(root), arrays, length, committed)
     ends = {end: _unfinished(arrays, length, end) for end in {keep, committed}}
-    digests = found[-1].ended(ends[committed]).attributes()
+    digests = fingerprints[-1].ended(ends[committed]).attributes()
     if any(root["attributes"].get(name) != digest for name, digest in digests.items()):
         # New digests would hide the damage.
         raise FormatError(
             f"the stored data of {path} differs from what was committed, so no rows are added; "
             f"list the damage with: trajstore verify {shlex.quote(str(path))}"
         )
-    fingerprint = found[keep // length].ended(ends[keep])
+    fingerprint = fingerprints[keep // length].ended(ends[keep])
     fitting = within(share.of_layout(layout), parse_bytes(memory), threads=threads)
     layout = replace(layout, threads=fitting.threads)
     return ResumedRun(
@@ -373,24 +370,24 @@ def _stored_layout(
     """Layout of the stored blocks, which new blocks follow."""
     stored: dict[str, StoredArray] = {}
     arrays: dict[str, ArrayLayout] = {}
-    held = variables_of(group.attrs)
+    variables = variables_of(group.attrs)
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
-        if name != STEP.name and name not in held:
+        if name != STEP.name and name not in variables:
             continue
-        if (found := stored_array(path, name, array)) is None:
+        if (reader := stored_array(path, name, array)) is None:
             raise FormatError(
                 f"{name} of {path} has a layout of another version or program, so no rows can be "
                 "added; record a new run"
             )
         # Per-step scalars are stored in the widened type; their rows have the native one.
         native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
-        stored[name] = found
+        stored[name] = reader
         arrays[name] = ArrayLayout(
             variable=STEP if name == STEP.name else VARIABLES[name],
-            row=found.shape[1:],
-            chunk=found.chunk,
-            shard=found.shard,
-            chain=replace(found.chain, native=native),
+            row=reader.shape[1:],
+            chunk=reader.chunk,
+            shard=reader.shard,
+            chain=replace(reader.chain, native=native),
         )
     layout = Layout(
         block_rows=arrays[STEP.name].shard[0],
@@ -418,13 +415,13 @@ def block_fingerprints(
         If a shard is missing, or its end is broken.
     """
     digests = coordinate_digests(path, metadata.names())
-    found = [metadata.fingerprint(digests, block_rows)]
+    fingerprints = [metadata.fingerprint(digests, block_rows)]
     jobs = (partial(_shards, arrays, number, block_rows) for number in range(rows // block_rows))
     threads = REMOTE_REQUESTS if isinstance(path, RemotePath) else 1
     # The first missing block ends the loop, whatever length the metadata declares.
     for shards in in_parallel(jobs, threads):
-        found.append(found[-1].added(block_rows, block_digest(shards)))
-    return found
+        fingerprints.append(fingerprints[-1].added(block_rows, block_digest(shards)))
+    return fingerprints
 
 
 def fingerprint_at(

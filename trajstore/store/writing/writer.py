@@ -1,7 +1,7 @@
 """`RunWriter`: it takes rows and writes blocks, each with an atomic commit.
 
 The arrays of a row are copied once, into their place in the block buffer, by `append` or by a
-caller that fills the places itself. `block_commits` writes and commits the blocks. Readers see the
+caller that fills the places itself. `BlockCommits` writes and commits the blocks. Readers see the
 rows of the last commit only.
 
 `resume` opens an existing run for more rows. Readers ignore data after its last commit, or after
@@ -272,8 +272,10 @@ class RunWriter:
                 lock = RunLock.acquire(place)
                 undo.callback(lock.release)
                 sweep(place)
-                found = new.fingerprint.attributes()
-                create_folder(place, new.metadata, chunks, found, overwrite=overwrite, fsync=fsync)
+                digests = new.fingerprint.attributes()
+                create_folder(
+                    place, new.metadata, chunks, digests, overwrite=overwrite, fsync=fsync
+                )
                 run = cls(new, lock, commit_every=commit_every, fsync=fsync)
                 run._blocks.start()
             undo.callback(run._release, remove_empty=True)
@@ -451,8 +453,10 @@ class RunWriter:
             missing = [name for name in row if name not in values]
             unknown = [f"{name}{did_you_mean(name, row)}" for name in values if name not in row]
             parts = [("lacks", missing), ("got the unknown", unknown)]
-            found = " and ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
-            raise InvalidArgument(f"append() {found}; a row of this run has {', '.join(row)}")
+            differences = " and ".join(
+                f"{verb} {', '.join(names)}" for verb, names in parts if names
+            )
+            raise InvalidArgument(f"append() {differences}; a row of this run has {', '.join(row)}")
         for name, value in values.items():
             bits = as_bits(value, self.layout.arrays[name].native, name)
             if bits.shape != row[name].shape:

@@ -24,10 +24,9 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.buffer.cpu import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
-from trajstore.codec.block import ANYWHERE, LABEL, BlockForm, BlockLabel
+from trajstore.codec.block import ANYWHERE, LABEL, BlockLabel
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.chunk import chain
-from trajstore.codec.open_block import OpenBlock
 from trajstore.errors import FormatError
 from trajstore.values.native_types import native_type, widen
 
@@ -233,13 +232,13 @@ def test_objects_are_read_in_threads_of_the_codec(
 ) -> None:
     path, values = stored
     names: set[str] = set()
-    real = OpenBlock.read
+    real = os.pread
 
-    def spy(self: OpenBlock, *arguments: Any, **options: Any) -> None:
+    def pread(*arguments: int) -> bytes:
         names.add(threading.current_thread().name)
-        real(self, *arguments, **options)
+        return real(*arguments)
 
-    monkeypatch.setattr(OpenBlock, "read", spy)
+    monkeypatch.setattr(os, "pread", pread)
     same(opened(path, "local")[...], values)
     assert names
     assert all(name.startswith("trajstore-reader") for name in names)
@@ -258,7 +257,7 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
         read.append(length)
         return real(file, length, offset)
 
-    monkeypatch.setattr("trajstore.codec.open_block.os.pread", pread)
+    monkeypatch.setattr(os, "pread", pread)
     tokens = [TOKENS - 1, 0]
     same(array.oindex[9, tokens], values[9, tokens])
     assert read.count(form.tail_length) == 2
@@ -363,27 +362,39 @@ def test_a_pipe_in_place_of_an_object_is_an_error(small: Stored) -> None:
         os.close(writer)
 
 
-@every_store
+class Removed(Requests):
+    """A store in which an object goes away after its end has been read."""
+
+    async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
+        content = await super().get(key, prototype, byte_range)
+        if isinstance(byte_range, SuffixByteRequest):
+            (self._store.root / key).unlink(missing_ok=True)
+        return content
+
+
 def test_an_object_that_goes_away_while_it_is_read(
-    small: Stored, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranges come after its tail; an open file stays."""
-    monkeypatch.setattr("trajstore.codec.open_block._SMALL", 0)
-    path, values = small
-    array = opened(path, kind)
-    real = BlockForm.read_tail
+    """An open file stays; of a store that is not local, ranges are read after the end."""
+    bits = random_bits((4, 3000, 6), 2)  # too much for one request
+    path = recorded(tmp_path / "run.zarr", bits)
+    shard = path / "W" / "c.0.0.0"
+    copy, real = shard.read_bytes(), os.pread
 
-    def read_tail(self: BlockForm, *arguments: Any) -> Any:
-        found = real(self, *arguments)
-        (path / "W" / "c.2.0.0").unlink(missing_ok=True)
-        return found
+    def pread(*arguments: int) -> bytes:
+        content = real(*arguments)
+        shard.unlink(missing_ok=True)
+        return content
 
-    monkeypatch.setattr(BlockForm, "read_tail", read_tail)
-    if kind == "local":
-        same(array[9], values[9])
-        return
-    with pytest.raises(FormatError, match=r"^W, block 2 .* is missing"):
-        array[9]
+    array = opened(path, "local")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        same(array[1], widen(bits[1], native_type("bfloat16")))
+    assert not shard.exists()
+    shard.write_bytes(copy)
+    store: Any = Removed(LocalStore(path / "W"), [])
+    with pytest.raises(FormatError, match=r"^W, block 0 .* is missing"):
+        zarr.open_array(store, mode="r")[1]
 
 
 @every_store

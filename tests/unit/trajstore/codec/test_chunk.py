@@ -64,7 +64,7 @@ def test_only_what_is_needed_is_decompressed(
         decompressed.append(out.nbytes)
         return real(frame, out)
 
-    monkeypatch.setattr("trajstore.codec.chunk.blosc.decompress", decompress)
+    monkeypatch.setattr(blosc, "decompress", decompress)
     for steps, few in ((slice(0, 8), history), (slice(2, 3), True)):
         decompressed.clear()
         window = (steps, slice(700, 703), slice(0, 64))

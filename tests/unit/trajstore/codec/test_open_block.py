@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,9 +17,9 @@ import pytest
 from bits_and_calls import random_bits
 from one_block import BITS, FORM, written
 
+from trajstore.codec.array_selection import ArraySelection
 from trajstore.codec.block import BlockForm
 from trajstore.codec.open_block import BytesObject, LocalObject, OpenBlock, at_once
-from trajstore.codec.selected_parts import picks
 from trajstore.errors import FormatError
 
 
@@ -36,10 +37,10 @@ def read_from(
     form: BlockForm = FORM,
     helpers: ThreadPoolExecutor | None = None,
 ) -> np.ndarray:
-    axes = [picks(axis, part) for axis, part in zip(key, form.chunk, strict=True)]
-    out = np.empty([len(axis) for axis in key], form.chain.native.bits)
-    block = at_once(OpenBlock.opened("it", form, source, (5, 1), axes))
-    block.read(axes, out, helpers=helpers)
+    selection = ArraySelection(along=key, shape=tuple(map(len, key)))
+    out = np.empty(selection.lengths, form.chain.native.bits)
+    block = at_once(OpenBlock.opened("it", form, source, (5, 1), selection))
+    block.read(out, helpers=helpers)
     return out
 
 
@@ -93,7 +94,7 @@ def read_with(helpers: ThreadPoolExecutor, fetch: Callable[[int, int], bytes]) -
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    monkeypatch.setattr("trajstore.codec.open_block.default_threads", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     return written(MANY)
 
 

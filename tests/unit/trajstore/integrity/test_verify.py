@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -647,13 +647,6 @@ def test_cells_are_those_of_W(tmp_path: Path) -> None:
 FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "60"))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = wide_run(tmp_path_factory.mktemp("flips") / "run.zarr")
-    write_checkpoint(path.with_name("run.ckpt") / "step-00000008.safetensors")
-    return path
-
-
 def kinds(run: Path) -> dict[str, list[Path]]:
     """Files of a run, by kind, so that small kinds get their share of flips."""
     coordinates = ("token", "is_dead", "token_count", "token_text", "parameter")
@@ -699,16 +692,15 @@ def longer(before: bytes, after: bytes) -> bool:
 
 
 @pytest.fixture(params=["delta", "compact"])
-def either(
-    request: pytest.FixtureRequest, run: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def either(request: pytest.FixtureRequest, run: Path, sample: Path) -> Iterator[Path]:
     """Run of either encoding, without rows that were computed before."""
-    if request.param == "delta":
-        return run
-    monkeypatch.setattr(computed, "_most", 0)
-    path = run.with_name("replay.zarr")
+    path = run
+    if request.param == "compact":
+        computed.clear(most=0)
+        path = sample_part(sample, run.with_name("replay.zarr"))
     write_checkpoint(path.with_suffix(".ckpt") / "step-00000008.safetensors")
-    return sample_part(sample, path)
+    yield path
+    computed.clear()
 
 
 @pytest.mark.nightly
@@ -792,12 +784,12 @@ class Whole:
 @pytest.fixture(
     scope="module", params=["delta", pytest.param("compact", marks=pytest.mark.nightly)]
 )
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def originals(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(tmp_path_factory.mktemp("tampering"), request.param)
 
 
 @pytest.fixture
-def run_of_verify_tampering(tmp_path: Path) -> Callable[[World], Path]:
+def hard_links(tmp_path: Path) -> Callable[[World], Path]:
     """Makes a copy, of hard links: whoever changes a file replaces it."""
     return lambda world: Path(
         shutil.copytree(world.run, tmp_path / "run.zarr", copy_function=os.link)
@@ -836,32 +828,32 @@ def is_noticed(path: Path) -> bool:
     "item", nightly_but(TAMPERINGS, *FIRST), ids=lambda item: f"{item.kind}: {item.name}"
 )
 def test_verify_notices_each_tampering_and_readers_are_misled_as_documented(
-    item: Tampering, whole: Whole, run_of_verify_tampering: Callable[[World], Path]
+    item: Tampering, originals: Whole, hard_links: Callable[[World], Path]
 ) -> None:
-    path = run_of_verify_tampering(whole.world)
-    item.act(path, whole.world)
+    path = hard_links(originals.world)
+    item.act(path, originals.world)
     assert is_noticed(path)
-    misled = {reader: is_misled(OPENERS[reader], path, whole.truth) for reader in READERS}
+    misled = {reader: is_misled(OPENERS[reader], path, originals.truth) for reader in READERS}
     assert misled == {reader: item.misleads(reader) for reader in READERS}
 
 
-def test_the_runs_are_sound_and_each_case_has_a_name_of_its_own(whole: Whole) -> None:
-    world = whole.world
+def test_the_runs_are_sound_and_each_case_has_a_name_of_its_own(originals: Whole) -> None:
+    world = originals.world
     for path in (world.run, world.shorter, world.before, world.other):
         assert trajstore.verify(path).clean
     for opened in OPENERS.values():
-        assert not is_misled(opened, world.run, whole.truth)
-    assert is_misled(xr.open_zarr, world.other, whole.truth)
-    assert is_misled(xr.open_zarr, world.before, whole.truth)
+        assert not is_misled(opened, world.run, originals.truth)
+    assert is_misled(xr.open_zarr, world.other, originals.truth)
+    assert is_misled(xr.open_zarr, world.before, originals.truth)
     assert len(TAMPERINGS) == len({(item.kind, item.name) for item in TAMPERINGS})
 
 
 def test_an_older_run_as_a_whole_is_the_older_run(
-    whole: Whole, run_of_verify_tampering: Callable[[World], Path]
+    originals: Whole, hard_links: Callable[[World], Path]
 ) -> None:
     """Nothing in a run can say that there was a later one; who kept its fingerprint knows."""
-    world = whole.world
-    path = run_of_verify_tampering(world)
+    world = originals.world
+    path = hard_links(world)
     take(path, world.shorter, [
         str(file.relative_to(world.shorter)) for file in world.shorter.rglob("*") if file.is_file()
     ])  # fmt: skip
@@ -873,10 +865,10 @@ def test_an_older_run_as_a_whole_is_the_older_run(
 
 
 def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continues(
-    whole: Whole, run_of_verify_tampering: Callable[[World], Path]
+    originals: Whole, hard_links: Callable[[World], Path]
 ) -> None:
-    world = whole.world
-    path = run_of_verify_tampering(world)
+    world = originals.world
+    path = hard_links(world)
     all_metadata(path, world.shorter)
     assert any("older metadata" in str(item) for item in trajstore.verify(path).problems)
     with trajstore.RunWriter.resume(path, rows=9) as writer:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 from exchange_runs import ALL
@@ -68,7 +69,7 @@ def test_a_budget_too_small_says_the_least_that_works() -> None:
 
 def test_many_processors_fit_into_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What imports and exports take by default holds a block of Wordybird, here and there."""
-    monkeypatch.setattr("trajstore.store.metadata.block_plan.encoding_threads", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(9), raising=False)
     sizes = {"tokens": 50_257, "hidden": 64, "buffers": 1}
     matrices = dict.fromkeys(("W", "grad", "exp_avg", "exp_avg_sq"), "bfloat16")
     assert plan(matrices, memory=parse_bytes(EXCHANGE_MEMORY), **sizes).block_rows == 8

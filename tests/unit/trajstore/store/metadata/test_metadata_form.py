@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def test_any_difference_changes_the_digest(tmp_path: Path, options: dict[str, An
 def test_a_configuration_is_no_content_but_in_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "5a" * 16)
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID("5a" * 16))
     monkeypatch.setattr(
         "trajstore.store.writing.new_run.utc_now", lambda: "2026-01-01T00:00:00+00:00"
     )

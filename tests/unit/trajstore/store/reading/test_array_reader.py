@@ -63,10 +63,8 @@ def test_slices_are_what_numpy_would_pick(
     stored: tuple[StoredArray, np.ndarray], threads: int, key: tuple[slice, ...]
 ) -> None:
     whole, bits = stored
-    array = replace(whole, threads=threads)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trajstore.store.reading.array_reader._MANY", 1)
-        found, values = array.bits(key), array.values(key)
+    array = replace(whole, threads=threads, many=1)
+    found, values = array.bits(key), array.values(key)
     assert found.dtype == bits.dtype
     assert found.shape == bits[key].shape
     assert found.tobytes() == bits[key].tobytes()
@@ -75,21 +73,19 @@ def test_slices_are_what_numpy_would_pick(
     assert values.tobytes() == expected[key].tobytes()
 
 
-def test_many_shards_are_read_side_by_side(
-    stored: tuple[StoredArray, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_shards_are_read_side_by_side(stored: tuple[StoredArray, np.ndarray]) -> None:
     """Each thread waits for a shard of its own: of a slow disk, too, all come at once."""
     array, bits = stored
-    monkeypatch.setattr("trajstore.store.reading.array_reader._MANY", 9)
     together = threading.Barrier(3, timeout=30)
-    whole = StoredArray._read_shard
 
-    def waiting(self: StoredArray, *arguments: Any) -> None:
-        together.wait()
-        whole(self, *arguments)
+    class Waiting(StoredArray):
+        def opened(self, *arguments: Any) -> Any:
+            together.wait()
+            return super().opened(*arguments)
 
-    monkeypatch.setattr(StoredArray, "_read_shard", waiting)
-    assert replace(array, threads=3).bits(()).tobytes() == bits.tobytes()  # of nine shards
+    facts = {"path": array.path, "name": array.name, "shape": array.shape, "form": array.form}
+    waiting = Waiting(**facts, threads=3, many=9)
+    assert waiting.bits(()).tobytes() == bits.tobytes()  # of nine shards
 
 
 def test_a_shard_of_another_place_is_named(
@@ -148,7 +144,7 @@ def test_dask_reads_only_what_a_selection_needs(
         return real(path, *arguments)
 
     ds = open_run(small_run[0])
-    monkeypatch.setattr("trajstore.codec.open_block.os.open", spy)
+    monkeypatch.setattr(os, "open", spy)
     assert ds.W[:7, 3].values.shape == (7, 6)
     assert sorted(name for name in read if name.startswith("c.")) == ["c.0.0.0", "c.1.0.0"]
 

@@ -553,7 +553,7 @@ class Reader:
 # The test.
 
 
-ROWS_OF_OPEN_RUN_BY_SPECIFICATION, TOKENS, HIDDEN = 31, 23, 3
+RECORDED_ROWS, TOKENS, HIDDEN = 31, 23, 3
 TYPES = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "logits": "bfloat16",
          "loss": "float32", "lr": "float64"}  # fmt: skip
 SHAPES = {"W": (TOKENS, HIDDEN), "grad": (TOKENS, HIDDEN), "exp_avg": (TOKENS, HIDDEN),
@@ -564,13 +564,9 @@ def random_rows() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(13)
     return {
         name: np.frombuffer(
-            rng.bytes(
-                ROWS_OF_OPEN_RUN_BY_SPECIFICATION
-                * int(np.prod(shape))
-                * np.dtype(BITS[TYPES[name]]).itemsize
-            ),
+            rng.bytes(RECORDED_ROWS * int(np.prod(shape)) * np.dtype(BITS[TYPES[name]]).itemsize),
             BITS[TYPES[name]],
-        ).reshape(ROWS_OF_OPEN_RUN_BY_SPECIFICATION, *shape)
+        ).reshape(RECORDED_ROWS, *shape)
         for name, shape in SHAPES.items()
     }
 
@@ -605,7 +601,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         attributes={"provenance": {"host": "é", "resumed": [{"step": 1}]}},
         block_rows=12,
     ) as writer:
-        for row in range(ROWS_OF_OPEN_RUN_BY_SPECIFICATION):
+        for row in range(RECORDED_ROWS):
             for name, place in writer.next_row().items():
                 place[...] = values[name][row]
             writer.commit_row(2 * row)
@@ -619,7 +615,7 @@ def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(run: Path
     assert all(len(reader.load(name, 0, 0)[0]) > 1 for name in ("W", "grad", "exp_avg"))
     for name, bits in random_rows().items():
         assert (reader.bits(name) == bits).all(), name
-    assert reader.bits("step").tolist() == list(range(0, 2 * ROWS_OF_OPEN_RUN_BY_SPECIFICATION, 2))
+    assert reader.bits("step").tolist() == list(range(0, 2 * RECORDED_ROWS, 2))
     attributes = reader.attributes
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
 

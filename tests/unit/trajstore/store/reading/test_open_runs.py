@@ -183,9 +183,7 @@ def test_a_pattern_without_runs_is_an_error(tmp_path: Path) -> None:
         run_paths(tmp_path / "none*.zarr")
 
 
-def write_of_run_table(
-    path: Path, rows: int = 3, *, loss: bool = True, **optimizer: object
-) -> Path:
+def write_trained(path: Path, rows: int = 3, *, loss: bool = True, **optimizer: object) -> Path:
     types = {"W": "float32", "loss": "float32"} if loss else {"W": "float32"}
     config = {"training": {"seed": rows}, "optimizer": optimizer}
     with RunWriter.create(path, token=[0], hidden=1, variables=types, config=config) as run:
@@ -197,9 +195,9 @@ def write_of_run_table(
 
 def test_a_line_says_what_a_run_is_and_what_differs(tmp_path: Path) -> None:
     paths = [
-        write_of_run_table(tmp_path / "a.zarr", lr=0.1),
-        write_of_run_table(tmp_path / "b.zarr", 1, lr=0.1, state_dtype="float32"),
-        write_of_run_table(tmp_path / "c.zarr", 0, lr=0.1, loss=False),
+        write_trained(tmp_path / "a.zarr", lr=0.1),
+        write_trained(tmp_path / "b.zarr", 1, lr=0.1, state_dtype="float32"),
+        write_trained(tmp_path / "c.zarr", 0, lr=0.1, loss=False),
     ]
     losses = [final_loss(path) for path in paths]
     assert losses == [2.0, None, None], "the first row has none yet"

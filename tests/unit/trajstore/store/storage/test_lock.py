@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_a_lock_that_cannot_be_read_or_written_is_not_kept(
     def broken(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(f"trajstore.store.storage.lock.os.{call}", broken)
+    monkeypatch.setattr(os, call, broken)
     with pytest.raises(OSError, match="Input/output"):
         RunLock.acquire(run)
     monkeypatch.undo()
@@ -200,7 +201,7 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
         if next(waits) == 30:  # it was put to sleep while it looked
             os.close(looking)
 
-    monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", wait)
+    monkeypatch.setattr(time, "sleep", wait)
     with RunLock.acquire(run):
         assert is_written_to(run) is True
     assert next(waits) == 31
@@ -208,7 +209,7 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
 
 def test_a_lasting_shared_lock_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = look_at(run)
-    monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", lambda _: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
     os.close(looking)
@@ -235,7 +236,7 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(
     def none(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("trajstore.store.storage.lock.fcntl.flock", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     monkeypatch.setattr(lock_module, "_warned", set())
     with RunLock.acquire(run):
         with pytest.raises(RunLocked):

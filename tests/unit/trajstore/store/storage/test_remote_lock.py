@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,7 @@ import pytest
 
 from trajstore import RunWriter, open_run
 from trajstore.errors import RunLocked
-from trajstore.store.storage import lock as locks
-from trajstore.store.storage.lock import RunLock, is_written_to
+from trajstore.store.storage.lock import RemoteLock, RunLock, is_written_to
 from trajstore.store.storage.remote_path import RemotePath, location
 
 pytest.importorskip("obstore")
@@ -42,30 +42,26 @@ def test_one_writer_at_a_time(place: RemotePath) -> None:
     RunLock.acquire(place).release()
 
 
-def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(
-    place: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(place: RemotePath) -> None:
     owned_by(place)
     told = r"process 1 on elsewhere, since then; .* expires in 1[12]\d seconds, .* remove memory://locks/"
     with pytest.raises(RunLocked, match=told):
         RunLock.acquire(place)
     assert is_written_to(place) is True
-    monkeypatch.setattr(locks, "_DEAD", timedelta(seconds=-1))
-    RunLock.acquire(place).release()
+    RemoteLock.acquire(place, dead_after=timedelta(seconds=-1)).release()
 
 
 def test_a_lock_of_a_dead_process_of_this_machine_is_void(
     place: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
     owned_by(place, host="here", process=2**40)
     assert is_written_to(place) is False
     RunLock.acquire(place).release()
 
 
-def test_a_lock_is_renewed(place: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "_RENEW", 0.001)
-    with RunLock.acquire(place):
+def test_a_lock_is_renewed(place: RemotePath) -> None:
+    with RemoteLock.acquire(place, renew_every=0.001):
         lock = place.with_name(f".{place.name}.lock")
         first = lock.read_bytes()
         while lock.read_bytes() == first:
@@ -75,18 +71,15 @@ def test_a_lock_is_renewed(place: RemotePath, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def two_writers(
-    place: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[RunWriter, RunWriter]]:
+def two_writers(place: RemotePath) -> Iterator[tuple[RunWriter, RunWriter]]:
     """A writer that was suspended after a row, and the one that took over its lock."""
     options: Any = {"variables": {"W": "float32"}, "block_rows": 1, "commit_every": None}
     first = RunWriter.create(place, token=[0, 1], hidden=2, **options)
     first.append(0, W=np.ones((2, 2), "f4"))
     while first.committed_rows < 1:
         pass
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "_DEAD", timedelta(seconds=-1))
-        second = RunWriter.resume(place)
+    RemoteLock.acquire(place, dead_after=timedelta(seconds=-1)).release()
+    second = RunWriter.resume(place)
     yield first, second
     second.close()
     assert open_run(place).W[1, 0, 0] == 2

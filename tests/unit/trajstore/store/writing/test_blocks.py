@@ -39,19 +39,25 @@ def block(layout: Layout) -> dict[str, np.ndarray]:
     }
 
 
-def test_the_next_block_is_encoded_while_one_is_written(
-    tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_chains(layout: Layout, kind: type[Chain]) -> Layout:
+    """The layout, with the chain of each array in another class."""
+    arrays = {
+        name: replace(array, chain=kind(**vars(array.chain)))
+        for name, array in layout.arrays.items()
+    }
+    return replace(layout, arrays=arrays)
+
+
+def test_the_next_block_is_encoded_while_one_is_written(tmp_path: Path, layout: Layout) -> None:
     encoded = threading.Semaphore(0)
-    real = Chain.encode
 
-    def encode(self: Chain, *arguments: Any) -> bytes:
-        data = real(self, *arguments)
-        encoded.release()
-        return data
+    class Counted(Chain):
+        def encode(self, *arguments: Any) -> bytes:
+            data = super().encode(*arguments)
+            encoded.release()
+            return data
 
-    monkeypatch.setattr(Chain, "encode", encode)
-    pipeline = BlockWriter(tmp_path, layout)
+    pipeline = BlockWriter(tmp_path, with_chains(layout, Counted))
     for number in range(2):
         pipeline.encode(number, block(layout))
     rows, shards = pipeline.write(0, layout.block_rows)
@@ -69,9 +75,10 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
     started = threading.Semaphore(0)
     taken, most = [], CHUNKS_AHEAD * layout.threads + 1
 
-    def encode(*_: Any) -> bytes:
-        started.release()
-        return b""
+    class Empty(Chain):
+        def encode(self, *_: Any) -> bytes:
+            started.release()
+            return b""
 
     def put_all(objects: Any, **_: Any) -> int:
         for path, parts in objects:
@@ -82,9 +89,8 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert len(taken) > 1 or not started.acquire(blocking=False)
         return 1
 
-    monkeypatch.setattr(Chain, "encode", encode)
     monkeypatch.setattr("trajstore.store.writing.blocks.put_all", put_all)
-    pipeline = BlockWriter(tmp_path, layout)
+    pipeline = BlockWriter(tmp_path, with_chains(layout, Empty))
     pipeline.encode(0, block(layout))
     pipeline.write(0, layout.block_rows)
     pipeline.close()

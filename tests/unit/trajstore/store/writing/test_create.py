@@ -141,7 +141,7 @@ def test_verify_names_what_the_dead_have_left(tmp_path: Path, dead: int) -> None
 ROWS, BLOCK = 10, 4
 
 
-def write_of_annotated_run(path: Path, **coordinates: Any) -> Path:
+def write_steps(path: Path, **coordinates: Any) -> Path:
     variables = {"W": "bfloat16", "logits": "float32", "loss": "float32"}
     with RunWriter.create(
         path, token=[3, 5, 7], hidden=2, variables=variables, block_rows=BLOCK,
@@ -158,7 +158,7 @@ def root(path: Path) -> dict[str, Any]:
 
 
 def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) -> None:
-    run = write_of_annotated_run(tmp_path / "run.zarr")
+    run = write_steps(tmp_path / "run.zarr")
     (run / "notes.txt").write_text("mine")
     notes = [{"note": "a test", "first_step": 1, "last_step": 3, "count": 2}]
     with RunWriter.resume(run) as writer:
@@ -171,7 +171,7 @@ def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) ->
         "token_text": ["a", "b", "ü"],
     }
     assert annotate_run(run, **told) == tuple(told)  # type: ignore[arg-type]
-    recorded = write_of_annotated_run(tmp_path / "recorded.zarr", **told)
+    recorded = write_steps(tmp_path / "recorded.zarr", **told)
     assert verify(run).clean, [*map(str, verify(run).problems)]
     assert root(run)["notes"] == notes
     (run / "notes.txt").unlink()
@@ -211,7 +211,7 @@ def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    run = write_of_annotated_run(tmp_path / "run.zarr", is_dead=[True, False, False])
+    run = write_steps(tmp_path / "run.zarr", is_dead=[True, False, False])
     with pytest.raises(RunExists, match="already has is_dead"):
         annotate_run(run, is_dead=[False] * 3)
     annotate_run(run, is_dead=[False] * 3, overwrite=True)
@@ -230,7 +230,7 @@ def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_and_changes_nothing(
     tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
-    run = write_of_annotated_run(tmp_path / "run.zarr")
+    run = write_steps(tmp_path / "run.zarr")
     before = root(run)
     with pytest.raises(InvalidArgument, match=message):
         annotate_run(run, **given)
@@ -239,13 +239,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_a_run_that_is_recorded_is_left_alone(tmp_path: Path) -> None:
-    run = write_of_annotated_run(tmp_path / "run.zarr")
+    run = write_steps(tmp_path / "run.zarr")
     with RunLock.acquire(run), pytest.raises(RunLocked):
         annotate_run(run, is_dead=[True] * 3)
 
 
 def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:
-    run = write_of_annotated_run(tmp_path / "run.zarr")
+    run = write_steps(tmp_path / "run.zarr")
     np.save(tmp_path / "dead_mask.npy", np.arange(10) % 5 == 3)
     done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
     assert "1 of 3 tokens are dead" in done.stdout
@@ -256,7 +256,7 @@ def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) 
 
 def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
     pytest.importorskip("transformers")
-    run = write_of_annotated_run(tmp_path / "run.zarr")
+    run = write_steps(tmp_path / "run.zarr")
     (tmp_path / "text").write_text("\x03\x03\x07 and more")
     trajstore_cli("annotate", run, "--corpus", tmp_path / "text", "--tokenizer", "ascii")
     ds = open_run(run)
@@ -268,7 +268,7 @@ def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
 def test_an_annotated_run_survives_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = write_of_annotated_run(tmp_path / "run.zarr", fsync=False)
+    run = write_steps(tmp_path / "run.zarr", fsync=False)
     disk = Disk(monkeypatch)
     annotate_run(run, token_text=["a", "b", "c"])
     assert disk.survives(run)

@@ -34,10 +34,9 @@ from trajstore.exchange.export_run import branch_run
 from trajstore.schema import FORMAT
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.storage import atomic
-from trajstore.store.writing.blocks import BlockWriter
 
 
-def create_of_writer(path: Path, **options: Any) -> RunWriter:
+def create_small(path: Path, **options: Any) -> RunWriter:
     arguments: dict[str, Any] = {
         "token": np.arange(5),
         "hidden": 3,
@@ -48,7 +47,7 @@ def create_of_writer(path: Path, **options: Any) -> RunWriter:
     return RunWriter.create(path, **(arguments | options))
 
 
-def row_of_writer(step: int) -> dict[str, Any]:
+def small_row(step: int) -> dict[str, Any]:
     return {"step": step, "W": random_bits((5, 3), step), "loss": np.float32(step)}
 
 
@@ -77,9 +76,9 @@ def test_every_variable_comes_back_bit_for_bit(small_run: tuple[Path, Any]) -> N
 
 
 def test_an_exception_leaves_the_whole_rows_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), create_of_writer(tmp_path / "run.zarr") as run:  # noqa: PT012
+    with pytest.raises(KeyError), create_small(tmp_path / "run.zarr") as run:  # noqa: PT012
         for step in range(6):
-            run.append(**row_of_writer(step))
+            run.append(**small_row(step))
         raise KeyError("the trainer failed")
     ds = xr.open_zarr(run.path)
     assert ds.attrs["status"] == "interrupted"
@@ -90,11 +89,11 @@ A_COMMIT = 7  # objects of a block: three shards, three metadata files, the root
 
 
 def test_the_commit_is_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = create_of_writer(tmp_path / "run.zarr")
+    run = create_small(tmp_path / "run.zarr")
     writes = Writes()
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", writes)
+    monkeypatch.setattr(os, "replace", writes)
     for step in range(4):
-        run.append(**row_of_writer(step))
+        run.append(**small_row(step))
     run.close()
     names = [str(target.relative_to(run.path)) for target in writes.targets]
     assert set(names[:3]) == {"step/c.0", "W/c.0.0.0", "loss/c.0"}
@@ -107,19 +106,19 @@ def test_a_failed_write_loses_nothing_that_was_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """Whichever write of a block fails, readers see the rows of the commit before."""
-    run = create_of_writer(tmp_path / "run.zarr")
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", Writes(A_COMMIT + failing))
+    run = create_small(tmp_path / "run.zarr")
+    monkeypatch.setattr(os, "replace", Writes(A_COMMIT + failing))
     with pytest.raises(OSError, match="No space"), run:  # noqa: PT012
         for step in range(40):
-            run.append(**row_of_writer(step))
+            run.append(**small_row(step))
     assert run.rows < 40, "the failure surfaced while rows were appended"
     monkeypatch.undo()
     ds = xr.open_zarr(run.path)
     assert ds.loss.values.tolist() == list(range(4))
-    assert (ds.W.values[3].view("u4") == row_of_writer(3)["W"].astype("u4") << 16).all()
+    assert (ds.W.values[3].view("u4") == small_row(3)["W"].astype("u4") << 16).all()
     assert not [name for name in names_below(run.path) if "partial" in name]
     with pytest.raises(WriterClosed):
-        run.append(**row_of_writer(50))
+        run.append(**small_row(50))
 
 
 def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +130,13 @@ def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.M
         gate.acquire()
         move(source, target)
 
-    run = create_of_writer(tmp_path / "run.zarr")
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", slow)
+    run = create_small(tmp_path / "run.zarr")
+    monkeypatch.setattr(os, "replace", slow)
     done = threading.Event()
 
     def produce() -> None:
         for step in range(40):
-            run.append(**row_of_writer(step))
+            run.append(**small_row(step))
         done.set()
 
     producer = threading.Thread(target=produce)
@@ -152,25 +151,24 @@ def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.M
     assert run.seconds_waited > 0
     ds = xr.open_zarr(run.path)
     for step in range(40):
-        assert (ds.W.values[step].view("u4") == row_of_writer(step)["W"].astype("u4") << 16).all()
+        assert (ds.W.values[step].view("u4") == small_row(step)["W"].astype("u4") << 16).all()
 
 
 def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    write = BlockWriter.write
+    begun, go_on, move = threading.Event(), threading.Event(), os.replace
 
-    def held(*arguments: Any) -> Any:
+    def replace(source: Any, target: Any) -> None:
         begun.set()
         assert go_on.wait(timeout=60)
-        return write(*arguments)
+        move(source, target)
 
-    monkeypatch.setattr(BlockWriter, "write", held)
     path = tmp_path / "run.zarr"
-    run = create_of_writer(path)
+    run = create_small(path)
+    monkeypatch.setattr(os, "replace", replace)
     for step in range(4):
-        run.append(**row_of_writer(step))
+        run.append(**small_row(step))
     assert begun.wait(timeout=60)
     written = run._blocks._last
     assert written is not None
@@ -184,14 +182,14 @@ def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(
     written.result(timeout=60)
     with RunWriter.resume(path) as again:
         assert again.rows == 4
-        again.append(**row_of_writer(4))
+        again.append(**small_row(4))
     assert verify(path).clean
     assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_next_rows_end_with_the_block(tmp_path: Path, buffers: int) -> None:
-    with create_of_writer(tmp_path / "run.zarr", buffers=buffers) as run:  # 4 rows a block
+    with create_small(tmp_path / "run.zarr", buffers=buffers) as run:  # 4 rows a block
         assert run.layout.buffers == buffers
         got = []
         while run.rows < 11:
@@ -199,7 +197,7 @@ def test_next_rows_end_with_the_block(tmp_path: Path, buffers: int) -> None:
             count = len(places["W"])
             steps = np.arange(run.rows, run.rows + count)
             for at, step in enumerate(steps):
-                places["W"][at] = row_of_writer(step)["W"]
+                places["W"][at] = small_row(step)["W"]
                 places["loss"][at] = np.float32(step).view("u4")
             run.commit_rows(steps)
             got.append(count)
@@ -207,11 +205,11 @@ def test_next_rows_end_with_the_block(tmp_path: Path, buffers: int) -> None:
     ds = xr.open_zarr(run.path)
     assert ds.step.values.tolist() == ds.loss.values.tolist() == list(range(11))
     for step in range(11):
-        assert (ds.W.values[step].view("u4") == row_of_writer(step)["W"].astype("u4") << 16).all()
+        assert (ds.W.values[step].view("u4") == small_row(step)["W"].astype("u4") << 16).all()
 
 
 def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
-    with create_of_writer(tmp_path / "run.zarr") as run:
+    with create_small(tmp_path / "run.zarr") as run:
         run.next_rows(4)
         with pytest.raises(InvalidArgument, match="got step 3 after step 5"):
             run.commit_rows([1, 5, 3])
@@ -237,52 +235,52 @@ def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
 def test_a_wrong_row_is_refused_and_changes_nothing(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    with create_of_writer(tmp_path / "run.zarr") as run:
-        run.append(**row_of_writer(0))
-        wrong = {k: v for k, v in (row_of_writer(1) | change).items() if v is not None}
+    with create_small(tmp_path / "run.zarr") as run:
+        run.append(**small_row(0))
+        wrong = {k: v for k, v in (small_row(1) | change).items() if v is not None}
         with pytest.raises(InvalidArgument, match=message):
             run.append(**wrong)
-        run.append(**row_of_writer(1))
+        run.append(**small_row(1))
     assert xr.open_zarr(run.path).loss.values.tolist() == [0, 1]
 
 
 def test_a_first_row_that_is_refused_leaves_no_run(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument), create_of_writer(tmp_path / "run.zarr") as run:
+    with pytest.raises(InvalidArgument), create_small(tmp_path / "run.zarr") as run:
         run.append(step=0)
     assert list(tmp_path.iterdir()) == []
-    with create_of_writer(tmp_path / "run.zarr") as run:
-        run.append(**row_of_writer(0))
+    with create_small(tmp_path / "run.zarr") as run:
+        run.append(**small_row(0))
     with pytest.raises(InvalidArgument), RunWriter.resume(run.path, rows=0) as run:
         run.append(step=1)
     assert xr.open_zarr(run.path).sizes["step"] == 0, "one that was there stays"
 
 
 def test_a_closed_writer_says_so(tmp_path: Path) -> None:
-    with create_of_writer(tmp_path / "run.zarr") as run:
-        run.append(**row_of_writer(0))
+    with create_small(tmp_path / "run.zarr") as run:
+        run.append(**small_row(0))
     run.close("interrupted")  # a second time changes nothing
     assert xr.open_zarr(run.path).attrs["status"] == "complete"
     with pytest.raises(WriterClosed, match="is closed, with the status complete"):
-        run.append(**row_of_writer(1))
+        run.append(**small_row(1))
 
 
 def test_tokens_that_occur_0_times_are_dead_unless_told_otherwise(tmp_path: Path) -> None:
     counts = [0, 7, 0, 1, 2]
-    create_of_writer(tmp_path / "a", token_count=counts).close()
-    create_of_writer(tmp_path / "b", token_count=counts, is_dead=np.zeros(5, bool)).close()
+    create_small(tmp_path / "a", token_count=counts).close()
+    create_small(tmp_path / "b", token_count=counts, is_dead=np.zeros(5, bool)).close()
     assert trajstore.open_run(tmp_path / "a").is_dead.values.tolist() == [True, False] * 2 + [False]
     assert not trajstore.open_run(tmp_path / "b").is_dead.any()
-    assert "is_dead" not in trajstore.open_run(create_of_writer(tmp_path / "c").path)
+    assert "is_dead" not in trajstore.open_run(create_small(tmp_path / "c").path)
 
 
 def test_a_run_is_overwritten_only_if_asked(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     before = {name: (path / name).read_bytes() for name in names_below(path)}
     with pytest.raises(RunExists, match="already exists"):
-        create_of_writer(path)
+        create_small(path)
     assert before == {name: (path / name).read_bytes() for name in names_below(path)}
-    with create_of_writer(path, overwrite=True) as run:
-        run.append(**row_of_writer(0))
+    with create_small(path, overwrite=True) as run:
+        run.append(**small_row(0))
     assert xr.open_zarr(path).sizes == {"step": 1, "token": 5, "hidden": 3}
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -292,9 +290,9 @@ def test_only_runs_are_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
     zarr.create_group(tmp_path / "theirs.zarr")
     with pytest.raises(RunExists, match="not a run"):
-        create_of_writer(tmp_path / "theirs.zarr", overwrite=True)
+        create_small(tmp_path / "theirs.zarr", overwrite=True)
     with pytest.raises(RunExists, match="not a run"):
-        create_of_writer(tmp_path / "thesis", overwrite=True)
+        create_small(tmp_path / "thesis", overwrite=True)
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
 
 
@@ -307,11 +305,11 @@ def test_links_are_not_overwritten_nor_what_has_no_name(
     nowhere.symlink_to(tmp_path / "gone")
     for target in (link, nowhere):
         with pytest.raises(RunExists, match="is a link to"):
-            create_of_writer(target, overwrite=True)
+            create_small(target, overwrite=True)
         assert target.is_symlink()
     for name in ("/", ""):
         with pytest.raises(InvalidArgument, match="as a run, expected a path such as"):
-            create_of_writer(name, overwrite=True)  # type: ignore[arg-type]
+            create_small(name, overwrite=True)  # type: ignore[arg-type]
     assert xr.open_zarr(path).sizes["step"] == 11
 
 
@@ -332,12 +330,12 @@ def test_an_impossible_run_is_not_made(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        create_of_writer(tmp_path / "run.zarr", **options)
+        create_small(tmp_path / "run.zarr", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 ROWS, EXAMPLES, POSITIONS, HIDDEN_OF_WRITER_EXAMPLES = 10, 4, 6, 3
-TYPES_OF_WRITER_EXAMPLES = {
+EXAMPLE_TYPES = {
     "W": "bfloat16",
     "hidden_trace": "float32",
     "batch": "float64",
@@ -367,10 +365,10 @@ def write(path: Path, first: int = 0, stop: int = ROWS) -> None:
     values = rows()
     sizes = {"examples": EXAMPLES, "positions": POSITIONS, "hidden": HIDDEN_OF_WRITER_EXAMPLES}
     with RunWriter.create(
-        path, token=range(5), variables=TYPES_OF_WRITER_EXAMPLES, block_rows=4, **sizes
+        path, token=range(5), variables=EXAMPLE_TYPES, block_rows=4, **sizes
     ) as run:
         for row in range(first, stop):
-            run.append(row, **{name: values[name][row] for name in TYPES_OF_WRITER_EXAMPLES})
+            run.append(row, **{name: values[name][row] for name in EXAMPLE_TYPES})
 
 
 def agree(path: Path, at: slice = slice(None)) -> xr.Dataset:
@@ -411,7 +409,7 @@ def test_files_of_whole_runs_hold_them(tmp_path: Path, form: str) -> None:
 def test_a_branch_and_a_cut_run_keep_them(tmp_path: Path) -> None:
     path, branch = tmp_path / "run.zarr", tmp_path / "branch.zarr"
     write(path)
-    wider = TYPES_OF_WRITER_EXAMPLES | {"W": "float32"}
+    wider = EXAMPLE_TYPES | {"W": "float32"}
     branch_run(path, branch, 7, types=wider, attributes={}, memory="1GiB")
     agree(branch, slice(0, 7))
     assert verify(branch).clean
@@ -436,7 +434,7 @@ def test_lengths_of_examples_and_positions_are_required(tmp_path: Path) -> None:
     sizes = {
         "token": range(5),
         "hidden": HIDDEN_OF_WRITER_EXAMPLES,
-        "variables": TYPES_OF_WRITER_EXAMPLES,
+        "variables": EXAMPLE_TYPES,
     }
     with pytest.raises(InvalidArgument, match="hidden_states: got no length of the dimension posi"):
         RunWriter.create(tmp_path / "run.zarr", examples=EXAMPLES, **sizes)
@@ -461,6 +459,7 @@ def recorded(path: Path, rows: int, **options: Any) -> Path:
 @pytest.fixture
 def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs have the same, so that their objects can be compared."""
+    # Not uuid4: dask names its arrays by it.
     monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "5a" * 16)
 
 
@@ -561,10 +560,10 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
             if number == 1:
                 raise Death
 
-        monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", replace)
+        monkeypatch.setattr(os, "replace", replace)
         with pytest.raises(Death):
             RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
-        monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", move)
+        monkeypatch.setattr(os, "replace", move)
         checked = verify(path)
         assert checked.clean, checked.problems
         found.append(xr.open_zarr(path).attrs["config"]["steps"])

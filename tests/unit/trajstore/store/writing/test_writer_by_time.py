@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,7 @@ def test_without_new_rows_nothing_is_written(
         ask(run, 200.0)
         check(path, 6)
         moves: list[Any] = []
-        monkeypatch.setattr(
-            "trajstore.store.storage.atomic.os.replace", lambda *names: moves.append(names)
-        )
+        monkeypatch.setattr(os, "replace", lambda *names: moves.append(names))
         ask(run, 300.0)
         assert moves == []
         monkeypatch.undo()
@@ -105,12 +104,14 @@ def test_the_end_is_that_of_a_run_without(
     tmp_path: Path, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Object by object, with a commit after every row and the last block left as it was."""
-    monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "0" * 32)
-    options: dict[str, Any] = {"buffers": buffers}
-    with create(tmp_path / "whole.zarr", **options, commit_every=None) as whole:
+    with monkeypatch.context() as patch:
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID("0" * 32))
+        whole = create(tmp_path / "whole.zarr", buffers=buffers, commit_every=None)
+        run = create(tmp_path / "run.zarr", buffers=buffers)
+    with whole:
         for step in range(11):
             whole.append(step, **row(step))
-    with create(tmp_path / "run.zarr", **options) as run:
+    with run:
         for step in range(11):
             run.append(step, **row(step))
             commit_now(run)
@@ -142,7 +143,7 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         assert gate.wait(timeout=60)
         move(source, target)
 
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     return gate.set
 
 
@@ -215,7 +216,7 @@ def test_a_failure_is_raised_by_the_next_append(
         run.append(step, **row(step))
     commit_now(run)
     run.append(5, **row(5))
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", Writes(left))
+    monkeypatch.setattr(os, "replace", Writes(left))
     assert run._blocks._commit_unfinished()
     assert run._blocks._last is not None
     with pytest.raises(OSError, match="No space"):

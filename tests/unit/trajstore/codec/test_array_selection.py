@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.codec.selected_parts import outer_positions, picks, positions
+from trajstore.codec.array_selection import divide_axis, outer_positions, positions
 
 LENGTH = 23
 
@@ -27,7 +27,7 @@ def arrays() -> st.SearchStrategy[np.ndarray]:
 def test_picks_bring_each_position_to_its_place(wanted: Any, part: int) -> None:
     axis = np.arange(100, 100 + LENGTH)
     out = np.zeros(len(wanted), int)
-    found = picks(wanted, part)
+    found = divide_axis(wanted, part)
     assert sorted(found) == sorted({int(position) // part for position in wanted})
     for number, pick in found.items():
         held = axis[number * part : (number + 1) * part][pick.window]
@@ -43,7 +43,7 @@ def test_picks_bring_each_position_to_its_place(wanted: Any, part: int) -> None:
 
 def test_consecutive_rows_are_taken_by_slices() -> None:
     for wanted in (range(3, 9), np.arange(3, 9)):
-        found = picks(wanted, 4)
+        found = divide_axis(wanted, 4)
         assert {number: (pick.window, pick.place) for number, pick in found.items()} == {
             0: (slice(3, 4), slice(0, 1)),
             1: (slice(0, 4), slice(1, 5)),
