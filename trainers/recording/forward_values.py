@@ -376,7 +376,7 @@ class ForwardPasses:
 
         return add
 
-    def values(self, backwards: list[BackwardPass]) -> dict[str, torch.Tensor | None]:
+    def values(self, backwards: Sequence[BackwardPass]) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""
         spread = self._spread
         return {

@@ -206,15 +206,12 @@ def test_closures_of_lbfgs(tiny: Any, record: Any, notes: list[str], tmp_path: P
 def test_copies_of_the_model(tiny: Any, record: Any, tmp_path: Path) -> None:
     optimizer = adamw(tiny)
     losses = []
-    with record(optimizer) as run:
+    with record(optimizer):
         for output in steps(tiny, optimizer):
             losses.append(output["loss"].item())
             client = copy.deepcopy(tiny)
             client(**batches(1, 5)[0])["loss"].backward()
     assert read(tmp_path).loss.values[1:].tolist() == losses
-    before = len(run._backwards)
-    client(**batches(1, 5)[0])["loss"].backward()
-    assert len(run._backwards) == before == 0
 
 
 @pytest.mark.parametrize(

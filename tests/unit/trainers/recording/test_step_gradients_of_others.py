@@ -194,7 +194,7 @@ class Sub(torch.optim.AdamW):
 def test_a_step_is_seen_without_a_read_of_all_parameters(
     optimizer: Any, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.trainers.recording import empty_steps
+    from trajstore.trainers.recording import step_end
 
     read_elements = []
 
@@ -202,7 +202,7 @@ def test_a_step_is_seen_without_a_read_of_all_parameters(
         read_elements.append(sum(one.numel() for one in tensors))
         return bit_sums(tensors)
 
-    monkeypatch.setattr(empty_steps, "bit_sums", counted)
+    monkeypatch.setattr(step_end, "bit_sums", counted)
     loop = Loop()
     large = torch.nn.Parameter(torch.ones(512, 512))
     loop.model.register_parameter("large", large)
