@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from trajstore.trainers.recording.device_to_host import Value, bit_sums
 from trajstore.trainers.recording.examples import StepExamples
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
-from trajstore.trainers.recording.forward_values import BackwardPass, ForwardPass, ForwardPasses
+from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.hooks import StepCalls
 from trajstore.trainers.recording.notes import FirstStep
 from trajstore.trainers.recording.parameter_rows import MatrixStep, ParameterRows
 from trajstore.trainers.recording.parameters import JoinedOptimizer, as_float64
+from trajstore.trainers.recording.passes import BackwardPass, ForwardPass
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_gradients import StepGradients

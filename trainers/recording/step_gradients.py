@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from trajstore.trainers.recording.device_to_host import joint_type, same_bits
 from trajstore.trainers.recording.notes import why_unproven
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import as_dense, gradient_of
+from trajstore.trainers.recording.passes import Mark, Moment
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -35,8 +35,6 @@ from trajstore.trainers.recording.torch_internals import (
     counts_versions,
     plain_total_norm,
     scale_in_step,
-    version,
-    versions,
 )
 
 _CHANGED = (
@@ -93,87 +91,12 @@ def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-class _Mark(NamedTuple):
-    """A gradient tensor at a moment."""
-
-    gradient: weakref.ref[torch.Tensor]
-    version: int
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> _Mark:
-        return cls(weakref.ref(gradient), version(gradient))
-
-    def is_still(self, gradient: torch.Tensor | None) -> bool:
-        if gradient is None or not self.is_tensor(gradient):
-            return False
-        return counts_versions() and version(gradient) == self.version
-
-    def is_tensor(self, gradient: torch.Tensor | None) -> bool:
-        return self.gradient() is gradient
-
-
 class _Clipping(NamedTuple):
     """A call of `clip_grad_norm_` that changed a gradient which was as it had been taken."""
 
     max_norm: float
     total_norm: torch.Tensor
-    after: _Mark
-
-
-class Moment:
-    """All gradients at a moment. It keeps none of them alive.
-
-    Parameters
-    ----------
-    places : dict of tensor to int
-        Place of each parameter in the list of gradients.
-    gradients : sequence of tensor or None
-    """
-
-    __slots__ = ("_are_none", "_places", "_references", "_versions")
-
-    def __init__(
-        self, places: dict[torch.Tensor, int], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        self._places = places
-        self._references = [None if g is None else weakref.ref(g) for g in gradients]
-        self._are_none = not any(self._references)  # as after `zero_grad`
-        self._versions = [-1] * len(gradients) if self._are_none else versions(gradients)
-
-    def mark(self, parameter: torch.Tensor) -> _Mark | None:
-        """Return the gradient of one parameter; None if it had none."""
-        place = self._places.get(parameter, -1)
-        reference = None if place < 0 else self._references[place]
-        return None if reference is None else _Mark(reference, self._versions[place])
-
-    def keep(self, parameters: Set[torch.Tensor], before: Moment) -> None:
-        """Take the gradients of some parameters from another moment, if it has them."""
-        for parameter in parameters:
-            mark, place = before.mark(parameter), self._places.get(parameter)
-            if mark is not None and place is not None and self._references[place] is not None:
-                self._references[place], self._versions[place] = mark
-
-    def changed(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Return the places of present gradients that are others, or have changed since."""
-        if self._are_none:
-            return frozenset([place for place, one in enumerate(gradients) if one is not None])
-        counts = counts_versions()
-        held = zip(self._references, self._versions, gradients, versions(gradients), strict=True)
-        return frozenset(
-            place
-            for place, (reference, before, gradient, now) in enumerate(held)
-            if gradient is not None
-            and not (counts and reference is not None and reference() is gradient and before == now)
-        )
-
-    def are_tensors(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if the gradients are the same tensors, whether they have changed or not."""
-        if len(gradients) != len(self._references):
-            return False
-        return all(
-            gradient is None if reference is None else gradient is reference() is not None
-            for reference, gradient in zip(self._references, gradients, strict=True)
-        )
+    after: Mark
 
 
 class StepGradients:
@@ -202,8 +125,8 @@ class StepGradients:
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
         self._constants: dict[Any, torch.Tensor] = {}
-        self._before: dict[torch.Tensor, _Mark] = {}
-        self._settled: dict[torch.Tensor, _Mark] = {}
+        self._before: dict[torch.Tensor, Mark] = {}
+        self._settled: dict[torch.Tensor, Mark] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -218,7 +141,7 @@ class StepGradients:
         self._settled = {}  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
-        self._results: list[_Mark] = []  # of `torch.autograd.grad`
+        self._results: list[Mark] = []  # of `torch.autograd.grad`
         self._reached: Set[int] = frozenset()  # places whose gradients the last pass changed
 
     # Backward passes -----------------------------------------------------------------------------
@@ -243,7 +166,7 @@ class StepGradients:
     def _present(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
-    def _mark(self, parameter: torch.Tensor) -> _Mark | None:
+    def _mark(self, parameter: torch.Tensor) -> Mark | None:
         """Return the gradient of a parameter when it was taken; None if it was not."""
         return None if self._taken is None else self._taken.mark(parameter)
 
@@ -281,7 +204,7 @@ class StepGradients:
 
     def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Remember the results of `torch.autograd.grad`, which the loop may assign."""
-        self._results += (_Mark.of(one) for one in gradients if one is not None)
+        self._results += (Mark.of(one) for one in gradients if one is not None)
 
     def are_discarded(self) -> bool:
         """Return True if the loop has discarded the gradients of the last backward pass."""
@@ -428,7 +351,7 @@ class StepGradients:
                 continue  # the call was about others
             known = was_still and parameter not in self._clippings
             self._clippings[parameter] = (
-                _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
+                _Clipping(float(max_norm), norm, Mark.of(gradient)) if known else None
             )
 
     def _is_clipped(self, parameter: torch.Tensor) -> bool:
@@ -457,7 +380,7 @@ class StepGradients:
         for rows in self._rows_of(optimizer):
             self._settle(rows, inside=inside)
             if (gradient := rows.parameter.tensor.grad) is not None:
-                self._settled[rows.parameter.tensor] = _Mark.of(gradient)
+                self._settled[rows.parameter.tensor] = Mark.of(gradient)
         if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
         present = self._present()
@@ -521,7 +444,7 @@ class StepGradients:
         else:
             rows.set({"clip_coef": self._constant(1.0, gradient)})
 
-    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: _Mark) -> bool:
+    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: Mark) -> bool:
         """Return True if a gradient has changed since it was taken.
 
         A change of its `Tensor.data` is not counted, so on the CPU the bits are compared.
@@ -536,7 +459,7 @@ class StepGradients:
             return False
         return not same_bits(raw, rows.recorded_tokens(gradient))
 
-    def _compare(self, rows: ParameterRows, consumed: torch.Tensor, taken: _Mark) -> None:
+    def _compare(self, rows: ParameterRows, consumed: torch.Tensor, taken: Mark) -> None:
         """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None

@@ -41,12 +41,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.recording.examples import OF_HIDDEN_STATES, HiddenStates, StepExamples
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
-from trajstore.trainers.recording.forward_values import (
-    BackwardPass,
-    ForwardPass,
-    ForwardPasses,
-    mark_scaled,
-)
+from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.hooks import (
     BACKWARD,
     CLIP,
@@ -58,6 +53,7 @@ from trajstore.trainers.recording.hooks import (
 )
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.passes import BackwardPass, ForwardPass, mark_scaled
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.step_end import EmptySteps, StepEnd
 from trajstore.trainers.recording.step_gradients import StepGradients

@@ -19,7 +19,7 @@ from trajstore import open_run  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
 from trajstore.trainers.recording.device_to_host import bit_sums  # noqa: E402
-from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
+from trajstore.trainers.recording.passes import ForwardPass  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
