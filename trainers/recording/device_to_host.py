@@ -99,7 +99,7 @@ class JoinedVector:
     def shape(self) -> tuple[int, ...]:
         """Shape of the vector, (element,)."""
         pairs = zip(self.like, self.tensors, strict=True)
-        return (sum([(own if one is None else one).numel() for own, one in pairs]),)
+        return (sum([(like if tensor is None else tensor).numel() for like, tensor in pairs]),)
 
     def on_host(self) -> torch.Tensor:
         """Return a new vector on the CPU."""
@@ -115,10 +115,10 @@ class JoinedVector:
         device = first.device
         if len(present) < len(self.tensors):
             present = [
-                first.new_full((own.numel(),), self.missing, dtype=place.dtype)
+                first.new_full((like.numel(),), self.missing, dtype=place.dtype)
                 if tensor is None
                 else tensor
-                for own, tensor in zip(self.like, self.tensors, strict=True)
+                for like, tensor in zip(self.like, self.tensors, strict=True)
             ]
         if len(devices) > 1:
             present = [tensor.to(device) for tensor in present]
@@ -144,15 +144,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def bit_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the sums of the bit patterns of each tensor, and of their squares, modulo 2⁶⁴."""
-    found = []
+    sums = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()
         kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
             min(flat.itemsize, 8)
         ]
         words = flat.view(kind).to(torch.int64)
-        found.append((int(words.sum()), int((words * words).sum())))
-    return found
+        sums.append((int(words.sum()), int((words * words).sum())))
+    return sums
 
 
 Array = npt.NDArray[Any]
@@ -258,7 +258,7 @@ class ComparedRun:
         self.comparison = comparison
         self._stored = stored
         self._steps = steps
-        self._held = frozenset(steps)
+        self._recorded_steps = frozenset(steps)
         self._row: dict[str, Array] = {
             name: np.empty(array.row, array.native.bits)
             for name, array in stored.layout.arrays.items()
@@ -289,7 +289,7 @@ class ComparedRun:
         An earlier training may have ended with an extra row; the extended run lacks it, so it is
         ignored.
         """
-        if step not in self._held:
+        if step not in self._recorded_steps:
             return
         comparison = self.comparison
         if comparison.successor is not None:
@@ -311,13 +311,13 @@ class ComparedRun:
         self._block = {}
 
     def _difference(self, step: int, unequal: tuple[str, ...]) -> RowDifference:
-        at = self.rows % self.layout.block_rows
+        place = self.rows % self.layout.block_rows
         known = [name for name in unequal if name in self._row]  # not a wrong step
         return RowDifference(
             step=step,
             row=self.rows,
             variables=unequal,
-            stored={name: self._block[name][at] for name in known},
+            stored={name: self._block[name][place] for name in known},
             computed={name: self._row[name].copy() for name in known},
         )
 
@@ -325,7 +325,7 @@ class ComparedRun:
         """Return the variables whose bits differ from the row."""
         if self.rows >= self._stored.rows or self._steps[self.rows] != step:
             return (STEP.name,)
-        number, at = divmod(self.rows, self.layout.block_rows)
+        number, place = divmod(self.rows, self.layout.block_rows)
         if number != self._number:
             self._block = {}  # release the old block first
             first = number * self.layout.block_rows
@@ -336,7 +336,7 @@ class ComparedRun:
             }
             self._number = number
         return tuple(
-            name for name, place in self._row.items() if (place != self._block[name][at]).any()
+            name for name, bits in self._row.items() if (bits != self._block[name][place]).any()
         )
 
 
@@ -396,19 +396,20 @@ class RowPlaces:
     def __init__(self, writer: RowTarget) -> None:
         self._writer = writer
         self._block: dict[str, torch.Tensor] = {}
-        self._at = self._end = 0
+        self._next_place = self._end = 0
 
     def next_row(self) -> Row:
         """Return the places of the next row; at the end of a block the writer may need time."""
-        if self._at == self._end:
-            given = self._writer.next_rows(self._writer.layout.block_rows)
+        if self._next_place == self._end:
+            memory = self._writer.next_rows(self._writer.layout.block_rows)
             arrays = self._writer.layout.arrays
             self._block = {
-                name: place_tensor(place, arrays[name].native.name) for name, place in given.items()
+                name: place_tensor(place, arrays[name].native.name)
+                for name, place in memory.items()
             }
-            self._at, self._end = 0, len(next(iter(given.values())))
-        self._at += 1
-        return {name: places[self._at - 1] for name, places in self._block.items()}
+            self._next_place, self._end = 0, len(next(iter(memory.values())))
+        self._next_place += 1
+        return {name: places[self._next_place - 1] for name, places in self._block.items()}
 
     def commit(self, step: int) -> None:
         """Pass the row to the writer as the state after `step`."""
@@ -416,37 +417,25 @@ class RowPlaces:
 
     def release(self) -> None:
         """Release the block."""
-        self._block, self._at, self._end = {}, 0, 0
+        self._block, self._next_place, self._end = {}, 0, 0
 
 
 def _fill(places: Row, values: Mapping[str, Value]) -> None:
     """Copy values to their places."""
-    tensors = {name: one for name, one in values.items() if not isinstance(one, JoinedVector)}
+    tensors = {k: value for k, value in values.items() if not isinstance(value, JoinedVector)}
     if len(tensors) < len(values):
-        for name, one in values.items():
-            if isinstance(one, JoinedVector):
-                one.copy_to(places[name])
+        for name, value in values.items():
+            if isinstance(value, JoinedVector):
+                value.copy_to(places[name])
     copy_each([*map(places.__getitem__, tensors)], [*tensors.values()])
 
 
-class HostTransfer:
-    """Copies values to host memory: those of the first rows, before the run has their types."""
-
-    def put(self, values: Mapping[str, Value]) -> Row:
-        """Return copies of values."""
-        return {
-            name: one.on_host() if isinstance(one, JoinedVector) else one.to("cpu", copy=True)
-            for name, one in values.items()
-        }
-
-    def commit(self, step: int) -> None:
-        """Keep nothing: the recorder has the row."""
-
-    def flush(self) -> None:
-        """Wait for nothing."""
-
-    def close(self) -> None:
-        """Release nothing."""
+def copy_to_host(values: Mapping[str, Value]) -> Row:
+    """Return copies of the values of a first row, before the run has their types."""
+    return {
+        name: value.on_host() if isinstance(value, JoinedVector) else value.to("cpu", copy=True)
+        for name, value in values.items()
+    }
 
 
 class DirectTransfer:
@@ -612,7 +601,7 @@ class DeferredTransfer:
             ) from self._failure
 
 
-Transfer = HostTransfer | DirectTransfer | DeferredTransfer
+Transfer = DirectTransfer | DeferredTransfer
 
 
 def open_transfer(writer: RowTarget, device: torch.device) -> Transfer:

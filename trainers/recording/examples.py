@@ -99,9 +99,9 @@ class StepExamples:
         """
         if not self.variables:
             return {}
-        seen = {name: _joined(parts) for name, parts in self._parts.items() if parts}
-        seen = _of_all_processes(seen)
-        lengths = {name: len(values) for name, values in seen.items()}
+        joined = {name: _joined(parts) for name, parts in self._parts.items() if parts}
+        joined = _of_all_processes(joined)
+        lengths = {name: len(values) for name, values in joined.items()}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
             self._on_note(
@@ -109,7 +109,7 @@ class StepExamples:
                 f"differ: {counts}; pass them for every micro-batch, or for none"
             )
             return {}
-        return seen
+        return joined
 
     def _on_model_input(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -124,9 +124,9 @@ class StepExamples:
     def _on_model_output(
         self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        one = self._passes.current
+        forward = self._passes.current
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
-        if one is None or self._adds_up is False:
+        if forward is None or self._adds_up is False:
             return
         shifts = kwargs.get("shift_labels") is None  # the model itself
         is_causal = shifts and getattr(model, "loss_function", None) is ForCausalLMLoss
@@ -139,7 +139,7 @@ class StepExamples:
             if wrong is not None:
                 self._on_note(wrong)
                 return
-        one.keep("example_loss", self._add, "example_loss", losses)
+        forward.keep("example_loss", self._add, "example_loss", losses)
 
     def _add(self, name: str, values: torch.Tensor) -> None:
         self._parts[name].append(values)
@@ -175,7 +175,7 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
     size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
-    found = []
+    losses = []
     for some, part in zip(logits.split(size), targets.split(size), strict=True):
         each = torch.nn.functional.cross_entropy(
             some.flatten(0, 1).float(),
@@ -183,8 +183,8 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             ignore_index=_NO_TARGET,
             reduction="none",
         )
-        found.append(each.view(part.shape).sum(1) / (part != _NO_TARGET).sum(1))
-    return torch.cat(found)
+        losses.append(each.view(part.shape).sum(1) / (part != _NO_TARGET).sum(1))
+    return torch.cat(losses)
 
 
 def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -331,10 +331,10 @@ class HiddenStates:
 
         def on_output(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             states = _first_tensor(output)
-            with self.passes.of(output) as one:
-                if one is not None and self._is_state(states) and states.ndim == 3:
-                    self._keep(one, states)
-                elif one is not None:
+            with self.passes.of(output) as forward:
+                if forward is not None and self._is_state(states) and states.ndim == 3:
+                    self._keep(forward, states)
+                elif forward is not None:
                     self.on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
 
         hooks.after(modules[source], on_output)
@@ -359,18 +359,20 @@ class HiddenStates:
         # A module may have the parameter and take other inputs, such as the ids of tokens.
         if not self._is_state(given):
             return
-        with self.passes.of(given) as one:
-            if one is not None:
-                one.head_inputs += 1
-                self._keep(one, given)
+        with self.passes.of(given) as forward:
+            if forward is not None:
+                forward.head_inputs += 1
+                self._keep(forward, given)
 
-    def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
+    def _keep(self, forward: ForwardPass, states: torch.Tensor) -> None:
         parts = [receiver(states.detach()) for receiver in self.receivers]
-        one.keep("hidden", self._deliver, parts, one)
+        forward.keep("hidden", self._deliver, parts, forward)
 
-    def _deliver(self, parts: Sequence[Callable[[], None]], one: ForwardPass | None = None) -> None:
+    def _deliver(
+        self, parts: Sequence[Callable[[], None]], forward: ForwardPass | None = None
+    ) -> None:
         # Several inputs of the unembedding are chunks, whose order is not known.
-        if one is None or one.head_inputs <= 1:
+        if forward is None or forward.head_inputs <= 1:
             for add in parts:
                 add()
 
@@ -394,8 +396,10 @@ def _first_tensor(output: Any) -> Any:
 
 def _check_order(name: str, module: torch.nn.Module) -> None:
     """Check that a module of torch returns the batch first."""
-    own = type(module).__module__.startswith("torch.nn.")
-    if own and any(getattr(part, "batch_first", True) is False for part in module.modules()):
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    if is_of_torch and any(
+        getattr(part, "batch_first", True) is False for part in module.modules()
+    ):
         raise RecordingError(
             f"hidden_from={name!r}: {type(module).__name__} has batch_first=False, so its output "
             "is (position, batch, hidden); pass it with observe(hidden=output.transpose(0, 1))"

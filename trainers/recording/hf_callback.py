@@ -157,7 +157,7 @@ def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...
     """
     if (output := _weight(model, "get_output_embeddings")) is None:
         return None
-    alike = [one.tensor for one in parameters if len(one.tensor) == len(output)]
+    alike = [parameter.tensor for parameter in parameters if len(parameter.tensor) == len(output)]
     others = [tensor for tensor in alike if tensor is not output]
     known = all(tensor is _weight(model, "get_input_embeddings") for tensor in others)
     return len(output) if alike and known else None

@@ -49,9 +49,9 @@ def check_all_tokens(variables: Iterable[str], tokens: Tokens) -> None:
         If some tokens only are to be recorded.
     """
     shown = tokens if isinstance(tokens, str) else "a list of ids"
-    if shown != "all" and (held := [name for name in EVERYTHING if name in set(variables)]):
+    if shown != "all" and (everything := [name for name in EVERYTHING if name in set(variables)]):
         raise InvalidArgument(
-            f"tokens: got {shown}, but {held[0]} is recorded with all tokens of the matrix; "
+            f"tokens: got {shown}, but {everything[0]} is recorded with all tokens of the matrix; "
             "leave out tokens, or select tokens after recording"
         )
 
@@ -367,14 +367,16 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
 
 def _signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function)
-    own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    named = [
+        entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD
+    ]
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
         for option in fields(RecordingOptions)
         if option.name not in signature.parameters
     ]
-    return signature.replace(parameters=[*own, *options])
+    return signature.replace(parameters=[*named, *options])
 
 
 def _documentation_with_options(function: Callable[..., Any]) -> str | None:
@@ -418,13 +420,14 @@ def slower_threads() -> str | None:
     if (several := torch.get_num_threads()) == 1:
         return None
     matrix = torch.ones(_SIZE, _SIZE, device="cpu")
-    own = _seconds(matrix)
+    with_several = _seconds(matrix)
     with torch_threads(1):
-        one = _seconds(matrix)
-    if own <= _WORTH * one:
+        with_one = _seconds(matrix)
+    if with_several <= _WORTH * with_one:
         return None
+    ratio = with_several / with_one
     return (
-        f"one thread computes {own / one:.1f} times as fast as {several} threads now, so other "
+        f"one thread computes {ratio:.1f} times as fast as {several} threads now, so other "
         "programs use the processors; threads=1 would be faster, and changes the bits"
     )
 

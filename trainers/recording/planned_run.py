@@ -130,15 +130,15 @@ class LoggedRows:
             return widen(block[name][row], self.layout.arrays[name].native)
 
         numbers = {"loss": float(values("loss"))} if "loss" in block else {}
-        found: dict[str, npt.NDArray[Any]] = {}
+        of_tokens: dict[str, npt.NDArray[Any]] = {}
         if "grad_token_norm" in block:
-            found["grad_norm"] = values("grad_token_norm")
+            of_tokens["grad_norm"] = values("grad_token_norm")
         elif "grad" in block:
-            found["grad_norm"] = vector_norm(values("grad"))
+            of_tokens["grad_norm"] = vector_norm(values("grad"))
         before = block["W"][row - 1] if row and "W" in block else self._before
         if "W" in block and before is not None:
-            found["unchanged"] = (block["W"][row] == before).all(-1)
-        for kind, each in found.items():
+            of_tokens["unchanged"] = (block["W"][row] == before).all(-1)
+        for kind, each in of_tokens.items():
             for name, mask in self._masks.items():
                 numbers[f"{kind}_{name}"] = float(each[mask].mean())
         return numbers
@@ -407,8 +407,8 @@ def run_path(path: RunPath, parameter: str | None) -> Location:
 
 def run_paths(path: RunPath, options: RecordingOptions) -> list[Location]:
     """Return the path of each run of a recording with these options."""
-    one, several = options.has_one_run, options.parameter
-    return [run_path(path, name) for name in ([None] if one else several or ())]
+    has_one_run, names = options.has_one_run, options.parameter
+    return [run_path(path, name) for name in ([None] if has_one_run else names or ())]
 
 
 def _known_of_vocabulary(

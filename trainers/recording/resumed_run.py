@@ -96,20 +96,20 @@ class ExistingRun:
         arrays: Any = open_group(planned.path)
         attributes: dict[str, Any] = arrays.attrs.asdict()
         known = variables_of(attributes)
-        held = tuple(name for name in arrays.array_keys() if name in known)
-        _check_options(planned, attributes.get("recording", {}), held)
+        recorded = tuple(name for name in arrays.array_keys() if name in known)
+        _check_options(planned, attributes.get("recording", {}), recorded)
         _check_coordinates(planned, arrays)
         state: list[str] = []
         if planned.recording.state is not None:
-            planned.recording.state.resume(attributes, held)
-            state = sorted(name for name in held if name in STATE or name not in VARIABLES)
+            planned.recording.state.resume(attributes, recorded)
+            state = sorted(name for name in recorded if name in STATE or name not in VARIABLES)
         all_steps = np.asarray(arrays[STEP.name][...])
         steps, missing = _kept_steps(planned, all_steps)
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
-        _check_change_norms(planned, held, int(steps[-1]))
-        W = arrays["W" if "W" in held else "cells"]
-        own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
+        _check_change_norms(planned, recorded, int(steps[-1]))
+        W = arrays["W" if "W" in recorded else "cells"]
+        tokens = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = steps.size - 1
         names = arrays["hyperparameter"][...] if "hyperparameter" in arrays else ()
         compared = None
@@ -118,11 +118,11 @@ class ExistingRun:
             compared = ComparedRun(stored, all_steps.tolist(), int(steps.size), comparison)
         return cls(
             planned=planned,
-            variables=held,
+            variables=recorded,
             rows=int(steps.size),
             last_step=int(steps[-1]),
             missing_steps=missing,
-            last_weights=_row(W, (last, own)),
+            last_weights=_row(W, (last, tokens)),
             hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
@@ -145,17 +145,17 @@ class ExistingRun:
         """
         if (step := self.planned.recording.loop.first_step) != self.last_step:
             return
-        held = "W" if "W" in self.variables else "cells"
-        now = W if held == "W" else W.to(torch.bfloat16)
-        wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (held,)
+        weights = "W" if "W" in self.variables else "cells"
+        now = W if weights == "W" else W.to(torch.bfloat16)
+        wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
         if self.planned.recording.state is not None:
             wrong += self.planned.recording.state.differing(self.last_state)
         if wrong and self.compared is not None:
             comparison = self.compared.comparison
-            found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
-            comparison.difference = comparison.difference or found
+            difference = RowDifference(step=step, row=self.rows - 1, variables=wrong)
+            comparison.difference = comparison.difference or difference
         elif wrong:
-            names = "the weights" if wrong == (held,) else ", ".join(wrong)
+            names = "the weights" if wrong == (weights,) else ", ".join(wrong)
             raise NothingToResume(
                 f"{names} of the training differ from {self.planned.path} at step {step}; load "
                 "the checkpoint of that step, or record a new run"
@@ -182,7 +182,9 @@ class ExistingRun:
         )
 
 
-def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[str, ...]) -> None:
+def _check_options(
+    planned: PlannedRun, before: Mapping[str, Any], recorded: tuple[str, ...]
+) -> None:
     """Check options and variables against the attribute ``recording`` of the run and its arrays."""
     for name, value in planned.recording_attribute.items():
         if before.get(name) != value:
@@ -191,20 +193,20 @@ def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[s
                 f"with {name}={before.get(name)}"
             )
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
-    extra = set(held) - set(wanted)
+    extra = set(recorded) - set(wanted)
     if planned.recording.options.whole_state:
         extra &= VARIABLES.keys()
-    if missing := sorted(extra) + sorted(required - set(held)):
+    if missing := sorted(extra) + sorted(required - set(recorded)):
         raise InvalidArgument(
-            f"variables: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed "
-            f"run keeps its variables, so correct {', '.join(missing)}"
+            f"variables: {planned.path} has {', '.join(recorded)}, got {', '.join(wanted)}; a "
+            f"resumed run keeps its variables, so correct {', '.join(missing)}"
         )
 
 
-def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: int) -> None:
+def _check_change_norms(planned: PlannedRun, recorded: tuple[str, ...], last_step: int) -> None:
     """Check that the last W is known if the change from it is recorded."""
-    of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in held]
-    if of_change and "W" not in held and planned.recording.loop.first_step != last_step:
+    of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in recorded]
+    if of_change and "W" not in recorded and planned.recording.loop.first_step != last_step:
         raise NothingToResume(
             f"{', '.join(of_change)}: the next row needs W at step {last_step}, which "
             f"{planned.path} lacks; resume from a checkpoint of that step, or record a new run"
@@ -219,10 +221,12 @@ def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
             "its tokens, so give the same ones"
         )
     names = arrays.array_keys() if planned.populations else ()  # by default it keeps its own
-    held = {name: np.asarray(arrays[name][...]) for name in names
+    populations = {name: np.asarray(arrays[name][...]) for name in names
             if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
-    odd = sorted(held.keys() ^ planned.populations.keys()) or [
-        name for name in held if not np.array_equal(held[name], planned.populations[name])
+    odd = sorted(populations.keys() ^ planned.populations.keys()) or [
+        name
+        for name in populations
+        if not np.array_equal(populations[name], planned.populations[name])
     ]
     if odd:
         raise InvalidArgument(
@@ -230,10 +234,10 @@ def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
             "populations, so leave them out"
         )
     stored = tuple(map(str, arrays["parameter"][...])) if "parameter" in arrays else None
-    own = planned.parameter_names or ()
-    if stored not in (None, own):
+    parameters = planned.parameter_names or ()
+    if stored not in (None, parameters):
         raise InvalidArgument(
-            f"the model has {len(own)} parameters, but {planned.path} has {len(stored)} "
+            f"the model has {len(parameters)} parameters, but {planned.path} has {len(stored)} "
             f"({', '.join(stored[:3])}, …), or their names differ; resume with the same model"
         )
 

@@ -204,7 +204,7 @@ class StepGradients:
 
     def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Remember the results of `torch.autograd.grad`, which the loop may assign."""
-        self._results += (Mark.of(one) for one in gradients if one is not None)
+        self._results += (Mark.of(gradient) for gradient in gradients if gradient is not None)
 
     def are_discarded(self) -> bool:
         """Return True if the loop has discarded the gradients of the last backward pass."""
@@ -213,16 +213,16 @@ class StepGradients:
             self._is_discarded(self._parameters[place]) for place in reached
         )
 
-    def _is_discarded(self, one: torch.Tensor) -> bool:
-        mark = self._mark(one)
-        gradient = gradient_of(one)
-        if gradient is None or mark is None or not mark.is_tensor(one.grad):
+    def _is_discarded(self, parameter: torch.Tensor) -> bool:
+        mark = self._mark(parameter)
+        gradient = gradient_of(parameter)
+        if gradient is None or mark is None or not mark.is_tensor(parameter.grad):
             return gradient is None
-        if self._is_clipped(one):
+        if self._is_clipped(parameter):
             return False
         # A read of a gradient on a device would wait for it; there zeros count as a change.
         on_host = gradient.device.type == "cpu"
-        return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
+        return on_host and not mark.is_still(parameter.grad) and not bool(own_rows(gradient).any())
 
     def _take(
         self,
@@ -259,9 +259,9 @@ class StepGradients:
                 self._divided.add(parameter.tensor)
         if only is not None and others:
             pairs = zip(self._parameters, present, strict=True)
-            own = [g for p, g in pairs if g is not None and p not in kept]
-            if own:
-                self._norms[only] = self._norm(own) * unscale
+            gradients_of_step = [g for p, g in pairs if g is not None and p not in kept]
+            if gradients_of_step:
+                self._norms[only] = self._norm(gradients_of_step) * unscale
             norms = list(self._norms.values())
             self.total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
             return
@@ -325,21 +325,23 @@ class StepGradients:
 
     def _take_assigned(self) -> None:
         """Take gradients that no backward pass has left, if there are some."""
-        rows = [one for one in self._rows if self._mark(one.parameter.tensor) is None]
-        rows = [one for one in rows if one.parameter.tensor.grad is not None]
+        rows = [matrix for matrix in self._rows if self._mark(matrix.parameter.tensor) is None]
+        rows = [matrix for matrix in rows if matrix.parameter.tensor.grad is not None]
         if rows:
             self._take(self._present())
-            unknown = [one for one in rows if not self._is_known(one.parameter.tensor.grad)]
+            unknown = [
+                matrix for matrix in rows if not self._is_known(matrix.parameter.tensor.grad)
+            ]
             self._doubt(unknown, _ASSIGNED)
 
     def _is_known(self, gradient: torch.Tensor | None) -> bool:
         """Return True for an unchanged result of `torch.autograd.grad`."""
-        return any(one.is_still(gradient) for one in self._results)
+        return any(mark.is_still(gradient) for mark in self._results)
 
     def _doubt(self, rows: Sequence[ParameterRows], sentence: str) -> None:
         """Use a note in place of the factor of clipping, and of the norm before it."""
-        for one in rows:
-            self._doubtful[one.parameter.tensor] = sentence
+        for matrix in rows:
+            self._doubtful[matrix.parameter.tensor] = sentence
         if rows and self.total_norm is not None:
             self.total_norm = torch.full_like(self.total_norm, float("nan"))
 
@@ -463,10 +465,10 @@ class StepGradients:
         """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
-        seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
+        selected, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
         clipping, is_clipped = self._clippings.get(parameter), self._is_clipped(parameter)
-        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
-        is_elsewhere = raw is not None and raw.device != seen.device
+        on_host = selected.device.type == "cpu" and not is_sharded(parameter)
+        is_elsewhere = raw is not None and raw.device != selected.device
         if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
             is_still = taken.is_still(parameter.grad)
             known = self._constant(1.0 if is_still else math.nan, total)
@@ -475,35 +477,39 @@ class StepGradients:
                 self._note(_UNSEEN, rows)
             return
         if parameter in self._replaced:
-            rows.replace_gradient(seen)
+            rows.replace_gradient(selected)
             return
         if is_elsewhere:
-            seen = seen.cpu()
+            selected = selected.cpu()
             on_host = not is_sharded(parameter)
         candidates: Any = (
-            [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
+            [self._factor(clipping)] if is_clipped else self._candidates(total, raw, selected)
         )
         factors = (self.as_norm(candidate.to(total.dtype)) for candidate in candidates)
         if on_host:
-            factor = next((one for one in factors if _is_product(seen, raw, one)), None)
+            factor = next(
+                (candidate for candidate in factors if _is_product(selected, raw, candidate)), None
+            )
             rows.set({"clip_coef": self._constant(math.nan, total) if factor is None else factor})
             if factor is not None:
                 self._check_limit(rows, total, factor)
                 return
             self._note(_CHANGED, rows)
-            rows.replace_gradient(seen)
+            rows.replace_gradient(selected)
             self._replaced.add(parameter)
             return
         factor = self._constant(math.nan, total)  # without a wait for the device
-        found = None
-        for one in reversed([*factors]):  # the likeliest last
-            matches = agreed(_equal(seen, raw * one), parameter)
-            factor = torch.where(matches, one, factor)
-            found = matches if found is None else matches | found
-        assert found is not None
+        are_products = None
+        for candidate in reversed([*factors]):  # the likeliest last
+            matches = agreed(_equal(selected, raw * candidate), parameter)
+            factor = torch.where(matches, candidate, factor)
+            are_products = matches if are_products is None else matches | are_products
+        assert are_products is not None
         rows.set({"clip_coef": factor})
-        self._are_factors = found if self._are_factors is None else self._are_factors & found
-        rows.replace_gradient(torch.where(found, raw, seen))
+        self._are_factors = (
+            are_products if self._are_factors is None else self._are_factors & are_products
+        )
+        rows.replace_gradient(torch.where(are_products, raw, selected))
 
     def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
         """Note a factor of clipping that does not follow from the recorded limit."""
@@ -520,14 +526,14 @@ class StepGradients:
         return clip_coefficient(whole(clipping.total_norm), clipping.max_norm)
 
     def _candidates(
-        self, total: torch.Tensor, raw: torch.Tensor, seen: torch.Tensor
+        self, total: torch.Tensor, raw: torch.Tensor, selected: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """Yield possible factors; the likeliest first."""
         yield torch.ones_like(total)
         if self._max_grad_norm > 0:
             yield clip_coefficient(total, self._max_grad_norm)
         # The best factor by least squares, and its neighbors in the type of a clipping factor.
-        before, after = raw.double(), seen.double()
+        before, after = raw.double(), selected.double()
         best = (before * after).sum() / before.square().sum()
         near = self.as_norm(torch.where(best > 0, best, float("nan")).to(total.dtype))
         yield near
@@ -557,9 +563,9 @@ class StepGradients:
                     rows.set({"clip_coef": self.as_norm(factor)})
                     continue
                 if raw is not None and parameter in self._divided:
-                    seen = rows.recorded_tokens(own_rows(gradient))
-                    if seen.device.type == "cpu" and not same_bits(raw, seen):
-                        rows.replace_gradient(seen)  # it divides with other roundings
+                    selected = rows.recorded_tokens(own_rows(gradient))
+                    if selected.device.type == "cpu" and not same_bits(raw, selected):
+                        rows.replace_gradient(selected)  # it divides with other roundings
                     continue
                 self._note(_INSIDE, rows)
             else:
@@ -615,8 +621,8 @@ def _is_product(product: torch.Tensor, matrix: torch.Tensor, factor: torch.Tenso
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the next two numbers of the type on both sides."""
-    found = []
+    neighbors = []
     for end in (float("inf"), float("-inf")):
-        one = torch.nextafter(value, torch.full_like(value, end))
-        found += [one, torch.nextafter(one, torch.full_like(value, end))]
-    return found
+        nearest = torch.nextafter(value, torch.full_like(value, end))
+        neighbors += [nearest, torch.nextafter(nearest, torch.full_like(value, end))]
+    return neighbors
