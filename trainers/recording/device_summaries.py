@@ -1,14 +1,12 @@
-"""Four summaries per step of every parameter of the model, computed on its device.
+"""Summaries of a step that are computed on its device: of each token, and of each parameter.
 
-The results are vectors with one number per parameter; nothing larger leaves the device. During the
-optimizer's step a copy of the parameters that it may change stays on the device.
+Those of a token are defined by `trajstore.values.norms`. This second implementation in torch is for
+weights on an accelerator. IEEE 754 defines the rounding of each of its operations, and the sums
+have the same order, so both agree to the last bit on any device. All are computed in float64 (on
+the CPU for MPS, which has no float64) and stored as float32.
 
-Summaries per token, computed while recording, so that common questions need no large array.
-
-`trajstore.values.norms` defines them. This second implementation in torch is for weights on
-an accelerator. IEEE 754 defines the rounding of each of its operations, and the sums have the same
-order. So both agree to the last bit on any device. All are computed in float64 on the device of the
-weights (on the CPU for MPS, which has no float64) and stored as float32.
+Those of parameters are four vectors, with one number per parameter. Nothing larger leaves the
+device. During the optimizer's step a copy of the parameters that it may change stays there.
 """
 
 from __future__ import annotations

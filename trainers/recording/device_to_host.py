@@ -5,12 +5,7 @@ crosses to the host. On CUDA the training stream only makes copies in one piece 
 device. A second stream copies that to pinned memory, and a thread copies it to the block. So
 neither the training stream nor the training thread waits for the bus.
 
-Tensors of one or several types, joined to one vector.
-
-Comparison of a repeated training with a recorded run.
-
-A `ComparedRun` has the interface of a `RunWriter`: it provides memory for a row and takes the
-filled row. So the recorder needs no change.
+Rows go to a `RunWriter`, or to a `ComparedRun`, which compares them with those of a run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Values of single examples of a step: indices, losses, hidden states.
 
 All three have one order: by process, then by micro-batch. In a distributed training, processes that
-do not record collect their share for the process that does.
-
-Hidden states of the micro-batches of a step, from a module of the model or from the loop.
+do not record collect their share for the process that does. `HiddenStates` passes the states of a
+micro-batch, from a module or from the loop, to all that compute values from them.
 """
 
 from __future__ import annotations

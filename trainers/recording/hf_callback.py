@@ -1,7 +1,4 @@
-"""A callback that records the training of a Hugging Face `Trainer`.
-
-Facts about the recorded tokens from a Trainer's data set and tokenizer.
-"""
+"""A callback for the `Trainer` of Hugging Face; what its data set and tokenizer tell of tokens."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Hooks on modules that a copy of the model, or a file of it, does not inherit.
+"""Hooks of modules, of optimizers' steps, and of functions of torch that have none.
 
-Hooks on the steps of an optimizer, also of one that wraps another or has no place for hooks.
-
-A step may call another: that of a wrapped optimizer, or that of a base class. The outermost call is
-the step of the loop. The innermost one consumes the gradients.
-
-Calls of functions of torch that have no hook, observed while somebody listens.
+A copy of a model, or a file of it, does not inherit the hooks of its modules. A step may call
+another: that of a wrapped optimizer, or that of a base class. The outermost call is the step of the
+loop; the innermost one consumes the gradients.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What an optimizer keeps of each parameter: tensors of its shape, numbers, and anything else.
+"""What a next step depends on, besides parameters: the optimizer's state, buffers, generators.
 
-The buffers of a model that change while it is trained, as one vector.
-
-The states of the random generators that a model can draw from.
-
-On a device these are the device's generator and the CPU's: some layers draw on the CPU.
+An optimizer keeps tensors of a parameter's shape, numbers, and anything else. Buffers that change
+form one vector. On a device the generators are the device's and the CPU's: some layers draw on the
+CPU.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Notes of a recording: what a run does not hold, or not as the loop suggests.
+"""Sentences about a recording, and the attributes that say how it was made.
 
-Steps that a sound recording cannot prove, because torch rounds them otherwise than a replay.
-
-Advice about the types of a training run, before it is recorded.
-
-The check at the first step: what a recording will not be able to answer.
-
-Provenance of a run: root attributes in addition to its configuration.
+`RunNotes` collects what a run does not hold, or not as the loop suggests. `FirstStep` looks for
+what the recording cannot answer, `why_unproven` for steps that torch rounds otherwise than a
+replay, `optimizer_advice` for types in which the optimizer has no effect.
 """
 
 from __future__ import annotations

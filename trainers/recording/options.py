@@ -1,11 +1,8 @@
 """Options of a recording, and facts about the training loop.
 
 The options are defined here only. `capture` and `TrajectoryCallback` take them as keywords:
-`takes_options` adds them to their signatures and documentation.
-
-Selection of the recorded tokens.
-
-The number of threads that torch uses on the CPU, on which rounding depends.
+`takes_options` adds them to their signatures and documentation. `select_tokens` resolves the
+recorded tokens. The number of threads that torch uses on the CPU decides how it rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The recorded parameters of a model, their optimizer groups and their unembedding modules.
-
-The optimizers that train a model together, as one optimizer for the recorder.
-"""
+"""The recorded parameters of a model, and its optimizers, joined to one for the recorder."""
 
 from __future__ import annotations
 

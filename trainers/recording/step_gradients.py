@@ -6,6 +6,8 @@ loop may clip it afterwards. The gradient that the innermost step gets decides: 
 times `clip_coef` is that gradient in every bit, or `grad` is that gradient itself.
 """
 
+# Longer than other rooms: raw and consumed gradients share the marks, doubts and norms of a step.
+
 from __future__ import annotations
 
 import functools

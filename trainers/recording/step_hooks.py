@@ -19,10 +19,10 @@ step post-hook of the optimizer           the learning rate, W and the moments, 
 ========================================  ===================================================
 
 Group, rate, state, scaler and parameter are found again in each step. An error in a hook ends the
-
-Group, rate, state, scaler and parameter are found again in each step. `step_end` completes the rows
-of a step.
+recording, not the training, unless it is an interruption or the disk is full or has failed.
 """
+
+# Longer than other rooms: all hooks share the flags of the step in progress.
 
 from __future__ import annotations
 
