@@ -23,7 +23,6 @@ from trajstore.trainers.recording.device_summaries import ULP_TYPES, token_norm,
 from trajstore.trainers.recording.device_to_host import (
     JoinedVector,
     Row,
-    RowTarget,
     Transfer,
     Value,
     copy_to_host,
@@ -41,7 +40,7 @@ from trajstore.trainers.recording.first_rows import (
 from trajstore.trainers.recording.kept_state import kept_elements, step_count
 from trajstore.trainers.recording.notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.planned_run import PlannedRun
-from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.resumed_run import ComparedRun, ExistingRun
 from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
 from trajstore.trainers.recording.torch_internals import versions
 from trajstore.units import format_bytes
@@ -109,7 +108,7 @@ class ParameterRows:
         self.parameter = planned.parameter
         self.watched = planned.recording.options.resolved
         self.variables = own_variables(planned.share, self.watched)
-        self.writer: RowTarget | None = None
+        self.writer: RunWriter | ComparedRun | None = None
         self.rows = 0
         self.last_step = planned.recording.loop.first_step
         W = self.own_W()
@@ -208,7 +207,7 @@ class ParameterRows:
         self.rows, self.last_step = existing.rows, last_step
         self._first = FirstRows(self._planned, self._ids)
 
-    def _open_transfer(self, writer: RowTarget) -> None:
+    def _open_transfer(self, writer: RunWriter | ComparedRun) -> None:
         self._templates = {
             name: torch.empty(array.row, dtype=getattr(torch, array.native.name), device="meta")
             for name, array in writer.layout.arrays.items()
