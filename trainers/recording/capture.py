@@ -278,9 +278,9 @@ class Recorder:
 
     def _mention_end(self, error: BaseException) -> None:
         self.has_failed = True
-        shown = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         rest = "" if isinstance(error, RunNotFound) else "; the run keeps its complete rows"
-        self._notes.mention(f"the recording ended in step {self._hooks.step + 1}: {shown}{rest}")
+        self._notes.mention(f"the recording ended in step {self._hooks.step + 1}: {reason}{rest}")
 
 
 def open_recorder(

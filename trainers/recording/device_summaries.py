@@ -109,9 +109,9 @@ class ModelParameters:
         """Keep the values of some parameters; those of others stay."""
         if len(places) < len(self._tensors) and not self._found.keys().isdisjoint(values):
             has_tensor = [place in places for place in range(len(self._tensors))]
-            mine = torch.tensor(has_tensor, device="cpu")
-            mine = mine.to(self._nan.device, non_blocking=True)  # without a wait for the device
-            values = {n: torch.where(mine, new, self._found[n]) for n, new in values.items()}
+            mask = torch.tensor(has_tensor, device="cpu")
+            mask = mask.to(self._nan.device, non_blocking=True)  # without a wait for the device
+            values = {n: torch.where(mask, new, self._found[n]) for n, new in values.items()}
         self._found |= values
 
     def after_update(self, groups: Iterable[Mapping[str, Any]], *, skipped: bool) -> None:

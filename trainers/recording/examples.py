@@ -83,9 +83,9 @@ class StepExamples:
         InvalidArgument
             If there is not one number for each example.
         """
-        for name, given in (("batch", batch), ("example_loss", example_loss)):
-            if given is not None:
-                values = _observed(name, given)
+        for name, value in (("batch", batch), ("example_loss", example_loss)):
+            if value is not None:
+                values = _observed(name, value)
                 if name in self.variables:
                     yield name, functools.partial(self._add, name, _as_recorded(name, values))
 
@@ -133,10 +133,10 @@ class StepExamples:
             return
         losses = example_losses(logits.detach(), labels)
         if self._adds_up is None:
-            wrong = _difference(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
-            self._adds_up = wrong is None
-            if wrong is not None:
-                self._on_note(wrong)
+            problem = _difference(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
+            self._adds_up = problem is None
+            if problem is not None:
+                self._on_note(problem)
                 return
         forward.keep("example_loss", self._add, "example_loss", losses)
 
@@ -175,14 +175,16 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
     size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
     losses = []
-    for some, part in zip(logits.split(size), targets.split(size), strict=True):
-        each = torch.nn.functional.cross_entropy(
-            some.flatten(0, 1).float(),
-            part.flatten(),
+    for part_logits, part_targets in zip(logits.split(size), targets.split(size), strict=True):
+        token_losses = torch.nn.functional.cross_entropy(
+            part_logits.flatten(0, 1).float(),
+            part_targets.flatten(),
             ignore_index=_NO_TARGET,
             reduction="none",
         )
-        losses.append(each.view(part.shape).sum(1) / (part != _NO_TARGET).sum(1))
+        losses.append(
+            token_losses.view(part_targets.shape).sum(1) / (part_targets != _NO_TARGET).sum(1)
+        )
     return torch.cat(losses)
 
 
@@ -195,16 +197,16 @@ def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return whole
 
 
-def _observed(name: str, given: Any) -> torch.Tensor:
+def _observed(name: str, value: Any) -> torch.Tensor:
     """Return values from the loop, which the type of the variable holds exactly."""
     try:
-        values = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
+        values = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
         values = values.detach()
-        if values.is_floating_point() and not hasattr(given, "dtype"):
-            values = torch.as_tensor(given, dtype=torch.float64, device="cpu")  # as Python's floats
+        if values.is_floating_point() and not hasattr(value, "dtype"):
+            values = torch.as_tensor(value, dtype=torch.float64, device="cpu")  # as Python's floats
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgument(
-            f"{name}: got {reprlib.repr(given)}, expected one number for each example"
+            f"{name}: got {reprlib.repr(value)}, expected one number for each example"
         ) from None
     kind = "whole numbers" if name == "batch" else "floats"
     has_kind = values.is_floating_point() == (name == "example_loss")
@@ -216,11 +218,11 @@ def _observed(name: str, given: Any) -> torch.Tensor:
     if values.dtype in (torch.float64, torch.int64):
         kept = _as_recorded(name, values).to(values.dtype)
         if (wrong := (kept != values) & (values == values)).any():
-            at = int(wrong.nonzero()[0])
+            position = int(wrong.nonzero()[0])
             stored = "float64" if name == "batch" else "float32"
             raise InvalidArgument(
-                f"{name}: got {values[at].item()} at position {at}, expected {kind} that {stored} "
-                "holds exactly; convert them"
+                f"{name}: got {values[position].item()} at position {position}, expected {kind} "
+                f"that {stored} holds exactly; convert them"
             )
     return values
 
@@ -254,17 +256,17 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([padded(part, (len(part), *longest)) for part in parts])
 
 
-def _of_all_processes(mine: Tensors) -> Tensors:
+def _of_all_processes(values: Tensors) -> Tensors:
     """Return the shares of all processes in the first one, and the own share in the others."""
     if not is_distributed():
-        return mine
+        return values
     first = torch.distributed.get_rank() == 0
     shares: list[Any] = [None] * torch.distributed.get_world_size()
-    sent = {name: values.cpu() for name, values in mine.items()}
+    sent = {name: tensor.cpu() for name, tensor in values.items()}
     torch.distributed.gather_object(sent, shares if first else None, dst=0)
     if not first:
-        return mine
-    names = [name for name in mine if all(name in share for share in shares)]
+        return values
+    names = [name for name in values if all(name in share for share in shares)]
     return {name: _joined([share[name] for share in shares]) for name in names}
 
 
@@ -354,14 +356,14 @@ class HiddenStates:
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        given: Any = next(iter((*args, *kwargs.values())), None)
+        states: Any = next(iter((*args, *kwargs.values())), None)
         # A module may have the parameter and take other inputs, such as the ids of tokens.
-        if not self._is_state(given):
+        if not self._is_state(states):
             return
-        with self.passes.of(given) as forward:
+        with self.passes.of(states) as forward:
             if forward is not None:
                 forward.head_inputs += 1
-                self._keep(forward, given)
+                self._keep(forward, states)
 
     def _keep(self, forward: ForwardPass, states: torch.Tensor) -> None:
         parts = [receiver(states.detach()) for receiver in self.receivers]
@@ -375,15 +377,15 @@ class HiddenStates:
             for add in parts:
                 add()
 
-    def _is_state(self, given: Any) -> bool:
-        floats = isinstance(given, torch.Tensor) and given.is_floating_point()
-        return floats and given.ndim > 1 and given.shape[-1] == self.size
+    def _is_state(self, value: Any) -> bool:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return floats and value.ndim > 1 and value.shape[-1] == self.size
 
-    def _unfit(self, name: str, given: Any) -> str:
-        shown = type(given).__name__
-        if isinstance(given, torch.Tensor):
-            shown = f"{type_name(given.dtype)} of shape {tuple(given.shape)}"
-        return f"{name}: got {shown}, expected floats of shape (batch, position, {self.size})"
+    def _unfit(self, name: str, value: Any) -> str:
+        received = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            received = f"{type_name(value.dtype)} of shape {tuple(value.shape)}"
+        return f"{name}: got {received}, expected floats of shape (batch, position, {self.size})"
 
 
 def _first_tensor(output: Any) -> Any:

@@ -268,8 +268,8 @@ class FollowedMatrices:
                 continue
             now = self._settings(group)
             changed = _changed(before, now)
-            odd = {*now} if again else set() if may_change else changed
-            self._stepped[id(group)] = now | dict.fromkeys(odd, math.nan) if odd else now
+            unknown = {*now} if again else set() if may_change else changed
+            self._stepped[id(group)] = now | dict.fromkeys(unknown, math.nan) if unknown else now
             known = may_change or not isinstance(rate, int | float) or rate == group.get("lr")
             self._rates[id(group)] = rate_of(group) if known and not again else _UNKNOWN
             if not known:

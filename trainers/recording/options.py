@@ -45,11 +45,12 @@ def check_all_tokens(variables: Iterable[str], tokens: Tokens) -> None:
     InvalidArgument
         If some tokens only are to be recorded.
     """
-    shown = tokens if isinstance(tokens, str) else "a list of ids"
-    if shown != "all" and (everything := [name for name in EVERYTHING if name in set(variables)]):
+    received = tokens if isinstance(tokens, str) else "a list of ids"
+    everything = [name for name in EVERYTHING if name in set(variables)]
+    if received != "all" and everything:
         raise InvalidArgument(
-            f"tokens: got {shown}, but {everything[0]} is recorded with all tokens of the matrix; "
-            "leave out tokens, or select tokens after recording"
+            f"tokens: got {received}, but {everything[0]} is recorded with all tokens of the "
+            "matrix; leave out tokens, or select tokens after recording"
         )
 
 
@@ -92,9 +93,9 @@ def select_tokens(
     if not (ids := np.unique(exact("tokens", tokens, "int64", least=ANY))).size:
         raise InvalidArgument("tokens: got an empty list, expected at least one token id")
     if (unknown := ids[(ids < 0) | (ids >= vocab_size)]).size:
-        shown = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
+        examples = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
         raise InvalidArgument(
-            f"tokens: {unknown.size} ids are not in the vocabulary ({shown}); expected 0 to "
+            f"tokens: {unknown.size} ids are not in the vocabulary ({examples}); expected 0 to "
             f"{vocab_size - 1}"
         )
     return ids
@@ -295,8 +296,8 @@ class RecordingOptions:
 
     @property
     def _names(self) -> list[str]:
-        given = self.variables.split(",") if isinstance(self.variables, str) else self.variables
-        return [name.strip() for name in given]
+        names = self.variables.split(",") if isinstance(self.variables, str) else self.variables
+        return [name.strip() for name in names]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -344,8 +345,8 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
     Its signature and documentation list the options in place of ``**options``. An unknown keyword
     raises a `TypeError` with the most similar name.
     """
-    shown = _signature_with_options(function)
-    takes = [name for name in shown.parameters if name != "self"]
+    signature = _signature_with_options(function)
+    takes = [name for name in signature.parameters if name != "self"]
 
     @functools.wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -357,7 +358,7 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
                 )
         return function(*arguments, **keywords)
 
-    call.__signature__ = shown  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__doc__ = _documentation_with_options(function)
     return call
 

@@ -94,16 +94,18 @@ class JoinedOptimizer:
     """
 
     def __init__(self, optimizers: Any, ends_step: Any = None) -> None:
-        given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-        self.chains = tuple(map(optimizer_chain, given))
+        separate = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+        self.chains = tuple(map(optimizer_chain, separate))
         self.members: tuple[Optimizer, ...] = tuple(chain[-1] for chain in self.chains)
         self.ends_step = None if ends_step is None else optimizer_chain(ends_step)[-1]
         self.turns: dict[Optimizer, int] = {}
         self._started: set[Optimizer] = set()
-        kinds = [type(member).__name__ for member in self.members]
+        classes = [type(member).__name__ for member in self.members]
         self._names = {
-            member: kind if kinds.count(kind) == 1 else f"{kind} {kinds[: at + 1].count(kind)}"
-            for at, (member, kind) in enumerate(zip(self.members, kinds, strict=True))
+            member: kind
+            if classes.count(kind) == 1
+            else f"{kind} {classes[: place + 1].count(kind)}"
+            for place, (member, kind) in enumerate(zip(self.members, classes, strict=True))
         }
         if not self.members:
             raise RecordingError("got no optimizer; pass each one that trains the model")
@@ -149,8 +151,8 @@ class JoinedOptimizer:
 
     def owner(self, group: Mapping[str, Any]) -> Optimizer | None:
         """Return the member that has a group; None if no member has it."""
-        having = (m for m in self.members if any(group is known for known in m.param_groups))
-        return next(having, None)
+        owners = (m for m in self.members if any(group is known for known in m.param_groups))
+        return next(owners, None)
 
     def named(self, members: Iterable[Optimizer]) -> str:
         """Return the names of members: their classes, with a number if two have the same."""
@@ -267,14 +269,15 @@ def find_parameters(
     elif isinstance(names, str):
         names = [names]
     recorded: dict[int, RecordedParameter] = {}
-    for given in names:
-        name = name_outside_compile(given).removeprefix("module.")
+    for requested in names:
+        name = name_outside_compile(requested).removeprefix("module.")
         if name not in by_name:
             raise RecordingError(
-                f"{type(inner).__name__} has no parameter {given!r}; {_suggestion(name, by_name)}"
+                f"{type(inner).__name__} has no parameter {requested!r}; "
+                f"{_suggestion(name, by_name)}"
             )
         tensor = by_name[name]
-        _check_recordable(given, tensor)
+        _check_recordable(requested, tensor)
         if id(tensor) not in recorded:
             first = next(key for key, value in by_name.items() if value is tensor)
             group = find_group(optimizer, tensor)

@@ -144,15 +144,15 @@ class ExistingRun:
             return
         weights = "W" if "W" in self.variables else "cells"
         now = W if weights == "W" else W.to(torch.bfloat16)
-        wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
+        different: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
         if self.planned.recording.state is not None:
-            wrong += self.planned.recording.state.differing(self.last_state)
-        if wrong and self.compared is not None:
+            different += self.planned.recording.state.differing(self.last_state)
+        if different and self.compared is not None:
             comparison = self.compared.comparison
-            difference = RowDifference(step=step, row=self.rows - 1, variables=wrong)
+            difference = RowDifference(step=step, row=self.rows - 1, variables=different)
             comparison.difference = comparison.difference or difference
-        elif wrong:
-            names = "the weights" if wrong == (weights,) else ", ".join(wrong)
+        elif different:
+            names = "the weights" if different == (weights,) else ", ".join(different)
             raise NothingToResume(
                 f"{names} of the training differ from {self.planned.path} at step {step}; load "
                 "the checkpoint of that step, or record a new run"
@@ -220,15 +220,15 @@ def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
     names = arrays.array_keys() if planned.populations else ()  # by default it keeps its own
     populations = {name: np.asarray(arrays[name][...]) for name in names
             if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
-    odd = sorted(populations.keys() ^ planned.populations.keys()) or [
+    different = sorted(populations.keys() ^ planned.populations.keys()) or [
         name
         for name in populations
         if not np.array_equal(populations[name], planned.populations[name])
     ]
-    if odd:
+    if different:
         raise InvalidArgument(
-            f"populations: {', '.join(odd)} differ from {planned.path}; a resumed run keeps its "
-            "populations, so leave them out"
+            f"populations: {', '.join(different)} differ from {planned.path}; a resumed run keeps "
+            "its populations, so leave them out"
         )
     stored = tuple(map(str, arrays["parameter"][...])) if "parameter" in arrays else None
     parameters = planned.parameter_names or ()

@@ -394,7 +394,11 @@ class StepHooks:
 
     @_guarded
     def _after_unscale(self, optimizer: Optimizer, were_still: bool) -> None:
-        by_hand = [each for each in self._backwards if each.scale is None and each.is_quotient]
+        by_hand = [
+            backward
+            for backward in self._backwards
+            if backward.scale is None and backward.is_quotient
+        ]
         for backward in by_hand:
             if backward.loss is None:
                 backward.root = None
