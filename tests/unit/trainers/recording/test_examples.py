@@ -156,8 +156,7 @@ def test_the_head_takes_the_states_by_name(tmp_path: Path) -> None:
     np.testing.assert_array_equal(recorded, model.last.detach().mean((0, 1)))
 
 
-def test_what_is_no_hidden_state_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_what_is_no_hidden_state_is_refused(path: Path) -> None:
     model = OwnModel()
     of_W = {"parameter": "embedding.weight"}
     with pytest.raises(InvalidArgument, match=r"hidden: got float32 of shape \(5, 8\), expected f"):
@@ -264,10 +263,9 @@ class Sharper(GPT2LMHeadModel):
         return output
 
 
-def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
+def test_a_loss_that_is_another_one_is_not_guessed(path: Path) -> None:
     model = tiny_gpt2(Sharper)
     (batch,) = batches(1)
-    path = tmp_path / "run.zarr"
     with (
         pytest.raises(RecordingError, match=r"observe\(example_loss=…\)"),
         capture(model, optimizer_of(model), path, variables=("W", "example_loss"), strict=True),
@@ -276,9 +274,8 @@ def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_losses_that_were_not_observed_are_an_error(tiny: Any, tmp_path: Path) -> None:
+def test_losses_that_were_not_observed_are_an_error(tiny: Any, path: Path) -> None:
     optimizer = optimizer_of(tiny)
-    path = tmp_path / "run.zarr"
     tiny(**batches(1)[0])["loss"].backward()
     message = r"example_loss not recorded.*not a causal language model .* observe\(example_loss=…\)"
     with (
@@ -289,9 +286,8 @@ def test_losses_that_were_not_observed_are_an_error(tiny: Any, tmp_path: Path) -
     assert not path.exists()
 
 
-def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, tmp_path: Path) -> None:
+def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, path: Path) -> None:
     optimizer = optimizer_of(tiny)
-    path = tmp_path / "run.zarr"
     notes: list[str] = []
     variables = ("W", "batch", "example_loss")
     with capture(tiny, optimizer, path, variables=variables, on_note=notes.append) as run:

@@ -88,8 +88,9 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("encoding", ["delta", "compact"])
-def test_every_step_follows_from_the_row_before(name: str, encoding: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_every_step_follows_from_the_row_before(
+    name: str, encoding: str, tmp_path: Path, path: Path
+) -> None:
     ds, notes = train(path, *CHANGES[name], encoding=encoding)
     assert not any("changed" in note for note in notes)
     assert verify(path).problems == ()
@@ -144,8 +145,7 @@ def test_a_setting_of_what_if_holds_in_all_steps(tmp_path: Path) -> None:
     assert named == {"momentum": 0.5, "dampening": 0.0, "weight_decay": 0.01}
 
 
-def test_restore_sets_what_the_next_step_used(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_restore_sets_what_the_next_step_used(path: Path) -> None:
     ds, _ = train(path, adamw, cycled, variables="everything")
     model, groups = built()
     optimizer = adamw(groups)
@@ -178,13 +178,12 @@ def test_what_no_row_holds_is_named(tmp_path: Path) -> None:
     assert any(note.startswith("maximize of the optimizer's group") for note in notes)
 
 
-def test_numbers_that_a_step_changes_are_missing(tmp_path: Path) -> None:
+def test_numbers_that_a_step_changes_are_missing(path: Path) -> None:
     class Warming(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             self.param_groups[0]["betas"] = (self.param_groups[0]["betas"][0] - 0.01, 0.999)
             return super().step(closure)
 
-    path = tmp_path / "run.zarr"
     ds, notes = train(path, lambda groups: Warming(groups, lr=0.01), lambda _: lambda step: None)
     assert np.isnan(ds.hyperparameters.sel(hyperparameter="beta1")).all()
     assert (ds.hyperparameters.sel(hyperparameter="beta2")[1:] == 0.999).all()

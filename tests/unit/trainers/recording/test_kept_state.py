@@ -120,8 +120,7 @@ def rows_of_the_page() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_table_of_optimizers(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_the_table_of_optimizers(name: str, path: Path) -> None:
     whole = train(*build(name), path, 0, 24, encoding="compact")
     ds = open_run(path)
     _, kept = whole[-1]

@@ -125,14 +125,13 @@ def assert_parameters(ds: xr.Dataset, states: list[State]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "encoding"), [(torch.float32, "delta"), (torch.bfloat16, "compact")]
 )
-def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path: Path) -> None:
+def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, path: Path) -> None:
     torch.manual_seed(1)
     model = Model(dtype)
     plain = copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in plain.named_parameters()}
     states = list(train(plain, adamw(plain)))
     optimizer = adamw(model)
-    path = tmp_path / "run.zarr"
     options = {"variables": "everything", "block_rows": 4, "encoding": encoding}
     with capture(model, optimizer, path, max_grad_norm=0.05, **options):
         for _ in train(model, optimizer):
@@ -252,8 +251,7 @@ def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(gradients, ds.grad_norm.values[taken], rtol=1e-5)
 
 
-def test_models_that_cannot_be_recorded_whole_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_models_that_cannot_be_recorded_whole_are_refused(path: Path) -> None:
     for kind, device, message in (
         (torch.complex64, "cpu", "more has the type torch.complex64, expected one of"),
         (torch.bfloat16, "meta", "more is on meta, but mix.weight is on cpu; move all"),
@@ -314,8 +312,7 @@ def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Pa
     assert open_run(tmp_path / "run.zarr").step.values.tolist() == [0, 1]
 
 
-def test_a_run_is_resumed_with_the_same_parameters(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_a_run_is_resumed_with_the_same_parameters(path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
     small_run(path, model, optimizer)

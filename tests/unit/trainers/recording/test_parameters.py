@@ -238,9 +238,8 @@ def test_each_matrix_has_the_values_of_its_own_optimizer(
     assert [note for note in notes if not any(words in note for words in expected)] == []
 
 
-def test_all_parameters_of_both(model: Any, tmp_path: Path) -> None:
+def test_all_parameters_of_both(model: Any, path: Path) -> None:
     pair = muon_and_adamw(model)
-    path = tmp_path / "run.zarr"
     gradients: list[Any] = []
     one = model.blocks[1].mlp.weight
     one.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
@@ -290,12 +289,11 @@ def test_what_cannot_be_joined(model: Any) -> None:
         JoinedOptimizer([adamw, "muon"])
 
 
-def test_one_optimizer_ends_a_step(model: Any, tmp_path: Path, notes: list[str]) -> None:
+def test_one_optimizer_ends_a_step(model: Any, path: Path, notes: list[str]) -> None:
     muon, adamw = muon_and_adamw(model)
     head = Lists(model.head.weight)
     options = {"parameter": HEAD, "variables": "everything", "on_note": notes.append}
     turns = [1, 0, 2, 1]  # of AdamW
-    path = tmp_path / "run.zarr"
     data = iter(batches(5))
     with capture(model, [muon, adamw], path, ends_step=muon, **options):
         for count in turns:
@@ -319,10 +317,9 @@ def test_one_optimizer_ends_a_step(model: Any, tmp_path: Path, notes: list[str])
     assert about(notes, "between the steps of the optimizers", "grad_norm is NaN")
 
 
-def test_a_backward_pass_between_the_steps(model: Any, tmp_path: Path) -> None:
+def test_a_backward_pass_between_the_steps(model: Any, path: Path) -> None:
     muon, adamw = muon_and_adamw(model)
     hidden, norm = model.blocks[0].qkv.weight, model.blocks[0].norm.weight
-    path = tmp_path / "run.zarr"
     consumed: dict[Any, list[Any]] = {hidden: [], norm: []}
     with capture(model, [muon, adamw], path, variables="everything,norms", parameter=HEAD):
         for batch in batches(3):

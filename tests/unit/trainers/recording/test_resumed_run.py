@@ -67,9 +67,10 @@ def same(one: Path, other: Path) -> xr.Dataset:
 
 
 @pytest.mark.parametrize(("taken", "every"), [(5, 1), (7, 3)])
-def test_a_loop_continues_from_its_own_checkpoint(taken: int, every: int, tmp_path: Path) -> None:
+def test_a_loop_continues_from_its_own_checkpoint(
+    taken: int, every: int, tmp_path: Path, path: Path
+) -> None:
     Loop().run(tmp_path / "straight.zarr", 0, STEPS, every=every)
-    path = tmp_path / "run.zarr"
     first = Loop()
     first.run(path, 0, taken, every=every)
     checkpoint = first.checkpoint()
@@ -143,8 +144,7 @@ def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
         same(tmp_path / f"straight.{name}.zarr", tmp_path / f"run.{name}.zarr")
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, path: Path) -> None:
     loop = Loop()
     loop.run(path, 0, 5)
     before = (path / "zarr.json").read_bytes()
@@ -284,8 +284,7 @@ def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
     assert [xr.open_zarr(run).step.values[-1] for run in (first, second)] == [6, 6]
 
 
-def test_a_later_attribute_takes_its_place(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_a_later_attribute_takes_its_place(path: Path) -> None:
     loop = Loop()
     loop.run(path, 0, 5, config={"steps": 5}, schedule={"name": "none"})
     loop.run(path, 5, 7, resume=True, first_step=5, config={"steps": 7}, schedule={"name": "flat"})
