@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +45,6 @@ from trajstore.trainers.recording.torch_internals import versions
 from trajstore.units import format_bytes
 
 _UNSHARDED = (torch.Tensor, torch.nn.Parameter, JoinedVector)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MatrixStep:
-    """A complete step of one matrix.
-
-    Attributes
-    ----------
-    number : int
-        Optimizer steps taken.
-    values : mapping of str to tensor
-        What the hooks have found beside W, its gradient and its state.
-    had_effect : bool
-        True if every optimizer has taken a step so far, and this one had gradients.
-    """
-
-    number: int
-    values: Mapping[str, Value]
-    had_effect: bool
 
 
 class ParameterRows:
@@ -357,11 +337,20 @@ class ParameterRows:
 
     # Rows ----------------------------------------------------------------------------------------
 
-    def complete(self, step: MatrixStep) -> None:
+    def complete(self, step: int, values: Mapping[str, Value], *, had_effect: bool) -> None:
         """Set W, its state and the values of a step, and store the row if `every` selects it.
 
         The run is created at the first step that had an effect: before it there may be no moments,
         so no types.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer steps taken.
+        values : mapping of str to tensor
+            What the hooks have found beside W, its gradient and its state.
+        had_effect : bool
+            True if every optimizer has taken a step so far, and this one had gradients.
 
         Raises
         ------
@@ -370,29 +359,29 @@ class ParameterRows:
         """
         W = self.parameter.tensor
         state = self._state()
-        values = {"W": W, **kept_elements(W, state), **step_count(state), **step.values}
+        row = {"W": W, **kept_elements(W, state), **step_count(state), **values}
         if "cells" in self.variables:
-            values["cells"] = self.own_W().to(torch.bfloat16)
-        self.set(values)
+            row["cells"] = self.own_W().to(torch.bfloat16)
+        self.set(row)
         self._state_marks = self.marks_of_state()
         if self._last_W is not None:
             now = self.recorded_tokens(W)
             norms = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
             chosen = {name: norm for name, norm in norms.items() if name in self.variables}
             self._put({name: norm(now, self._last_W) for name, norm in chosen.items()})
-        is_due = step.number % self._every == 0
+        is_due = step % self._every == 0
         if self.writer is None:
             self._written_W = self._row.get("W")
-            self._first.add(step.number, self._row)
-            if step.had_effect:
+            self._first.add(step, self._row)
+            if had_effect:
                 self._create_run()
-            self._unstored_step = None if is_due else step.number
+            self._unstored_step = None if is_due else step
         else:
             self._fill_missing()
             self._written_W = self._row.get("W")
-            self._unstored_step = step.number
+            self._unstored_step = step
             if is_due:
-                self._store_row(step.number)
+                self._store_row(step)
         self._row = {}
 
     def _create_run(self) -> None:

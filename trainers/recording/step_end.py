@@ -19,7 +19,7 @@ from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.hooks import StepCalls
 from trajstore.trainers.recording.notes import FirstStep
-from trajstore.trainers.recording.parameter_rows import MatrixStep, ParameterRows
+from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import JoinedOptimizer, as_float64
 from trajstore.trainers.recording.passes import BackwardPass, ForwardPass
 from trajstore.trainers.recording.planned_run import Recording
@@ -237,7 +237,7 @@ class StepEnd:
                 values["logits"] = of_tokens
         has_gradients = self.gradients.total_norm is not None
         had_effect = bool(taken and has_gradients and not self._optimizer.waiting)
-        rows.complete(MatrixStep(number=number, values=values | scalars, had_effect=had_effect))
+        rows.complete(number, values | scalars, had_effect=had_effect)
 
     def _add_notes(self) -> None:
         """Note what the step tells about the loop."""

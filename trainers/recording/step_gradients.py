@@ -128,7 +128,7 @@ class StepGradients:
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
         self._constants: dict[Any, torch.Tensor] = {}
         self._before: dict[torch.Tensor, Mark] = {}
-        self._settled: dict[torch.Tensor, Mark] = {}
+        self._compared: dict[torch.Tensor, Mark] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -139,8 +139,8 @@ class StepGradients:
         self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
         self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
         self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
-        self._before = self._settled or self._before
-        self._settled = {}  # of the matrices when compared
+        self._before = self._compared or self._before
+        self._compared = {}  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
         self._results: list[Mark] = []  # of `torch.autograd.grad`
@@ -244,7 +244,7 @@ class StepGradients:
             self._taken.keep(kept, before)
         for rows in self._rows:
             if rows.parameter.tensor.grad is not None and rows.parameter.tensor not in kept:
-                self._settled.pop(rows.parameter.tensor, None)
+                self._compared.pop(rows.parameter.tensor, None)
                 self._clippings.pop(rows.parameter.tensor, None)
                 self._replaced.discard(rows.parameter.tensor)
         gradients = [gradient for gradient in present if gradient is not None]
@@ -256,8 +256,10 @@ class StepGradients:
             gradient = gradient_of(parameter.tensor)
             if gradient is None or parameter.tensor in consumed or parameter.optimizer in others:
                 continue
-            self._set(rows, own_rows(gradient), scale)
-            if scale is not None:
+            if scale is None:
+                rows.set_gradient(own_rows(gradient))
+            else:
+                rows.set_gradient(own_rows(gradient) / scale)
                 self._divided.add(parameter.tensor)
         if only is not None and others:
             pairs = zip(self._parameters, present, strict=True)
@@ -292,9 +294,6 @@ class StepGradients:
         if optimizer in self._optimizer.turns:
             return []
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
-
-    def _set(self, rows: ParameterRows, gradient: torch.Tensor, scale: float | None = None) -> None:
-        rows.set_gradient(gradient if scale is None else gradient / scale)
 
     # Changes that torch makes --------------------------------------------------------------------
 
@@ -373,7 +372,7 @@ class StepGradients:
 
     # The optimizer's step ------------------------------------------------------------------------
 
-    def settle(self, optimizer: Optimizer, *, inside: bool = False) -> None:
+    def compare(self, optimizer: Optimizer, *, inside: bool = False) -> None:
         """Compare the gradients with those that an optimizer gets, and set `clip_coef`.
 
         It is called at the beginning of a step, and at that of each step `inside` it.
@@ -382,9 +381,9 @@ class StepGradients:
             still = self.are_still(optimizer)
             self._take_scaled(optimizer, scale_in_step(optimizer), were_still=still)
         for rows in self._rows_of(optimizer):
-            self._settle(rows, inside=inside)
+            self._compare(rows, inside=inside)
             if (gradient := rows.parameter.tensor.grad) is not None:
-                self._settled[rows.parameter.tensor] = Mark.of(gradient)
+                self._compared[rows.parameter.tensor] = Mark.of(gradient)
         if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
         present = self._present()
@@ -415,9 +414,9 @@ class StepGradients:
                 rows.forget("grad", "grad_token_norm")
         self.set_unknown_factor(optimizer)
 
-    def _settle(self, rows: ParameterRows, *, inside: bool) -> None:
+    def _compare(self, rows: ParameterRows, *, inside: bool) -> None:
         parameter = rows.parameter.tensor
-        before, taken = self._settled.get(parameter), self._mark(parameter)
+        before, taken = self._compared.get(parameter), self._mark(parameter)
         gradient = gradient_of(parameter)
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
@@ -431,7 +430,7 @@ class StepGradients:
         if owner is not None and (sentence := why_unproven(owner, parameter)) is not None:
             self._on_note(sentence, unproven=True)
         if taken is None:
-            self._set(rows, own_rows(gradient))
+            rows.set_gradient(own_rows(gradient))
             again = self._before.get(parameter)
             if again is not None and again.is_still(parameter.grad):
                 self._note(_AGAIN, rows)
@@ -439,7 +438,7 @@ class StepGradients:
                 self._doubt([rows], _ASSIGNED)
         elif is_sharded(parameter) or self._has_changed(rows, gradient, taken):
             # If several processes hold the gradient, all compare, and the result has to agree.
-            self._compare(rows, own_rows(gradient), taken)
+            self._set_factor(rows, own_rows(gradient), taken)
             if parameter not in self._doubtful:
                 return
         if sentence := self._doubtful.get(parameter):
@@ -463,7 +462,7 @@ class StepGradients:
             return False
         return not same_bits(raw, rows.recorded_tokens(gradient))
 
-    def _compare(self, rows: ParameterRows, consumed: torch.Tensor, taken: Mark) -> None:
+    def _set_factor(self, rows: ParameterRows, consumed: torch.Tensor, taken: Mark) -> None:
         """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
@@ -541,7 +540,7 @@ class StepGradients:
         yield near
         yield from _neighbors(near)
 
-    def compare_again(self, optimizer: Optimizer, *, has_kept: bool = False) -> None:
+    def check_after_step(self, optimizer: Optimizer, *, has_kept: bool = False) -> None:
         """Look at gradients that a step has changed; its use of them is not known.
 
         `has_kept` says that empty calls of the step may have kept gradients before.
@@ -550,7 +549,7 @@ class StepGradients:
             return
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
-            mark, gradient = self._settled.get(parameter), gradient_of(parameter)
+            mark, gradient = self._compared.get(parameter), gradient_of(parameter)
             if mark is None or parameter in self._doubtful:
                 continue
             if has_kept:

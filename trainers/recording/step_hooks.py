@@ -449,7 +449,7 @@ class StepHooks:
         self._has_closure = closure is not None  # accelerate passes None
         self._empty_steps.begin(optimizer, self._calls[optimizer])
         if not self._has_closure:
-            self._settle(optimizer)
+            self._compare_gradients(optimizer)
 
     def _begin_turn(self, optimizer: Optimizer) -> None:
         self._notes.step = self.step + 1
@@ -468,12 +468,12 @@ class StepHooks:
         if self._calls[optimizer].wrapper is not None:
             self._matrices.check_inner_step(self._calls[optimizer].wrapper, begins=True)
         if not self._has_closure:
-            self._gradients.settle(optimizer, inside=True)
+            self._gradients.compare(optimizer, inside=True)
 
-    def _settle(self, optimizer: Optimizer) -> None:
+    def _compare_gradients(self, optimizer: Optimizer) -> None:
         if not self._optimizer.turns and self._gradients.are_discarded():
             self._drop_backwards()
-        self._gradients.settle(optimizer)
+        self._gradients.compare(optimizer)
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._after_turn(self._after_step, optimizer)
@@ -498,10 +498,10 @@ class StepHooks:
             self._gradients.set_unknown_factor(optimizer)
             self._notes.mention(_SEVERAL, unproven=True)
         elif self._has_closure:
-            self._settle(optimizer)
+            self._compare_gradients(optimizer)
         elif not skipped and (calls.is_plain or not calls.has_reached):
             has_kept = self._has_kept and self._dropped > 0 and not calls.is_plain
-            self._gradients.compare_again(optimizer, has_kept=has_kept)
+            self._gradients.check_after_step(optimizer, has_kept=has_kept)
         self._matrices.check_inner_step(calls.wrapper or "a hook after the step", begins=False)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
