@@ -285,8 +285,8 @@ def test_only_some_tokens(tokens: Any, tiny: Any, optimizer: Any, path: Path) ->
 def test_mean_logits_and_mean_hidden_state(tiny: Any, path: Path) -> None:
     tiny.bfloat16()
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    seen: list[Any] = []
-    tiny.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    states: list[Any] = []
+    tiny.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
     lists = Lists(tiny.embedding.weight)
     variables = ("matrix", "hidden_mean")
     with capture(tiny, optimizer, path, variables=variables, logits_mode="mean"):
@@ -295,7 +295,7 @@ def test_mean_logits_and_mean_hidden_state(tiny: Any, path: Path) -> None:
             output["loss"].backward()
             lists.add(logits=output["logits"][:, -1].mean(dim=0))
             optimizer.step()
-    lists.rows["hidden_mean"] = [h.mean(dim=(0, 1), dtype=torch.float32) for h in seen]
+    lists.rows["hidden_mean"] = [h.mean(dim=(0, 1), dtype=torch.float32) for h in states]
     lists.rows.pop("W"), lists.rows.pop("grad")
     ds = lists.agree_with(path)
     assert ds.hidden_mean.dims == ("step", "hidden")

@@ -94,8 +94,8 @@ def test_every_step_follows_from_the_row_before(
     ds, notes = train(path, *CHANGES[name], encoding=encoding)
     assert not any("changed" in note for note in notes)
     assert verify(path).problems == ()
-    found = replay(path)
-    assert (found.clean, found.replayed, found.unreplayed) == (True, STEPS, ())
+    replayed = replay(path)
+    assert (replayed.clean, replayed.replayed, replayed.unreplayed) == (True, STEPS, ())
     what_if(path, tmp_path / "same.zarr")
     assert (compare(ds, open_run(tmp_path / "same.zarr")).first_difference == -1).all()
 
@@ -150,12 +150,12 @@ def test_restore_sets_what_the_next_step_used(path: Path) -> None:
     model, groups = built()
     optimizer = adamw(groups)
     restore(path, model, optimizer, step=4)
-    own, other = optimizer.param_groups
+    recorded, other = optimizer.param_groups
     used = ds.hyperparameters.sel(step=5, hyperparameter=["beta1", "beta2"]).values
-    assert (own["lr"], own["betas"]) == (ds.lr.sel(step=5), tuple(used))
+    assert (recorded["lr"], recorded["betas"]) == (ds.lr.sel(step=5), tuple(used))
     assert (other["lr"], other["betas"]) == (ds.params_lr.sel(step=5)[1], (0.9, 0.999))
-    (held, _) = optimizer_state_at(path, 4)["param_groups"]
-    assert held["betas"][0] == ds.hyperparameters.sel(step=4, hyperparameter="beta1")
+    (group, _) = optimizer_state_at(path, 4)["param_groups"]
+    assert group["betas"][0] == ds.hyperparameters.sel(step=4, hyperparameter="beta1")
 
 
 def test_changes_of_other_groups_matter_only_to_the_whole_state(tmp_path: Path) -> None:

@@ -466,8 +466,8 @@ def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(tmp_p
     callback = TrajectoryCallback(tmp_path / "run.zarr", on_note=notes.append)
     trainer_of(TinyModel(), tmp_path, callback, data=data, max_steps=2).train()
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    seen = torch.stack([row["input_ids"] for row in data]).unique()
-    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(seen.tolist())
+    present = torch.stack([row["input_ids"] for row in data]).unique()
+    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(present.tolist())
     assert ds.is_dead.values[13:].all()
     assert ds.attrs["provenance"]["tokens_counted"]["examples"] == 4
     assert any("come from the 4 examples" in note for note in notes)

@@ -54,11 +54,11 @@ class Loop:
         self.optimizer.load_state_dict(checkpoint["optimizer"])
 
 
-def same(one: Path, other: Path) -> xr.Dataset:
-    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+def same(expected: Path, resumed: Path) -> xr.Dataset:
+    a, b = xr.open_zarr(expected).load(), xr.open_zarr(resumed).load()
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
-        values = [one[name].values for one in (a, b)]
+        values = [ds[name].values for ds in (a, b)]
         if name == "parameter":  # of texts whose bytes say where they are
             values = [np.array(texts.tolist()) for texts in values]
         assert values[0].tobytes() == values[1].tobytes(), name
@@ -96,11 +96,11 @@ def test_steps_of_another_optimizer_are_not_proven(
     state = loop.checkpoint()["optimizer"]["state"]
     loop.optimizer = other(loop.model.parameters(), lr=0.01, **options)
     if options:
-        held = loop.optimizer.state_dict() | {"state": state}
-        loop.optimizer.load_state_dict(held)
+        loaded = loop.optimizer.state_dict() | {"state": state}
+        loop.optimizer.load_state_dict(loaded)
     loop.run(path, 3, 6, resume=True, first_step=3)
-    found = replay(path)
-    assert (found.clean, found.replayed) == (True, 3)
+    result = replay(path)
+    assert (result.clean, result.replayed) == (True, 3)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -215,7 +215,9 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
         for name in ds.data_vars.keys() - {"W_step_norm", "W_ulp_l1"}:
             expected = straight[name].sel(step=steps).values
             assert ds[name].values.tobytes() == expected.tobytes(), name
-        (gap,) = [one for one in ds.attrs["notes"] if one["note"].startswith("there are no rows")]
+        (gap,) = [
+            note for note in ds.attrs["notes"] if note["note"].startswith("there are no rows")
+        ]
         first, last = (7, 10) if every == 1 else (9, 9)
         assert f"steps {first} to {last} of embedding.weight" in gap["note"]
         assert (gap["first_step"], gap["last_step"]) == (first, last)
@@ -224,7 +226,7 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
     again.run(tmp_path / "other.zarr", 0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
     ds = same(tmp_path / "straight.zarr", path)
-    assert not any("there are no rows" in one["note"] for one in ds.attrs["notes"])
+    assert not any("there are no rows" in note["note"] for note in ds.attrs["notes"])
 
 
 TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "variables": "weights"}
