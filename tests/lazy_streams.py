@@ -104,9 +104,9 @@ class OnDevice(torch.Tensor):
         if func is torch._foreach_copy_:
             return [place.copy_(source) for place, source in zip(*args, strict=True)]
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
+            tensor = func(*args, **(kwargs or {}))
         is_view = func in (torch.Tensor.__getitem__, torch.Tensor.view)
-        return found.as_subclass(cls) if is_view else found
+        return tensor.as_subclass(cls) if is_view else tensor
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> OnDevice:  # type: ignore[override]
         plain, values = self.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)

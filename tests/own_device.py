@@ -75,8 +75,12 @@ def run_branch(branch: str) -> None:
 
     def renamed(code: types.CodeType) -> types.CodeType:
         constants = (
-            renamed(one) if isinstance(one, types.CodeType) else NAME if one == branch else one
-            for one in code.co_consts
+            renamed(constant)
+            if isinstance(constant, types.CodeType)
+            else NAME
+            if constant == branch
+            else constant
+            for constant in code.co_consts
         )
         names = (NAME if name == branch else name for name in code.co_names)
         return code.replace(co_consts=tuple(constants), co_names=tuple(names))

@@ -193,9 +193,9 @@ def train_with_trainer(
         # There is no public way to train on a device that accelerate does not know.
         vars(arguments)["_setup_devices"] = PartialState().device = torch.device(own_device.NAME)
         texts = [
-            {name: ids[one] for name, ids in batch.items()}
+            {name: ids[number] for name, ids in batch.items()}
             for batch in batches(STEPS)
-            for one in range(BATCH)
+            for number in range(BATCH)
         ]
         torch.manual_seed(0)
         model = on_device()
@@ -232,7 +232,7 @@ def keep_state(kept: Kept, model: Any, optimizer: Any) -> None:
 
 
 def on_host(kept: Kept) -> Kept:
-    return {name: [one.cpu() for one in rows] for name, rows in kept.items()}
+    return {name: [tensor.cpu() for tensor in rows] for name, rows in kept.items()}
 
 
 def same(path: Path, kept: Kept) -> list[str]:
@@ -285,21 +285,21 @@ def main(branch: str, folder: Path) -> None:
         own_device.run_branch(branch)
     device.refuse_float64(branch == "mps")
     counts = Counts(device.waits)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
 
     def measure(name: str, work: Callable[[], dict[str, Any]]) -> None:
         gc.collect()
         before = device.device_bytes(), device.pinned_bytes()
         try:
-            found[name] = work()
+            results[name] = work()
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:200], "place": place}
+            results[name] = {"error": f"{type(error).__name__}: {error}"[:200], "place": place}
             del error
         gc.collect()
-        found[name]["device_bytes"] = device.device_bytes() - before[0]
-        found[name]["pinned_bytes"] = device.pinned_bytes() - before[1]
+        results[name]["device_bytes"] = device.device_bytes() - before[0]
+        results[name]["pinned_bytes"] = device.pinned_bytes() - before[1]
 
     def compared(
         name: str, *, trainer: bool = False, resumed: bool = False, **settings: Any
@@ -312,8 +312,10 @@ def main(branch: str, folder: Path) -> None:
         more = counts.waits - alone[0], counts.operations - alone[1]
         if resumed:
             train(path, first=RESTORED, counts=counts, **settings)
-        found = dict(zip(("waits", "operations"), (round(one, 3) for one in more), strict=True))
-        return {"differing": same(path, kept), **found}
+        results = dict(
+            zip(("waits", "operations"), (round(number, 3) for number in more), strict=True)
+        )
+        return {"differing": same(path, kept), **results}
 
     def without_wait_event() -> dict[str, Any]:
         """Record while the stream that copies to the host is late, and again as a mutant."""
@@ -340,7 +342,7 @@ def main(branch: str, folder: Path) -> None:
     measure("failing disk", lambda: {"raised": fail(path, counts)})
     if branch == "cuda":
         measure("without wait_event", without_wait_event)
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -357,17 +359,18 @@ def measured(folder: Path) -> dict[str, Any]:
         return dict(zip(BRANCHES, pool.map(run, BRANCHES), strict=True))
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Return what each configuration left, for each branch, as a table of Markdown."""
     lines = [f"| configuration | {' | '.join(BRANCHES)} |", "| --- |" + " --- |" * len(BRANCHES)]
     for name in CONFIGURATIONS:
         cells = []
         for branch in BRANCHES:
-            one = found[branch][name]
-            left = one["device_bytes"] + one["pinned_bytes"]
-            rows = ", ".join(one.get("differing", [])) or "equal"
+            result = results[branch][name]
+            left = result["device_bytes"] + result["pinned_bytes"]
+            rows = ", ".join(result.get("differing", [])) or "equal"
             cells.append(
-                one.get("error") or f"{rows}, {one['waits']:g}, {one['operations']:g}, {left} B"
+                result.get("error")
+                or f"{rows}, {result['waits']:g}, {result['operations']:g}, {left} B"
             )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -104,13 +104,15 @@ def record_own(folder: Path) -> Recorded:
     return recorded
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """True if two nested values are the same, tensors bit for bit."""
-    if isinstance(one, torch.Tensor):
-        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (one.detach(), other.detach())]
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(value, torch.Tensor):
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (value.detach(), other.detach())]
+        return value.dtype == other.dtype and value.shape == other.shape and torch.equal(*bits)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return (
+            type(value) is type(other) and len(value) == len(other) and all(map(same, value, other))
+        )
+    return bool(value == other)

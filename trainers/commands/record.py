@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location, RunPath
     from trajstore.store.writing.writer import RunWriter
     from trajstore.trainers import RunConfig
-    from trajstore.trainers.recording.device_to_host import ComparedRun
-    from trajstore.trainers.recording.step_hooks import Recorder
+    from trajstore.trainers.recording.capture import Recorder
+    from trajstore.trainers.recording.resumed_run import ComparedRun
     from trajstore.trainers.texts import Corpus
 
 

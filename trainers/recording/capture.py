@@ -1,30 +1,38 @@
-"""Functions that attach a recorder: `attach` and `capture` to a loop, `open_recorder` to any."""
+"""The recorder, and what attaches it: `attach` and `capture` to a loop, `open_recorder` to any."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, Self, TypeVar
 
+import numpy.typing as npt
 import torch
 
-from trajstore.errors import RecordingError
+from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import EVERYTHING, MODEL
-from trajstore.store.storage.remote_path import RunPath
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.store.writing.resumed_run import in_all_processes
+from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
-from trajstore.trainers.recording.device_to_host import Comparison
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import JoinedOptimizer, find_parameters, unwrap
+from trajstore.trainers.recording.parameters import (
+    JoinedOptimizer,
+    RecordedParameter,
+    find_parameters,
+    unwrap,
+)
 from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
-from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.resumed_run import ComparedRun, Comparison, ExistingRun
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
-from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.step_hooks import StepHooks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +41,246 @@ _NO_LABELS = (
     "the tokens have no labels dead and live; pass token_count= or is_dead=, or label them later "
     "with trajstore annotate"
 )
+
+
+class Recorder:
+    """Records parameters of a model while an optimizer trains it.
+
+    `attach`, `capture` or the callback of a Trainer creates it.
+
+    Parameters
+    ----------
+    recording : Recording
+    parameters : sequence of ParameterRows
+        One per recorded parameter; empty in a process that does not record. In a distributed
+        training those have examples, too.
+    multiplied : RecordedParameter
+        Matrix whose module gets the hidden states.
+    on_step : callable, optional
+        Called with the recorder after every step.
+    must_write : path-like, optional
+        Path of the run, if it is an error to complete the recording without a step.
+
+    Attributes
+    ----------
+    step : int
+        Optimizer steps taken, with those before the recording.
+    loss : tensor, ()
+        Loss of the last step; NaN if there is none.
+    has_failed : bool
+        True if an error in a hook has ended the recording.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        parameters: Sequence[ParameterRows],
+        multiplied: RecordedParameter,
+        *,
+        on_step: Callable[[Recorder], None] | None = None,
+        must_write: RunPath | None = None,
+    ) -> None:
+        self._recording = recording
+        self._rows = tuple(parameters)
+        self._notes = recording.notes
+        self._must_write = must_write
+        self.has_failed = False
+        self._hooks = StepHooks(
+            recording,
+            self._rows,
+            multiplied,
+            on_error=self._fail,
+            on_step=None if on_step is None else functools.partial(on_step, self),
+        )
+        atexit.register(self.close, complete=False)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, with those before the recording."""
+        return self._hooks.step
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Loss of the last step; NaN if there is none."""
+        return self._hooks.loss
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close as complete, or as interrupted when an exception leaves the ``with``."""
+        try:
+            self.close(complete=error is None)
+        except RecordingError as failure:
+            if error is None:
+                raise
+            # The failure often has the same cause as the error.
+            error.add_note(f"The recording ended with: {failure}")
+
+    @property
+    def writer(self) -> RunWriter | ComparedRun | None:
+        """Writer of the first parameter's run; None until the first step is complete."""
+        return self._rows[0].writer if self._rows else None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first parameter's run, including those that are not committed yet."""
+        return self._rows[0].rows if self._rows else 0
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows that are committed in every run."""
+        return min((rows for _, rows in self.recorded_rows()), default=0)
+
+    @property
+    def is_recording(self) -> bool:
+        """False after the recording was closed, or has ended because of an error."""
+        return self._hooks.are_registered
+
+    def recorded_rows(self) -> list[tuple[Location, int]]:
+        """Return the path of each parameter's run and its number of rows."""
+        writers = [rows.writer for rows in self._rows]
+        return [(writer.path, writer.committed_rows) for writer in writers if writer is not None]
+
+    def mention(self, sentence: str) -> None:
+        """Add a note about the recording."""
+        self._notes.mention(sentence)
+
+    def notes(self) -> list[str]:
+        """Return the notes about missing or doubtful values of the steps so far."""
+        return [str(entry["note"]) for entry in self._notes.entries]
+
+    @property
+    def at_block_end(self) -> bool:
+        """True if the last step has a row, and that row is the last one of a block."""
+        if self.writer is None or self._rows[0].last_step != self.step:
+            return False
+        return self.rows % self.writer.layout.block_rows == 0
+
+    def observe(
+        self,
+        *,
+        loss: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        batch: npt.ArrayLike | torch.Tensor | None = None,
+        example_loss: npt.ArrayLike | torch.Tensor | None = None,
+    ) -> None:
+        """Pass values that the hooks cannot get, once per micro-batch, before the optimizer's step.
+
+        Parameters
+        ----------
+        loss : tensor, ()
+            Loss of each micro-batch, not divided by their number, in place of what the backward
+            passes differentiate. The mean over a step's micro-batches is recorded.
+        logits : tensor, (batch, position, token) or (batch, token)
+            Logits, if neither the model nor its unembedding returns them.
+        hidden : tensor, (batch, position, hidden)
+            Hidden states that the model multiplies by the recorded matrix, if no module of it has
+            the matrix and `hidden_from` names none.
+        batch : array_like of int, (example,)
+            Indices of the examples in the data set. Alternatively, give the model's inputs a tensor
+            ``example_index``: it is recorded and removed before the model runs.
+        example_loss : array_like of float, (example,)
+            Loss of each example, unless the model is a causal language model of transformers with
+            ``labels``.
+
+        Raises
+        ------
+        InvalidArgument
+            If a value is not a tensor of floats, `hidden` has another shape, or `batch` or
+            `example_loss` does not have one number for each example, which is stored exactly.
+        """
+        if not self.is_recording:
+            return
+        for name, value in (("loss", loss), ("logits", logits)):
+            if value is not None and not (
+                isinstance(value, torch.Tensor) and value.is_floating_point()
+            ):
+                raise InvalidArgument(
+                    f"{name}: got {reprlib.repr(value)}, expected a tensor of floats"
+                )
+        if loss is not None and loss.numel() != 1:
+            raise InvalidArgument(f"loss: got shape {tuple(loss.shape)}, expected one value")
+        self._hooks.observe(
+            loss=loss, logits=logits, hidden=hidden, batch=batch, example_loss=example_loss
+        )
+
+    def commit(self) -> None:
+        """Commit all rows so far, and return when they are on the disk, flushed if `fsync` is set.
+
+        Call it before you save a checkpoint, in every process of a sharded training. Then the run
+        has all rows up to the checkpoint, whatever ends the process.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full.
+        """
+        self._hooks.call(self._commit)
+
+    def _commit(self) -> None:
+        for rows in self._rows:
+            rows.commit()
+
+    def close(self, *, complete: bool = True) -> None:
+        """End the recording, and commit all complete rows; further calls have no effect.
+
+        Parameters
+        ----------
+        complete : bool
+            Mark the run ``complete``, or ``interrupted``.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full, or a complete recording has no step.
+        """
+        if not self._hooks.are_registered:
+            return
+        atexit.unregister(self.close)
+        self._hooks.remove()
+        try:
+            with contextlib.ExitStack() as closing:  # closes each, also if another fails
+                closing.callback(self._hooks.release)
+                for rows in reversed(self._rows):
+                    closing.callback(rows.close, complete=complete)
+                closing.callback(self._hooks.check_end)
+        except Exception as error:
+            if self.has_failed or self._ends_training(error):
+                raise
+            self._mention_end(error)
+        if complete and self._must_write is not None and self._rows and self.writer is None:
+            optimizer = self._recording.optimizer
+            raise RecordingError(
+                f"no step of {optimizer.named(optimizer.waiting)} was taken, so "
+                f"{self._must_write} was not written; call the step() of each given optimizer "
+                "while the recorder is open, or give those that step"
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        """End the recording after an error in a hook; raise it if the training has to know it.
+
+        See `RunNotes.ends_training`.
+        """
+        ends_training = self._ends_training(error)
+        self._mention_end(error)
+        try:
+            self.close(complete=False)
+        except Exception as failure:
+            error.add_note(f"The recording ended with: {failure}")
+        if ends_training:
+            raise error
+
+    def _ends_training(self, error: BaseException) -> bool:
+        has_begun = all(rows.has_begun for rows in self._rows)
+        return self._notes.ends_training(error, has_begun=has_begun)
+
+    def _mention_end(self, error: BaseException) -> None:
+        self.has_failed = True
+        reason = str(error) or type(error).__name__
+        rest = "" if isinstance(error, RunNotFound) else "; the run keeps its complete rows"
+        self._notes.mention(f"the recording ended in step {self._hooks.step + 1}: {reason}{rest}")
 
 
 def open_recorder(
@@ -133,7 +381,7 @@ def open_recorder(
         for share in filter(None, shares):
             share.close()
         raise
-    multiplied = next((one for one in parameters if one.head is not None), parameters[0])
+    multiplied = next((p for p in parameters if p.head is not None), parameters[0])
     recorder = Recorder(
         recording, rows, multiplied, on_step=on_step, must_write=path if own_loop else None
     )
@@ -142,7 +390,7 @@ def open_recorder(
         for parameter in rows:
             parameter.resume()
         if planned and not options.resume and _is_first_process():  # else they were reported before
-            report_notes((one.sentence for one in advice), on_note)
+            report_notes((entry.sentence for entry in advice), on_note)
             report_notes((note for run in planned for note in run.notes), on_note)
             if own_loop and options.is_dead is None and options.token_count is None:
                 notes.mention(_NO_LABELS)

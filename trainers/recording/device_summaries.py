@@ -1,14 +1,12 @@
-"""Four summaries per step of every parameter of the model, computed on its device.
+"""Summaries of a step that are computed on its device: of each token, and of each parameter.
 
-The results are vectors with one number per parameter; nothing larger leaves the device. During the
-optimizer's step a copy of the parameters that it may change stays on the device.
+Those of a token are defined by `trajstore.values.norms`. This second implementation in torch is for
+weights on an accelerator. IEEE 754 defines the rounding of each of its operations, and the sums
+have the same order, so both agree to the last bit on any device. All are computed in float64 (on
+the CPU for MPS, which has no float64) and stored as float32.
 
-Summaries per token, computed while recording, so that common questions need no large array.
-
-`trajstore.values.norms` defines them. This second implementation in torch is for weights on
-an accelerator. IEEE 754 defines the rounding of each of its operations, and the sums have the same
-order. So both agree to the last bit on any device. All are computed in float64 on the device of the
-weights (on the CPU for MPS, which has no float64) and stored as float32.
+Those of parameters are four vectors, with one number per parameter. Nothing larger leaves the
+device. During the optimizer's step a copy of the parameters that it may change stays there.
 """
 
 from __future__ import annotations
@@ -99,20 +97,21 @@ class ModelParameters:
         for place in places:
             if place not in self._before:
                 self._before[place] = torch.empty_like(self._tensors[place])
-        copy_each([self._before[one] for one in places], [self._tensors[one] for one in places])
+        copy_each([self._before[p] for p in places], [self._tensors[p] for p in places])
 
     def _places(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """Return the group of each parameter that is in one of the groups."""
-        found = {id(p): one for one in groups for p in one["params"]}
-        return {place: found[id(p)] for place, p in enumerate(self._tensors) if id(p) in found}
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        tensors = enumerate(self._tensors)
+        return {place: group_of[id(p)] for place, p in tensors if id(p) in group_of}
 
     def _put(self, values: dict[str, torch.Tensor], places: Collection[int]) -> None:
         """Keep the values of some parameters; those of others stay."""
         if len(places) < len(self._tensors) and not self._found.keys().isdisjoint(values):
-            held = [place in places for place in range(len(self._tensors))]
-            mine = torch.tensor(held, device="cpu")
-            mine = mine.to(self._nan.device, non_blocking=True)  # without a wait for the device
-            values = {n: torch.where(mine, new, self._found[n]) for n, new in values.items()}
+            has_tensor = [place in places for place in range(len(self._tensors))]
+            mask = torch.tensor(has_tensor, device="cpu")
+            mask = mask.to(self._nan.device, non_blocking=True)  # without a wait for the device
+            values = {n: torch.where(mask, new, self._found[n]) for n, new in values.items()}
         self._found |= values
 
     def after_update(self, groups: Iterable[Mapping[str, Any]], *, skipped: bool) -> None:
@@ -165,20 +164,20 @@ class ModelParameters:
 
     def _one_where_trained(self, rates: Mapping[int, Any]) -> torch.Tensor:
         """Return 1 if the learning rate is not 0, NaN otherwise."""
-        one = torch.ones_like(self._nan)
+        full = torch.ones_like(self._nan)
         return self._vector(
             {
-                place: torch.where(rate.to(one.device) != 0, one, self._nan)
+                place: torch.where(rate.to(full.device) != 0, full, self._nan)
                 if isinstance(rate, torch.Tensor)
-                else one
+                else full
                 for place, rate in rates.items()
                 if isinstance(rate, torch.Tensor) or rate != 0
             }
         )
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        found = ((place, gradient_of(tensor)) for place, tensor in enumerate(self._tensors))
-        return {place: gradient for place, gradient in found if gradient is not None}
+        gradients = ((place, gradient_of(tensor)) for place, tensor in enumerate(self._tensors))
+        return {place: gradient for place, gradient in gradients if gradient is not None}
 
     def _vector(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return one number for each parameter; NaN if it has none."""

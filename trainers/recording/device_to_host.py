@@ -5,12 +5,7 @@ crosses to the host. On CUDA the training stream only makes copies in one piece 
 device. A second stream copies that to pinned memory, and a thread copies it to the block. So
 neither the training stream nor the training thread waits for the bus.
 
-Tensors of one or several types, joined to one vector.
-
-Comparison of a repeated training with a recorded run.
-
-A `ComparedRun` has the interface of a `RunWriter`: it provides memory for a row and takes the
-filled row. So the recorder needs no change.
+Rows go to a `RunWriter`, or to a `ComparedRun`, which compares them with those of a run.
 """
 
 from __future__ import annotations
@@ -18,18 +13,16 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trajstore.errors import RecordingError
-from trajstore.schema import STEP
-from trajstore.store.writing.resumed_run import ResumedRun
-from trajstore.store.writing.writer import RunWriter
+from trajstore.store.metadata.block_plan import Layout
 from trajstore.trainers.recording.torch_internals import copy_each
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -99,7 +92,7 @@ class JoinedVector:
     def shape(self) -> tuple[int, ...]:
         """Shape of the vector, (element,)."""
         pairs = zip(self.like, self.tensors, strict=True)
-        return (sum([(own if one is None else one).numel() for own, one in pairs]),)
+        return (sum([(like if tensor is None else tensor).numel() for like, tensor in pairs]),)
 
     def on_host(self) -> torch.Tensor:
         """Return a new vector on the CPU."""
@@ -115,10 +108,10 @@ class JoinedVector:
         device = first.device
         if len(present) < len(self.tensors):
             present = [
-                first.new_full((own.numel(),), self.missing, dtype=place.dtype)
+                first.new_full((like.numel(),), self.missing, dtype=place.dtype)
                 if tensor is None
                 else tensor
-                for own, tensor in zip(self.like, self.tensors, strict=True)
+                for like, tensor in zip(self.like, self.tensors, strict=True)
             ]
         if len(devices) > 1:
             present = [tensor.to(device) for tensor in present]
@@ -144,204 +137,30 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def bit_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the sums of the bit patterns of each tensor, and of their squares, modulo 2⁶⁴."""
-    found = []
+    sums = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()
         kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
             min(flat.itemsize, 8)
         ]
         words = flat.view(kind).to(torch.int64)
-        found.append((int(words.sum()), int((words * words).sum())))
-    return found
+        sums.append((int(words.sum()), int((words * words).sum())))
+    return sums
 
 
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowDifference:
-    """The first row in which a repeated training differs from the run.
-
-    Attributes
-    ----------
-    step : int
-        Step of the row.
-    row : int
-        Number of the row.
-    variables : tuple of str
-        Variables that differ.
-    stored, computed : mapping of str to ndarray
-        Native bits of the row and of the training, for each of them; empty if unknown.
-    """
-
-    step: int
-    row: int
-    variables: tuple[str, ...]
-    stored: Mapping[str, Array] = field(default_factory=dict)
-    computed: Mapping[str, Array] = field(default_factory=dict)
-
-
-class Comparison:
-    """Result of comparing a repeated training with a run.
-
-    Parameters
-    ----------
-    make_writer : callable, optional
-        Called with the number of the first different row; returns a writer for that row and all
-        later ones. Without it, rows after the first difference are ignored.
-
-    Attributes
-    ----------
-    difference : RowDifference or None
-        None while every bit agrees.
-    successor : RunWriter or None
-        Writer of the rows from the difference on.
-    agreed : int
-        Rows before the difference.
-    """
-
-    def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
-        self.difference: RowDifference | None = None
-        self.successor: RunWriter | None = None
-        self.agreed = 0
-        self._make_writer = make_writer
-
-    def differ(self, difference: RowDifference) -> RunWriter | None:
-        """Store the first difference, and return the writer of the following rows."""
-        self.difference = difference
-        if self._make_writer is not None:
-            self.successor = self._make_writer(difference.row)
-        return self.successor
-
-    def close(self) -> None:
-        """Close the writer of the different rows."""
-        if self.successor is not None:
-            self.successor.close("interrupted")
-
-
-class ComparedRun:
-    """Takes rows as a `RunWriter` does, and compares each with a run, bit for bit.
-
-    The run is read one block at a time and never changed.
-
-    Parameters
-    ----------
-    stored : ResumedRun
-        Run with the rows to compare.
-    steps : sequence of int
-        Steps of all its rows.
-    rows : int
-        Number of rows before the first compared row.
-    comparison : Comparison
-
-    Attributes
-    ----------
-    path : Path
-    layout : Layout
-        Layout of the run.
-    rows : int
-        Rows so far, including those before the comparison.
-    bytes_recorded, bytes_written, seconds_waited : int, int, float
-        As in `RunWriter`; nothing is stored.
-    """
-
-    notes: Sequence[Mapping[str, Any]] = ()
-    bytes_written = 0
-    seconds_waited = 0.0
-
-    def __init__(
-        self, stored: ResumedRun, steps: Sequence[int], rows: int, comparison: Comparison
-    ) -> None:
-        self.path = stored.path
-        self.layout = stored.layout
-        self.rows = rows
-        self.comparison = comparison
-        self._stored = stored
-        self._steps = steps
-        self._held = frozenset(steps)
-        self._row: dict[str, Array] = {
-            name: np.empty(array.row, array.native.bits)
-            for name, array in stored.layout.arrays.items()
-            if name != STEP.name
-        }
-        self._number = -1  # number of the block in memory
-        self._block: dict[str, Array] = {}
+class RowTarget(Protocol):
+    """What takes the rows of a training: a `RunWriter`, or a `ComparedRun`."""
 
     @property
-    def committed_rows(self) -> int:
-        """Rows so far."""
-        return self.rows
+    def layout(self) -> Layout:
+        """Arrays of the run, and rows of a block."""
 
-    @property
-    def bytes_recorded(self) -> int:
-        """Bytes of the rows so far, in native types."""
-        return self.rows * sum(place.nbytes for place in self._row.values())
-
-    def next_rows(self, most: int) -> dict[str, Array]:
-        """Return memory for one row, as `RunWriter.next_rows`: each row may have another place."""
-        if self.comparison.successor is not None:
-            return self.comparison.successor.next_rows(1)
-        return {name: place[None] for name, place in self._row.items()}
+    def next_rows(self, most: int) -> dict[str, npt.NDArray[Any]]:
+        """Return memory for the next rows, at most so many."""
 
     def commit_row(self, step: int) -> None:
-        """Compare the filled row from `next_rows` with the row of `step`.
+        """Take the filled row as the state after a step."""
 
-        An earlier training may have ended with an extra row; the extended run lacks it, so it is
-        ignored.
-        """
-        if step not in self._held:
-            return
-        comparison = self.comparison
-        if comparison.successor is not None:
-            comparison.successor.commit_row(step)
-        elif comparison.difference is None:
-            if not (unequal := self._unequal(step)):
-                comparison.agreed += 1
-            elif (successor := comparison.differ(self._difference(step, unequal))) is not None:
-                for name, place in successor.next_row().items():
-                    place[...] = self._row[name]
-                successor.commit_row(step)
-        self.rows += 1
-
-    def commit(self) -> None:
-        """Store nothing."""
-
-    def close(self, status: str = "complete") -> None:
-        """Release the block; the comparison stays open for the next segment."""
-        self._block = {}
-
-    def _difference(self, step: int, unequal: tuple[str, ...]) -> RowDifference:
-        at = self.rows % self.layout.block_rows
-        known = [name for name in unequal if name in self._row]  # not a wrong step
-        return RowDifference(
-            step=step,
-            row=self.rows,
-            variables=unequal,
-            stored={name: self._block[name][at] for name in known},
-            computed={name: self._row[name].copy() for name in known},
-        )
-
-    def _unequal(self, step: int) -> tuple[str, ...]:
-        """Return the variables whose bits differ from the row."""
-        if self.rows >= self._stored.rows or self._steps[self.rows] != step:
-            return (STEP.name,)
-        number, at = divmod(self.rows, self.layout.block_rows)
-        if number != self._number:
-            self._block = {}  # release the old block first
-            first = number * self.layout.block_rows
-            rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
-            self._block = {
-                name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
-                for name in self._row
-            }
-            self._number = number
-        return tuple(
-            name for name, place in self._row.items() if (place != self._block[name][at]).any()
-        )
-
-
-RowTarget = RunWriter | ComparedRun
-"""Types that take the rows of a training run."""
 
 Value = torch.Tensor | JoinedVector
 Row = dict[str, torch.Tensor]
@@ -396,19 +215,20 @@ class RowPlaces:
     def __init__(self, writer: RowTarget) -> None:
         self._writer = writer
         self._block: dict[str, torch.Tensor] = {}
-        self._at = self._end = 0
+        self._next_place = self._end = 0
 
     def next_row(self) -> Row:
         """Return the places of the next row; at the end of a block the writer may need time."""
-        if self._at == self._end:
-            given = self._writer.next_rows(self._writer.layout.block_rows)
+        if self._next_place == self._end:
+            memory = self._writer.next_rows(self._writer.layout.block_rows)
             arrays = self._writer.layout.arrays
             self._block = {
-                name: place_tensor(place, arrays[name].native.name) for name, place in given.items()
+                name: place_tensor(place, arrays[name].native.name)
+                for name, place in memory.items()
             }
-            self._at, self._end = 0, len(next(iter(given.values())))
-        self._at += 1
-        return {name: places[self._at - 1] for name, places in self._block.items()}
+            self._next_place, self._end = 0, len(next(iter(memory.values())))
+        self._next_place += 1
+        return {name: places[self._next_place - 1] for name, places in self._block.items()}
 
     def commit(self, step: int) -> None:
         """Pass the row to the writer as the state after `step`."""
@@ -416,37 +236,25 @@ class RowPlaces:
 
     def release(self) -> None:
         """Release the block."""
-        self._block, self._at, self._end = {}, 0, 0
+        self._block, self._next_place, self._end = {}, 0, 0
 
 
 def _fill(places: Row, values: Mapping[str, Value]) -> None:
     """Copy values to their places."""
-    tensors = {name: one for name, one in values.items() if not isinstance(one, JoinedVector)}
+    tensors = {k: value for k, value in values.items() if not isinstance(value, JoinedVector)}
     if len(tensors) < len(values):
-        for name, one in values.items():
-            if isinstance(one, JoinedVector):
-                one.copy_to(places[name])
+        for name, value in values.items():
+            if isinstance(value, JoinedVector):
+                value.copy_to(places[name])
     copy_each([*map(places.__getitem__, tensors)], [*tensors.values()])
 
 
-class HostTransfer:
-    """Copies values to host memory: those of the first rows, before the run has their types."""
-
-    def put(self, values: Mapping[str, Value]) -> Row:
-        """Return copies of values."""
-        return {
-            name: one.on_host() if isinstance(one, JoinedVector) else one.to("cpu", copy=True)
-            for name, one in values.items()
-        }
-
-    def commit(self, step: int) -> None:
-        """Keep nothing: the recorder has the row."""
-
-    def flush(self) -> None:
-        """Wait for nothing."""
-
-    def close(self) -> None:
-        """Release nothing."""
+def copy_to_host(values: Mapping[str, Value]) -> Row:
+    """Return copies of the values of a first row, before the run has their types."""
+    return {
+        name: value.on_host() if isinstance(value, JoinedVector) else value.to("cpu", copy=True)
+        for name, value in values.items()
+    }
 
 
 class DirectTransfer:
@@ -454,7 +262,7 @@ class DirectTransfer:
 
     Parameters
     ----------
-    writer : RunWriter or ComparedRun
+    writer : RowTarget
     """
 
     def __init__(self, writer: RowTarget) -> None:
@@ -493,7 +301,7 @@ class DeferredTransfer:
 
     Parameters
     ----------
-    writer : RunWriter or ComparedRun
+    writer : RowTarget
         Only this transfer's thread uses it from now on.
     device : torch.device
         CUDA device of the tensors. A separate stream copies to pinned memory.
@@ -612,7 +420,7 @@ class DeferredTransfer:
             ) from self._failure
 
 
-Transfer = HostTransfer | DirectTransfer | DeferredTransfer
+Transfer = DirectTransfer | DeferredTransfer
 
 
 def open_transfer(writer: RowTarget, device: torch.device) -> Transfer:
@@ -620,7 +428,7 @@ def open_transfer(writer: RowTarget, device: torch.device) -> Transfer:
 
     Parameters
     ----------
-    writer : RunWriter or ComparedRun
+    writer : RowTarget
     device : torch.device
     """
     return DeferredTransfer(writer, device) if device.type == "cuda" else DirectTransfer(writer)

@@ -1,9 +1,8 @@
 """Values of single examples of a step: indices, losses, hidden states.
 
 All three have one order: by process, then by micro-batch. In a distributed training, processes that
-do not record collect their share for the process that does.
-
-Hidden states of the micro-batches of a step, from a module of the model or from the loop.
+do not record collect their share for the process that does. `HiddenStates` passes the states of a
+micro-batch, from a module or from the loop, to all that compute values from them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from trajstore.errors import InvalidArgument, RecordingError, did_you_mean
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.device_to_host import type_name
-from trajstore.trainers.recording.forward_values import (
-    ForwardPass,
-    ForwardPasses,
-    logits_of,
-    loss_of,
-)
+from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
 from trajstore.trainers.recording.hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import as_float64
+from trajstore.trainers.recording.passes import ForwardPass
 from trajstore.trainers.recording.sharding import is_distributed
 
 EXAMPLE_INDEX = "example_index"
@@ -88,9 +83,9 @@ class StepExamples:
         InvalidArgument
             If there is not one number for each example.
         """
-        for name, given in (("batch", batch), ("example_loss", example_loss)):
-            if given is not None:
-                values = _observed(name, given)
+        for name, value in (("batch", batch), ("example_loss", example_loss)):
+            if value is not None:
+                values = _observed(name, value)
                 if name in self.variables:
                     yield name, functools.partial(self._add, name, _as_recorded(name, values))
 
@@ -103,9 +98,9 @@ class StepExamples:
         """
         if not self.variables:
             return {}
-        seen = {name: _joined(parts) for name, parts in self._parts.items() if parts}
-        seen = _of_all_processes(seen)
-        lengths = {name: len(values) for name, values in seen.items()}
+        joined = {name: _joined(parts) for name, parts in self._parts.items() if parts}
+        joined = _of_all_processes(joined)
+        lengths = {name: len(values) for name, values in joined.items()}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
             self._on_note(
@@ -113,7 +108,7 @@ class StepExamples:
                 f"differ: {counts}; pass them for every micro-batch, or for none"
             )
             return {}
-        return seen
+        return joined
 
     def _on_model_input(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -128,9 +123,9 @@ class StepExamples:
     def _on_model_output(
         self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        one = self._passes.current
+        forward = self._passes.current
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
-        if one is None or self._adds_up is False:
+        if forward is None or self._adds_up is False:
             return
         shifts = kwargs.get("shift_labels") is None  # the model itself
         is_causal = shifts and getattr(model, "loss_function", None) is ForCausalLMLoss
@@ -138,12 +133,12 @@ class StepExamples:
             return
         losses = example_losses(logits.detach(), labels)
         if self._adds_up is None:
-            wrong = _difference(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
-            self._adds_up = wrong is None
-            if wrong is not None:
-                self._on_note(wrong)
+            problem = _difference(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
+            self._adds_up = problem is None
+            if problem is not None:
+                self._on_note(problem)
                 return
-        one.keep("example_loss", self._add, "example_loss", losses)
+        forward.keep("example_loss", self._add, "example_loss", losses)
 
     def _add(self, name: str, values: torch.Tensor) -> None:
         self._parts[name].append(values)
@@ -179,16 +174,18 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
     size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
-    found = []
-    for some, part in zip(logits.split(size), targets.split(size), strict=True):
-        each = torch.nn.functional.cross_entropy(
-            some.flatten(0, 1).float(),
-            part.flatten(),
+    losses = []
+    for part_logits, part_targets in zip(logits.split(size), targets.split(size), strict=True):
+        token_losses = torch.nn.functional.cross_entropy(
+            part_logits.flatten(0, 1).float(),
+            part_targets.flatten(),
             ignore_index=_NO_TARGET,
             reduction="none",
         )
-        found.append(each.view(part.shape).sum(1) / (part != _NO_TARGET).sum(1))
-    return torch.cat(found)
+        losses.append(
+            token_losses.view(part_targets.shape).sum(1) / (part_targets != _NO_TARGET).sum(1)
+        )
+    return torch.cat(losses)
 
 
 def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -200,16 +197,16 @@ def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return whole
 
 
-def _observed(name: str, given: Any) -> torch.Tensor:
+def _observed(name: str, value: Any) -> torch.Tensor:
     """Return values from the loop, which the type of the variable holds exactly."""
     try:
-        values = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
+        values = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
         values = values.detach()
-        if values.is_floating_point() and not hasattr(given, "dtype"):
-            values = torch.as_tensor(given, dtype=torch.float64, device="cpu")  # as Python's floats
+        if values.is_floating_point() and not hasattr(value, "dtype"):
+            values = torch.as_tensor(value, dtype=torch.float64, device="cpu")  # as Python's floats
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgument(
-            f"{name}: got {reprlib.repr(given)}, expected one number for each example"
+            f"{name}: got {reprlib.repr(value)}, expected one number for each example"
         ) from None
     kind = "whole numbers" if name == "batch" else "floats"
     has_kind = values.is_floating_point() == (name == "example_loss")
@@ -221,11 +218,11 @@ def _observed(name: str, given: Any) -> torch.Tensor:
     if values.dtype in (torch.float64, torch.int64):
         kept = _as_recorded(name, values).to(values.dtype)
         if (wrong := (kept != values) & (values == values)).any():
-            at = int(wrong.nonzero()[0])
+            position = int(wrong.nonzero()[0])
             stored = "float64" if name == "batch" else "float32"
             raise InvalidArgument(
-                f"{name}: got {values[at].item()} at position {at}, expected {kind} that {stored} "
-                "holds exactly; convert them"
+                f"{name}: got {values[position].item()} at position {position}, expected {kind} "
+                f"that {stored} holds exactly; convert them"
             )
     return values
 
@@ -259,17 +256,17 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([padded(part, (len(part), *longest)) for part in parts])
 
 
-def _of_all_processes(mine: Tensors) -> Tensors:
+def _of_all_processes(values: Tensors) -> Tensors:
     """Return the shares of all processes in the first one, and the own share in the others."""
     if not is_distributed():
-        return mine
+        return values
     first = torch.distributed.get_rank() == 0
     shares: list[Any] = [None] * torch.distributed.get_world_size()
-    sent = {name: values.cpu() for name, values in mine.items()}
+    sent = {name: tensor.cpu() for name, tensor in values.items()}
     torch.distributed.gather_object(sent, shares if first else None, dst=0)
     if not first:
-        return mine
-    names = [name for name in mine if all(name in share for share in shares)]
+        return values
+    names = [name for name in values if all(name in share for share in shares)]
     return {name: _joined([share[name] for share in shares]) for name in names}
 
 
@@ -335,10 +332,10 @@ class HiddenStates:
 
         def on_output(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             states = _first_tensor(output)
-            with self.passes.of(output) as one:
-                if one is not None and self._is_state(states) and states.ndim == 3:
-                    self._keep(one, states)
-                elif one is not None:
+            with self.passes.of(output) as forward:
+                if forward is not None and self._is_state(states) and states.ndim == 3:
+                    self._keep(forward, states)
+                elif forward is not None:
                     self.on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
 
         hooks.after(modules[source], on_output)
@@ -359,34 +356,36 @@ class HiddenStates:
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        given: Any = next(iter((*args, *kwargs.values())), None)
+        states: Any = next(iter((*args, *kwargs.values())), None)
         # A module may have the parameter and take other inputs, such as the ids of tokens.
-        if not self._is_state(given):
+        if not self._is_state(states):
             return
-        with self.passes.of(given) as one:
-            if one is not None:
-                one.head_inputs += 1
-                self._keep(one, given)
+        with self.passes.of(states) as forward:
+            if forward is not None:
+                forward.head_inputs += 1
+                self._keep(forward, states)
 
-    def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
+    def _keep(self, forward: ForwardPass, states: torch.Tensor) -> None:
         parts = [receiver(states.detach()) for receiver in self.receivers]
-        one.keep("hidden", self._deliver, parts, one)
+        forward.keep("hidden", self._deliver, parts, forward)
 
-    def _deliver(self, parts: Sequence[Callable[[], None]], one: ForwardPass | None = None) -> None:
+    def _deliver(
+        self, parts: Sequence[Callable[[], None]], forward: ForwardPass | None = None
+    ) -> None:
         # Several inputs of the unembedding are chunks, whose order is not known.
-        if one is None or one.head_inputs <= 1:
+        if forward is None or forward.head_inputs <= 1:
             for add in parts:
                 add()
 
-    def _is_state(self, given: Any) -> bool:
-        floats = isinstance(given, torch.Tensor) and given.is_floating_point()
-        return floats and given.ndim > 1 and given.shape[-1] == self.size
+    def _is_state(self, value: Any) -> bool:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return floats and value.ndim > 1 and value.shape[-1] == self.size
 
-    def _unfit(self, name: str, given: Any) -> str:
-        shown = type(given).__name__
-        if isinstance(given, torch.Tensor):
-            shown = f"{type_name(given.dtype)} of shape {tuple(given.shape)}"
-        return f"{name}: got {shown}, expected floats of shape (batch, position, {self.size})"
+    def _unfit(self, name: str, value: Any) -> str:
+        received = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            received = f"{type_name(value.dtype)} of shape {tuple(value.shape)}"
+        return f"{name}: got {received}, expected floats of shape (batch, position, {self.size})"
 
 
 def _first_tensor(output: Any) -> Any:
@@ -398,8 +397,10 @@ def _first_tensor(output: Any) -> Any:
 
 def _check_order(name: str, module: torch.nn.Module) -> None:
     """Check that a module of torch returns the batch first."""
-    own = type(module).__module__.startswith("torch.nn.")
-    if own and any(getattr(part, "batch_first", True) is False for part in module.modules()):
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    if is_of_torch and any(
+        getattr(part, "batch_first", True) is False for part in module.modules()
+    ):
         raise RecordingError(
             f"hidden_from={name!r}: {type(module).__name__} has batch_first=False, so its output "
             "is (position, batch, hidden); pass it with observe(hidden=output.transpose(0, 1))"

@@ -72,14 +72,14 @@ class FirstRows:
     ) -> bool:
         """Copy the state before the first step; return True if the optimizer had one."""
         summaries = self._planned.recording.summaries
-        own = parameter.tensor
-        self.W = own_tokens(own, self._ids).to("cpu", copy=True)
+        matrix = parameter.tensor
+        self.W = own_tokens(matrix, self._ids).to("cpu", copy=True)
         self._initial = {} if summaries is None else summaries.initial()
         if not with_moments:
             return True
-        state = self._optimizer.state.get(own, {})
+        state = self._optimizer.state.get(matrix, {})
         count = step_count(state)
-        elements = kept_elements(own, state)
+        elements = kept_elements(matrix, state)
         if state:
             missing = torch.full_like(self.W, float("nan"))
             self._initial |= {name: missing for name in MOMENTS if name in variables}
@@ -121,31 +121,33 @@ class FirstRows:
             known, matrix = ((), parameter.tensor) if state is None else (state.kept, None)
             kept = find_kept(self._optimizer, known, matrix=matrix)
         self.other_state = [entry["name"] for entry in kept if entry["of"] == "other"]
-        for name, empty in self._expected(parameter, kept).items():
+        for name, empty in self._values_of_later_steps(parameter, kept).items():
             if name in variables or self.may_add(name, variables):
                 variables = tuple(dict.fromkeys((*variables, name)))
                 if name not in last and VARIABLES[name].row0 != "zero":
-                    self._notes.add(f"a step has no {name}, recorded as NaN; {remedy_of([name])}")
+                    self._notes.add(
+                        f"a step has no {name}, recorded as NaN; {remedies_for([name])}"
+                    )
                 last.setdefault(name, empty)
         of_run = variables_of(state_attribute(self._optimizer, kept))
-        held = tuple(name for name in variables if name in last and name in of_run)
+        recorded = tuple(name for name in variables if name in last and name in of_run)
         self._note_lacks(parameter, [name for name in variables if name not in last])
         for _, row in self._rows:
-            for name in held:
+            for name in recorded:
                 if name not in row:
-                    row[name] = torch.full_like(last[name], start_of(name))
-        types = {name: type_name(last[name].dtype) for name in held}
+                    row[name] = torch.full_like(last[name], value_before_steps(name))
+        types = {name: type_name(last[name].dtype) for name in recorded}
         room = row_lengths({name: tuple(last[name].shape) for name in types})
         if state is not None:
             self._initial |= state.initial()
-        in_transit = memory_in_transit(parameter.tensor.device, (last[name] for name in held))
-        return self._planned.create(types, room, in_transit, kept), held
+        in_transit = memory_in_transit(parameter.tensor.device, (last[name] for name in recorded))
+        return self._planned.create(types, room, in_transit, kept), recorded
 
     def _note_lacks(self, parameter: RecordedParameter, left_out: list[str]) -> None:
         """Note the variables that the run does not hold, each with its remedy."""
         required, state = self._options.required, self._planned.recording.state
         if lost := [name for name in left_out if name in required]:
-            self._notes.add(f"{', '.join(lost)} not recorded: {remedy_of(lost)}")
+            self._notes.add(f"{', '.join(lost)} not recorded: {remedies_for(lost)}")
         needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
         if state is not None and state.draws_nothing:
             needless.add("random_state")
@@ -186,13 +188,13 @@ class FirstRows:
             places.commit(number)
         return len(rows), rows[-1][0], {name: last[name] for name in names} if step % every else {}
 
-    def _expected(self, parameter: RecordedParameter, entries: list[Entry]) -> Row:
+    def _values_of_later_steps(self, parameter: RecordedParameter, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
         W, owner = self.W, parameter.optimizer
         whole: Mapping[Any, Any] = {} if owner is None else owner.state
         # Some optimizers also keep a count under a name.
-        state = {own: kept for own, kept in whole.items() if isinstance(own, torch.Tensor)}
-        found = {
+        state = {p: kept for p, kept in whole.items() if isinstance(p, torch.Tensor)}
+        values = {
             "grad": torch.full_like(W, float("nan")),
             "loss": W.new_full((), float("nan"), dtype=torch.float64),  # holds a loss of any type
             "grad_token_norm": W.new_full(W.shape[:1], float("nan"), dtype=torch.float32),
@@ -201,20 +203,20 @@ class FirstRows:
         if not state.get(parameter.tensor):  # it had no gradient yet
             names += [entry["name"] for entry in entries if entry["of"] == "element"]
         if any("step" in kept for kept in state.values()):
-            found["step_count"] = torch.tensor(0.0, dtype=torch.float64)
+            values["step_count"] = torch.tensor(0.0, dtype=torch.float64)
         for name in names:
             for tensor, kept in state.items():
                 same_type = tensor.dtype == parameter.tensor.dtype
                 if same_type and is_element(name, tensor, kept.get(name)):
-                    found[name] = torch.zeros_like(W, dtype=kept[name].dtype)
+                    values[name] = torch.zeros_like(W, dtype=kept[name].dtype)
                     break
-        return found
+        return values
 
     def _write(self, places: Row, names: tuple[str, ...], row: Row) -> None:
         """Write a row, and release each value after its copy: rows can be as large as the model."""
         for name in names:
             value, place = row.pop(name), places[name]
-            if (problem := difference(name, value, place)) is not None:  # of an early row
+            if (problem := why_misfit(name, value, place)) is not None:  # of an early row
                 self._notes.add(f"{problem}; it is not recorded in such a step")
                 value = torch.full_like(place, float("nan"))
             place.copy_(value)
@@ -225,12 +227,12 @@ class FirstRows:
             name: self._initial.get(name, self.W).to("cpu", like[name].dtype)
             if VARIABLES[name].row0 == "initial" or name in self._initial
             # One number, of the shape of the row: it takes no memory.
-            else like[name].new_full((), start_of(name)).expand_as(like[name])
+            else like[name].new_full((), value_before_steps(name)).expand_as(like[name])
             for name in names
         }
 
 
-def oddity(name: str, value: Value, like: torch.Tensor) -> str | None:
+def why_unrecordable(name: str, value: Value, like: torch.Tensor) -> str | None:
     """Return a sentence if no run can hold a value for the tokens of a matrix `like` that."""
     dims = VARIABLES[name].dims[1:]
     lengths = dict(zip(("token", "hidden"), like.shape, strict=True))
@@ -245,7 +247,7 @@ def oddity(name: str, value: Value, like: torch.Tensor) -> str | None:
     )
 
 
-def difference(name: str, value: Value, place: torch.Tensor) -> str | None:
+def why_misfit(name: str, value: Value, place: torch.Tensor) -> str | None:
     """Return a sentence if a place, of the first row, cannot hold a value exactly."""
     # Vectors and matrices keep their type; a number is converted if no bit is lost.
     fits = value.dtype == place.dtype or (
@@ -259,15 +261,15 @@ def difference(name: str, value: Value, place: torch.Tensor) -> str | None:
     )
 
 
-def start_of(name: str) -> float:
+def value_before_steps(name: str) -> float:
     """Return the value of a variable before a step has one."""
     return 0.0 if VARIABLES[name].row0 == "zero" else float("nan")
 
 
-def remedy_of(unseen: list[str]) -> str:
+def remedies_for(missing: list[str]) -> str:
     """Return what a loop can do for variables that a step lacks."""
-    found = [remedy for names, remedy in _REMEDIES if not names.isdisjoint(unseen)]
-    return "; ".join(found) or "leave it out of variables"
+    remedies = [remedy for names, remedy in _REMEDIES if not names.isdisjoint(missing)]
+    return "; ".join(remedies) or "leave it out of variables"
 
 
 _REMEDIES = (

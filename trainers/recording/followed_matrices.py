@@ -153,14 +153,14 @@ class FollowedMatrices:
     def begin_turn(self, optimizer: Optimizer) -> None:
         """Look at the groups before the step of an optimizer: all for the state of the model."""
         whole = self._recording.state is not None
-        own = {id(rows.parameter.group): rows for rows in self._rows}
+        rows_of_group = {id(rows.parameter.group): rows for rows in self._rows}
         self._before = [
-            (self._settings(group) if whole or id(group) in own else None, group.get("lr"))
-            for group in optimizer.param_groups
+            (self._settings(g) if whole or id(g) in rows_of_group else None, g.get("lr"))
+            for g in optimizer.param_groups
         ]
         if optimizer not in self._first:
             self._first[optimizer] = [
-                (self._recorded_settings(own.get(id(group))) or before, rate)
+                (self._recorded_settings(rows_of_group.get(id(group))) or before, rate)
                 for group, (before, rate) in zip(optimizer.param_groups, self._before, strict=True)
             ]
         for rows in self._rows:
@@ -174,7 +174,7 @@ class FollowedMatrices:
         for (old, _), (new, _), group in pairs:
             if not (changed := _changed(old, new)):
                 continue
-            of_matrix = own.get(id(group))
+            of_matrix = rows_of_group.get(id(group))
             changed -= {*self._own, *(of_matrix.hyperparameters if of_matrix else ())}
             if changed and (changed := changed & declared_settings(optimizer, group).keys()):
                 note = _CHANGED if of_matrix else _CHANGED_ELSEWHERE
@@ -184,17 +184,18 @@ class FollowedMatrices:
     def _recorded_settings(self, rows: ParameterRows | None) -> Settings:
         """Return the settings of a resumed run but the rate; flags without a value are off."""
         recorded = {} if rows is None else rows.recorded_optimizer.get("hyperparameters", {})
-        held = {key: one is not None and one for key, one in recorded.items() if key != "lr"}
-        return settings_of(held)
+        settings = {k: value is not None and value for k, value in recorded.items() if k != "lr"}
+        return settings_of(settings)
 
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Return the settings of a group but its rate; the same object while none is replaced."""
-        held = [one for key, one in group.items() if key not in _NO_SETTINGS]
-        seen, settings = self._seen.get(id(group), ([], {}))
-        if len(seen) != len(held) or not all(map(operator.is_, seen, held)):
-            settings = settings_of({k: one for k, one in group.items() if k not in _NO_SETTINGS})
-            if not any(map(_changes_in_place, held)):
-                self._seen[id(group)] = held, settings
+        values = [value for key, value in group.items() if key not in _NO_SETTINGS]
+        last_values, settings = self._seen.get(id(group), ([], {}))
+        if len(last_values) != len(values) or not all(map(operator.is_, last_values, values)):
+            chosen = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+            settings = settings_of(chosen)
+            if not any(map(_changes_in_place, values)):
+                self._seen[id(group)] = values, settings
         return settings
 
     def _find_group(self, rows: ParameterRows) -> None:
@@ -267,8 +268,8 @@ class FollowedMatrices:
                 continue
             now = self._settings(group)
             changed = _changed(before, now)
-            odd = {*now} if again else set() if may_change else changed
-            self._stepped[id(group)] = now | dict.fromkeys(odd, math.nan) if odd else now
+            unknown = {*now} if again else set() if may_change else changed
+            self._stepped[id(group)] = now | dict.fromkeys(unknown, math.nan) if unknown else now
             known = may_change or not isinstance(rate, int | float) or rate == group.get("lr")
             self._rates[id(group)] = rate_of(group) if known and not again else _UNKNOWN
             if not known:
@@ -280,8 +281,8 @@ class FollowedMatrices:
         """Note settings that changed in a step."""
         self._own |= changed
         if self._recording.state is None:
-            held = (rows.hyperparameters for rows in self._rows if rows.parameter.group is group)
-            changed &= {*itertools.chain(*held)}
+            names = (rows.hyperparameters for rows in self._rows if rows.parameter.group is group)
+            changed &= {*itertools.chain(*names)}
         if changed:
             note = _IN_STEP if self._recording.state is None else _OF_GROUPS
             self._on_note(note.format(keys=", ".join(sorted(changed))))
@@ -295,13 +296,13 @@ class FollowedMatrices:
                 "number; lr is NaN"
             )
             rate = _UNKNOWN
-        found: dict[str, Value] = {"lr": rate}
+        values: dict[str, Value] = {"lr": rate}
         if rows.hyperparameters:
-            found["hyperparameters"] = self._hyperparameters(rows)
+            values["hyperparameters"] = self._hyperparameters(rows)
         if self._recording.state is not None:
             rates = [self._rate(group) for group in self._optimizer.param_groups]
-            found["params_lr"] = self._recording.state.rates(rates)
-        return found
+            values["params_lr"] = self._recording.state.rates(rates)
+        return values
 
     def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:
         return self._rates[id(group)] if id(group) in self._rates else rate_of(group)

@@ -1,7 +1,4 @@
-"""A callback that records the training of a Hugging Face `Trainer`.
-
-Facts about the recorded tokens from a Trainer's data set and tokenizer.
-"""
+"""A callback for the `Trainer` of Hugging Face; what its data set and tokenizer tell of tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from transformers import BatchEncoding, Trainer, TrainerCallback, TrainerState, 
 
 from trajstore.errors import RecordingError, argument
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.capture import open_recorder
-from trajstore.trainers.recording.device_to_host import Comparison
+from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.hooks import WatchedCall
 from trajstore.trainers.recording.notes import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
@@ -36,7 +32,7 @@ from trajstore.trainers.recording.parameters import (
     unwrap,
 )
 from trajstore.trainers.recording.planned_run import run_paths
-from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.resumed_run import Comparison
 from trajstore.trainers.texts import token_texts
 
 COUNTING_SECONDS = 5.0
@@ -82,6 +78,7 @@ def facts_of_trainer(
     data_loader: Any,
     tokenizer: Any,
     processes: int,
+    seconds: float = COUNTING_SECONDS,
 ) -> TokenFacts:
     """Find dead tokens, occurrences and texts of tokens, unless the options have them.
 
@@ -103,6 +100,8 @@ def facts_of_trainer(
         The Trainer's ``processing_class``.
     processes : int
         Number of processes of the training.
+    seconds : float
+        Approximate time limit for counting.
     """
     facts = TokenFacts()
     needs_dead = isinstance(options.tokens, str) and options.tokens in ("dead", "live")
@@ -113,7 +112,7 @@ def facts_of_trainer(
         with _note_failures(facts, "which tokens are dead", remedy):
             if (rows := _vocabulary(model, parameters)) is not None:
                 data_set = getattr(data_loader, "dataset", None)
-                _add_counts(facts, *_counted(data_set, rows, processes))
+                _add_counts(facts, *_counted(data_set, rows, processes, seconds))
     if options.token_text is None:
         with _note_failures(facts, "the texts of its tokens", "give token_text="):
             rows = _vocabulary(model, parameters)
@@ -124,13 +123,13 @@ def facts_of_trainer(
 
 
 @contextlib.contextmanager
-def _note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
+def _note_failures(facts: TokenFacts, fact: str, remedy: str) -> Iterator[None]:
     """Turn an error into a note, because no failure here may end a training run."""
     try:
         yield
     except Exception as error:
         reason = error if isinstance(error, NotCounted) else f"of an error: {error!r}"
-        facts.notes.append(f"the run does not record {what}, because {reason}; {remedy}")
+        facts.notes.append(f"the run does not record {fact}, because {reason}; {remedy}")
 
 
 def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int) -> None:
@@ -158,7 +157,7 @@ def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...
     """
     if (output := _weight(model, "get_output_embeddings")) is None:
         return None
-    alike = [one.tensor for one in parameters if len(one.tensor) == len(output)]
+    alike = [parameter.tensor for parameter in parameters if len(parameter.tensor) == len(output)]
     others = [tensor for tensor in alike if tensor is not output]
     known = all(tensor is _weight(model, "get_input_embeddings") for tensor in others)
     return len(output) if alike and known else None
@@ -168,13 +167,15 @@ def _weight(model: torch.nn.Module, method: str) -> Any:
     return getattr(getattr(unwrap(model), method, lambda: None)(), "weight", None)
 
 
-def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.int64], int]:
+def _counted(
+    data_set: Any, rows: int, processes: int, seconds: float
+) -> tuple[npt.NDArray[np.int64], int]:
     """Return the occurrences of each token, and the number of examples."""
     if processes > 1:
         raise NotCounted("several processes train, and each would have to count")
     _require_stateless(data_set)
     counts = {name: np.zeros(rows, np.int64) for name in ("input_ids", "labels")}
-    end = monotonic() + COUNTING_SECONDS
+    end = monotonic() + seconds
     for part in _parts(data_set):
         for name, ids in part.items():
             if ids.size and not 0 <= ids.min() <= ids.max() < rows:
@@ -183,7 +184,7 @@ def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.i
         if monotonic() > end:
             raise NotCounted(
                 f"counting the {len(data_set)} examples of its data set takes more than about "
-                f"{COUNTING_SECONDS:g} s"
+                f"{seconds:g} s"
             )
     return np.maximum(counts["input_ids"], counts["labels"]), len(data_set)
 
@@ -240,13 +241,13 @@ def _parts(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
 
 def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
     form = data_set.format
-    shown = data_set.column_names if form["output_all_columns"] else form["columns"]
-    columns = [name for name in _TOKENS if name in shown]
+    visible = data_set.column_names if form["output_all_columns"] else form["columns"]
+    columns = [name for name in _TOKENS if name in visible]
     if "input_ids" not in columns:
         raise NotCounted("the examples of its data set have no input_ids")
     table = data_set.with_format("arrow", columns=columns)
-    for some in table.iter(batch_size=_BATCH):
-        arrays = {name: some[name].combine_chunks() for name in columns}
+    for batch in table.iter(batch_size=_BATCH):
+        arrays = {name: batch[name].combine_chunks() for name in columns}
         yield _selected({
             name: _of_lists(name, array)
             for name, array in arrays.items()

@@ -1,11 +1,8 @@
-"""Hooks on modules that a copy of the model, or a file of it, does not inherit.
+"""Hooks of modules, of optimizers' steps, and of functions of torch that have none.
 
-Hooks on the steps of an optimizer, also of one that wraps another or has no place for hooks.
-
-A step may call another: that of a wrapped optimizer, or that of a base class. The outermost call is
-the step of the loop. The innermost one consumes the gradients.
-
-Calls of functions of torch that have no hook, observed while somebody listens.
+A copy of a model, or a file of it, does not inherit the hooks of its modules. A step may call
+another: that of a wrapped optimizer, or that of a base class. The outermost call is the step of the
+loop; the innermost one consumes the gradients.
 """
 
 from __future__ import annotations
@@ -157,8 +154,8 @@ class WatchedCall:
             if this in running:
                 return original(*args, **kwargs)
             run = original
-            for one in listeners:
-                run = functools.partial(one, run)
+            for listener in listeners:
+                run = functools.partial(listener, run)
             running.add(this)
             try:
                 return run(*args, **kwargs)
@@ -250,19 +247,19 @@ class StepCalls:
         self.is_plain = len(chain) == 1 and _is_of_torch(type(self._member))
         self.wrapper = type(chain[0]).__name__ if len(chain) > 1 else None
         hooked: list[Any] = []  # places of hooks, which a wrapper may share
-        for one in reversed(chain):
-            hooks = getattr(one, "_optimizer_step_post_hooks", None)
-            if hooks is None or not getattr(type(one).step, "hooked", False):
-                self._handles.append(_WrappedStep(one, self._on_begin, self._on_end))
+        for optimizer in reversed(chain):
+            hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+            if hooks is None or not getattr(type(optimizer).step, "hooked", False):
+                self._handles.append(_WrappedStep(optimizer, self._on_begin, self._on_end))
             elif not any(hooks is place for place in hooked):
                 hooked.append(hooks)
-                before_hook = one.register_step_pre_hook(outside_compile(self._on_begin))
-                after_hook = one.register_step_post_hook(outside_compile(self._on_end))
+                before_hook = optimizer.register_step_pre_hook(outside_compile(self._on_begin))
+                after_hook = optimizer.register_step_post_hook(outside_compile(self._on_end))
                 self._handles += [before_hook, after_hook]
-                if one is self._member:
+                if optimizer is self._member:
                     self._pre_hook = before_hook
-                    first = one.register_step_post_hook(outside_compile(self._on_update))
-                    call_first(one, first)
+                    first = optimizer.register_step_post_hook(outside_compile(self._on_update))
+                    call_first(optimizer, first)
                     self._handles.append(first)
         if not _is_of_torch(type(self._member)):
             for base in type(self._member).__mro__[1:]:
@@ -302,7 +299,7 @@ class StepCalls:
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look at the weights before another hook after the step can change them."""
-        if has_other_hooks(optimizer, own=2) and self.is_running:
+        if has_other_hooks(optimizer, expected=2) and self.is_running:
             self.inside(self._member, ended=True)
 
     def _on_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -335,7 +332,7 @@ class _WrappedStep:
         original = owner.step
 
         @functools.wraps(original)
-        def wrapped_step(own: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapped_step(_: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed:
                 return original(*args, **kwargs)
             before(owner, (owner, *args), kwargs)

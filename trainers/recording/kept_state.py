@@ -1,10 +1,8 @@
-"""What an optimizer keeps of each parameter: tensors of its shape, numbers, and anything else.
+"""What a next step depends on, besides parameters: the optimizer's state, buffers, generators.
 
-The buffers of a model that change while it is trained, as one vector.
-
-The states of the random generators that a model can draw from.
-
-On a device these are the device's generator and the CPU's: some layers draw on the CPU.
+An optimizer keeps tensors of a parameter's shape, numbers, and anything else. Buffers that change
+form one vector. On a device the generators are the device's and the CPU's: some layers draw on the
+CPU.
 """
 
 from __future__ import annotations
@@ -49,18 +47,18 @@ def find_kept(
     An optimizer may keep a value of some parameters in 8 bits, and of the others in their shape.
     Such a value has another form, unless it is asked only what is kept of a `matrix` with a state.
     """
-    found = {entry["name"]: entry for entry in known}
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    entries = {entry["name"]: entry for entry in known}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if matrix is not None and optimizer.state.get(matrix):
         parameters = [matrix]
-    for parameter in sorted(parameters, key=lambda one: one.ndim == 0):
+    for parameter in sorted(parameters, key=lambda p: p.ndim == 0):
         for name, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
-            entry = found.setdefault(str(name), _entry(name, parameter, value))
+            entry = entries.setdefault(str(name), _entry(name, parameter, value))
             if not _fits(entry, parameter, value):
-                found[str(name)] = {"name": str(name), "of": "other"}
-    return list(found.values())
+                entries[str(name)] = {"name": str(name), "of": "other"}
+    return list(entries.values())
 
 
 def state_attribute(optimizer: JoinedOptimizer, kept: Iterable[Entry]) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def kept_values(
     CannotFollow
         If one has another shape or type than the entry.
     """
-    found, name = [], entry["name"]
+    values, name = [], entry["name"]
     for parameter in parameters:
         value = state.get(parameter, {}).get(name)
         if value is not None and not _fits(entry, parameter, value):
@@ -91,8 +89,8 @@ def kept_values(
                 f"the optimizer now keeps another kind of {name} than in the first row; record a "
                 "new run"
             )
-        found.append(as_dense(value) if isinstance(value, torch.Tensor) else value)
-    return found
+        values.append(as_dense(value) if isinstance(value, torch.Tensor) else value)
+    return values
 
 
 def kept_elements(parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -119,11 +117,11 @@ def is_element(name: object, parameter: torch.Tensor, value: Any) -> bool:
 
 
 def _entry(name: object, parameter: torch.Tensor, value: Any) -> Entry:
-    found: Entry = {"name": str(name), "of": "other"}
-    for entry in ({**found, "of": "element"}, {**found, "of": "parameter", "type": _type(value)}):
+    other: Entry = {"name": str(name), "of": "other"}
+    for entry in ({**other, "of": "element"}, {**other, "of": "parameter", "type": _type(value)}):
         if _is_free(name, entry["of"]) and _fits(entry, parameter, value):
             return entry
-    return found
+    return other
 
 
 def _is_plain(value: Any) -> bool:
@@ -239,7 +237,7 @@ class ModelBuffers:
     def _changed(self, now: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the buffers that are not recorded and have other values than at the start."""
         changed: list[str] = []
-        asked: dict[str, torch.Tensor] = {}  # the answers are on a device
+        asked: dict[str, torch.Tensor] = {}  # the flags are on a device
         for name, tensor in now.items():
             if name in self.names or self._marks.get(name) == (id(tensor), version(tensor)):
                 continue
@@ -256,9 +254,9 @@ class ModelBuffers:
             elif is_statistic or not torch.equal(first, tensor):
                 changed.append(name)
         if asked:  # the training waits once for all
-            one = next(iter(asked.values())).device
-            answers = torch.stack([answer.to(one) for answer in asked.values()]).tolist()
-            changed += itertools.compress(asked, answers)
+            device = next(iter(asked.values())).device
+            are_changed = torch.stack([flag.to(device) for flag in asked.values()]).tolist()
+            changed += itertools.compress(asked, are_changed)
         return changed
 
     def _joined(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -325,9 +323,9 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
             "of device that recorded them"
         )
     # Copies, as torch reads a part of a tensor from the beginning of the whole.
-    own, host = state[:-length].clone(), state[-length:].clone()
+    of_device, host = state[:-length].clone(), state[-length:].clone()
     if device.type == "cuda":
-        torch.cuda.set_rng_state(own, device)
+        torch.cuda.set_rng_state(of_device, device)
     elif device.type == "mps":
-        torch.mps.set_rng_state(own)
+        torch.mps.set_rng_state(of_device)
     torch.set_rng_state(host)

@@ -8,9 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.capture import attach
+from trajstore.trainers.recording.capture import Recorder, attach
 from trajstore.trainers.recording.options import RecordingOptions, takes_options
-from trajstore.trainers.recording.step_hooks import Recorder
 
 
 class LightningCallback(Callback):

@@ -132,12 +132,12 @@ class ModelState:
 
     def attributes(self) -> dict[str, Any]:
         """Return the root attributes that describe the vectors and the model."""
-        found: dict[str, Any] = {"parameters": self._parameter_table()}
+        attributes: dict[str, Any] = {"parameters": self._parameter_table()}
         if self._buffers is not None and self._buffers.names:
-            found["buffers"] = self._buffers.table()
+            attributes["buffers"] = self._buffers.table()
         config = getattr(self._model, "config", None)
         if isinstance(config, transformers.PretrainedConfig):
-            found["model_config"] = {
+            attributes["model_config"] = {
                 "class": type(self._model).__name__,
                 "transformers": transformers.__version__,
                 "config": json.loads(config.to_json_string(use_diff=False)),
@@ -147,7 +147,7 @@ class ModelState:
                     if tensor.is_floating_point()
                 },
             }
-        return found
+        return attributes
 
     def _parameter_table(self) -> list[dict[str, Any]]:
         aliases: dict[int, list[str]] = {}
@@ -202,7 +202,7 @@ class ModelState:
             initial["buffers"] = self._buffers.initial()
         return initial
 
-    def resume(self, attributes: Mapping[str, Any], held: Collection[str]) -> None:
+    def resume(self, attributes: Mapping[str, Any], recorded: Collection[str]) -> None:
         """Continue a run, whose root attributes and variables are given.
 
         Raises
@@ -215,26 +215,26 @@ class ModelState:
             [tuple(entry.get(key) for key in keys) for entry in table]
             for table in (self._parameter_table(), attributes.get("parameters", []))
         )
-        for number, (one, other) in enumerate(itertools.zip_longest(now, before)):
-            if one != other:
+        for number, (new, old) in enumerate(itertools.zip_longest(now, before)):
+            if new != old:
                 raise InvalidArgument(
-                    f"parameter {number} of the model is {one}, but {other} in the run; resume "
+                    f"parameter {number} of the model is {new}, but {old} in the run; resume "
                     "with the model and the optimizers of the run"
                 )
         now_kept = {entry["name"]: entry for entry in find_kept(self.optimizer)}
         # A run without the attribute holds a count of any type.
         adam = [now_kept.get(entry["name"], entry) for entry in ADAM_STATE]
         self.kept = list(attributes.get(OPTIMIZER_STATE, adam))
-        if KEPT.name in held:
+        if KEPT.name in recorded:
             self._take_initial()  # with the entries of the run
-        self.whole_state &= KEPT.name in held
+        self.whole_state &= KEPT.name in recorded
         for name in (_GRADIENTS, *(f"params_{entry['name']}" for entry in self.kept)):
             key = _type_key(name)
             if types := [entry[key] for entry in attributes["parameters"] if key in entry]:
                 self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
         if self._buffers is not None:
             self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
-        self._draws = "random_state" in held
+        self._draws = "random_state" in recorded
 
     def differing(self, row: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
         """Return the variables of a row whose bits are not those of the training before a step.
@@ -309,12 +309,12 @@ class ModelState:
         if consumed and before is not None:
             kept = before.split([tensor.numel() for tensor in self._others])
             gradients = [
-                part.view(own.shape).to(own.dtype, copy=True)
-                if own in consumed
+                part.view(tensor.shape).to(tensor.dtype, copy=True)
+                if tensor in consumed
                 else None
                 if grad is None
                 else grad * unscale
-                for own, grad, part in zip(self._others, gradients, kept, strict=True)
+                for tensor, grad, part in zip(self._others, gradients, kept, strict=True)
             ]
             unscale = 1.0
         if unscale != 1.0 and len(set(self._part_types(_GRADIENTS, gradients))) > 1:
@@ -324,10 +324,10 @@ class ModelState:
         nan = float("nan")
         return {_GRADIENTS: self._vector(_GRADIENTS, gradients, missing=nan, factor=unscale)}
 
-    def rates(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def rates(self, rates: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the rate of each group as a vector; NaN for None."""
         unknown = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
-        return self._stacked([unknown if rate is None else rate for rate in found])
+        return self._stacked([unknown if rate is None else rate for rate in rates])
 
     def after_step(self, variables: Collection[str], *, first: bool) -> State:
         """Return the state after the step, and the random state before it.
@@ -346,7 +346,7 @@ class ModelState:
         """
         if first:
             self.kept = find_kept(self.optimizer, self.kept)
-        found = self._state(variables)
+        state = self._state(variables)
         random, self._random = self._random, None
         if random is not None and self._draws:
             if not first and "random_state" not in variables:
@@ -354,17 +354,17 @@ class ModelState:
                     "the model draws random numbers in this step, but did not in the first one, so "
                     "the run has no random_state; switch dropout on before the first step"
                 )
-            found["random_state"] = random.to(torch.bfloat16)  # it holds 0 to 256 exactly
+            state["random_state"] = random.to(torch.bfloat16)  # it holds 0 to 256 exactly
         buffers = None if self._buffers is None else self._buffers.after_step(first=first)
         if buffers is not None:
-            found["buffers"] = buffers
-        return found
+            state["buffers"] = buffers
+        return state
 
     def _state(self, variables: Collection[str], *, initial: bool = False) -> State:
         """Return the parameters, and what the optimizer keeps of them."""
-        found: State = {}
+        values_of: State = {}
         if self._others and "params" in variables:
-            found["params"] = self._vector("params", self._others, initial=initial)
+            values_of["params"] = self._vector("params", self._others, initial=initial)
         state = self.optimizer.state
         for entry in self.kept:
             *_, name = kept_as(entry["name"], entry["of"]) or ("",)
@@ -375,18 +375,19 @@ class ModelState:
             if all(value is None for value in values):
                 continue
             if of_elements:
-                found[name] = self._vector(name, values, initial=initial)
+                values_of[name] = self._vector(name, values, initial=initial)
             else:
-                found[name] = self._numbers(values)
+                values_of[name] = self._numbers(values)
         if self.whole_state and state_attribute(self.optimizer, self.kept):
-            found[KEPT.name] = self._marks()
-        return found
+            values_of[KEPT.name] = self._marks()
+        return values_of
 
     def _numbers(self, values: Sequence[Any]) -> torch.Tensor:
         """Return numbers that an optimizer keeps as a vector of float64; 0 for None."""
-        kinds = {(one.dtype, one.device) if isinstance(one, torch.Tensor) else 0 for one in values}
-        if len(kinds) == 1 and 0 not in kinds:
-            return as_float64(torch.stack(list(values)))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+        if alike and len(tensors) == len(values):
+            return as_float64(torch.stack(tensors))
         numbers = [as_float64(0.0 if value is None else value) for value in values]
         return self._stacked([number.reshape(()) for number in numbers])
 
@@ -396,13 +397,13 @@ class ModelState:
         marks = []
         for tensor in self._tensors:
             kept = self.optimizer.state.get(tensor, {})
-            held = [str(name) for name, value in kept.items() if value is not None]
-            if new := [name for name in held if name not in bits]:
+            names = [str(name) for name, value in kept.items() if value is not None]
+            if new := [name for name in names if name not in bits]:
                 raise CannotFollow(
                     f"the optimizer now keeps {', '.join(new)}, but did not in the first row; "
                     "record a new run"
                 )
-            marks.append(float(sum(bits[name] for name in held)))
+            marks.append(float(sum(bits[name] for name in names)))
         return torch.tensor(marks, dtype=torch.float64, device="cpu")
 
     def _vector(
@@ -425,7 +426,7 @@ class ModelState:
         before = types if initial else self._types.setdefault(name, types)
         if types != before:
             changes = zip(self._other_names, types, before, strict=True)
-            part, now, was = next(one for one in changes if one[1] != one[2])
+            part, now, was = next(change for change in changes if change[1] != change[2])
             raise CannotFollow(
                 f"{name}: {part} is now {type_name(now)}, but was {type_name(was)} in the first "
                 "row; record a new run for the new type"
@@ -444,10 +445,10 @@ class ModelState:
             return [tensor.dtype for tensor in tensors if tensor is not None]
         pairs = list(zip(self._others, tensors, strict=True))
         chosen = {} if name in ("params", _GRADIENTS) else self._state_types
-        seen = {own.dtype: tensor.dtype for own, tensor in pairs if tensor is not None}
+        types = {p.dtype: tensor.dtype for p, tensor in pairs if tensor is not None}
         return [
-            chosen.get(id(own), seen.get(own.dtype, own.dtype)) if tensor is None else tensor.dtype
-            for own, tensor in pairs
+            chosen.get(id(p), types.get(p.dtype, p.dtype)) if tensor is None else tensor.dtype
+            for p, tensor in pairs
         ]
 
     def _stacked(self, numbers: list[torch.Tensor]) -> torch.Tensor:

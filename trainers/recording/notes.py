@@ -1,12 +1,8 @@
-"""Notes of a recording: what a run does not hold, or not as the loop suggests.
+"""Sentences about a recording, and the attributes that say how it was made.
 
-Steps that a sound recording cannot prove, because torch rounds them otherwise than a replay.
-
-Advice about the types of a training run, before it is recorded.
-
-The check at the first step: what a recording will not be able to answer.
-
-Provenance of a run: root attributes in addition to its configuration.
+`RunNotes` collects what a run does not hold, or not as the loop suggests. `FirstStep` looks for
+what the recording cannot answer, `why_unproven` for steps that torch rounds otherwise than a
+replay, `optimizer_advice` for types in which the optimizer has no effect.
 """
 
 from __future__ import annotations
@@ -119,7 +115,8 @@ class RunNotes:
 
         If the step is `unproven`, a replay does not compare it, and gives the sentence as reason.
         """
-        if (entry := next((one for one in self.entries if one["note"] == sentence), None)) is None:
+        entry = next((known for known in self.entries if known["note"] == sentence), None)
+        if entry is None:
             steps = {"first_step": self.step, "last_step": self.step, "count": 1}
             entry = {"note": sentence, **steps}
             self.entries.append(entry)
@@ -146,17 +143,17 @@ class RunNotes:
 
     def resumed(self, before: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
         """Begin with the notes of a run up to a step, and return all."""
-        own = {entry["note"]: entry for entry in self.entries}
+        new_entries = {entry["note"]: entry for entry in self.entries}
         earlier = []
         for entry in notes_until(before, step):
-            if (known := own.get(entry["note"])) is None:
+            if (known := new_entries.get(entry["note"])) is None:
                 earlier.append(entry)
                 continue
             if entry["last_step"] < known["first_step"]:
                 known["count"] += entry["count"]
             known["first_step"] = min(entry["first_step"], known["first_step"])
             if ranges := entry.get(UNPROVEN):
-                more = [one for one in known.get(UNPROVEN, []) if one not in ranges]
+                more = [span for span in known.get(UNPROVEN, []) if span not in ranges]
                 known[UNPROVEN] = ranges + more
         self.entries[:0] = earlier
         return self.entries
@@ -274,9 +271,9 @@ class FirstStep:
                 "this processor multiplies 16-bit matrices slowly; train inside "
                 "trajstore.trainers.float32_products() to be several times as fast"
             )
-        for one in self._optimizer.members:
-            name = type(one).__name__
-            if "scheduled_lr" in one.param_groups[0] or "ScheduleFree" in name:
+        for member in self._optimizer.members:
+            name = type(member).__name__
+            if "scheduled_lr" in member.param_groups[0] or "ScheduleFree" in name:
                 yield (
                     f"{name} computes its own rate from lr during warm-up; lr is that of the group"
                 )
@@ -405,8 +402,8 @@ def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
         for first in (value[:1] if isinstance(value, tuple) else [value])
         if isinstance(first, torch.Tensor)
     }
-    found = {"class": class_path(type(optimizer)), "hyperparameters": hyperparameters}
-    return found | ({"tensors": tensors} if tensors else {})
+    rule = {"class": class_path(type(optimizer)), "hyperparameters": hyperparameters}
+    return rule | ({"tensors": tensors} if tensors else {})
 
 
 def _plain(value: Any) -> Any:
@@ -445,7 +442,7 @@ def optimizer_advice(parameters: Sequence[RecordedParameter]) -> list[Advice]:
     list of Advice
         Each sentence once, for all parameters together.
     """
-    found = (
+    entries = (
         advice
         for parameter in parameters
         if parameter.optimizer is not None
@@ -455,7 +452,7 @@ def optimizer_advice(parameters: Sequence[RecordedParameter]) -> list[Advice]:
             weights=type_name(parameter.tensor.dtype),
         )
     )
-    return list({advice.sentence: advice for advice in found}.values())
+    return list({advice.sentence: advice for advice in entries}.values())
 
 
 def report_notes(sentences: Iterable[str], on_note: Callable[[str], None] | None) -> None:

@@ -1,11 +1,8 @@
 """Options of a recording, and facts about the training loop.
 
 The options are defined here only. `capture` and `TrajectoryCallback` take them as keywords:
-`takes_options` adds them to their signatures and documentation.
-
-Selection of the recorded tokens.
-
-The number of threads that torch uses on the CPU, on which rounding depends.
+`takes_options` adds them to their signatures and documentation. `select_tokens` resolves the
+recorded tokens. The number of threads that torch uses on the CPU decides how it rounds.
 """
 
 from __future__ import annotations
@@ -48,11 +45,12 @@ def check_all_tokens(variables: Iterable[str], tokens: Tokens) -> None:
     InvalidArgument
         If some tokens only are to be recorded.
     """
-    shown = tokens if isinstance(tokens, str) else "a list of ids"
-    if shown != "all" and (held := [name for name in EVERYTHING if name in set(variables)]):
+    received = tokens if isinstance(tokens, str) else "a list of ids"
+    everything = [name for name in EVERYTHING if name in set(variables)]
+    if received != "all" and everything:
         raise InvalidArgument(
-            f"tokens: got {shown}, but {held[0]} is recorded with all tokens of the matrix; "
-            "leave out tokens, or select tokens after recording"
+            f"tokens: got {received}, but {everything[0]} is recorded with all tokens of the "
+            "matrix; leave out tokens, or select tokens after recording"
         )
 
 
@@ -95,9 +93,9 @@ def select_tokens(
     if not (ids := np.unique(exact("tokens", tokens, "int64", least=ANY))).size:
         raise InvalidArgument("tokens: got an empty list, expected at least one token id")
     if (unknown := ids[(ids < 0) | (ids >= vocab_size)]).size:
-        shown = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
+        examples = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
         raise InvalidArgument(
-            f"tokens: {unknown.size} ids are not in the vocabulary ({shown}); expected 0 to "
+            f"tokens: {unknown.size} ids are not in the vocabulary ({examples}); expected 0 to "
             f"{vocab_size - 1}"
         )
     return ids
@@ -298,8 +296,8 @@ class RecordingOptions:
 
     @property
     def _names(self) -> list[str]:
-        given = self.variables.split(",") if isinstance(self.variables, str) else self.variables
-        return [name.strip() for name in given]
+        names = self.variables.split(",") if isinstance(self.variables, str) else self.variables
+        return [name.strip() for name in names]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -347,8 +345,8 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
     Its signature and documentation list the options in place of ``**options``. An unknown keyword
     raises a `TypeError` with the most similar name.
     """
-    shown = _signature_with_options(function)
-    takes = [name for name in shown.parameters if name != "self"]
+    signature = _signature_with_options(function)
+    takes = [name for name in signature.parameters if name != "self"]
 
     @functools.wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -360,21 +358,23 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
                 )
         return function(*arguments, **keywords)
 
-    call.__signature__ = shown  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__doc__ = _documentation_with_options(function)
     return call
 
 
 def _signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function)
-    own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    named = [
+        entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD
+    ]
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
         for option in fields(RecordingOptions)
         if option.name not in signature.parameters
     ]
-    return signature.replace(parameters=[*own, *options])
+    return signature.replace(parameters=[*named, *options])
 
 
 def _documentation_with_options(function: Callable[..., Any]) -> str | None:
@@ -418,13 +418,14 @@ def slower_threads() -> str | None:
     if (several := torch.get_num_threads()) == 1:
         return None
     matrix = torch.ones(_SIZE, _SIZE, device="cpu")
-    own = _seconds(matrix)
+    with_several = _seconds(matrix)
     with torch_threads(1):
-        one = _seconds(matrix)
-    if own <= _WORTH * one:
+        with_one = _seconds(matrix)
+    if with_several <= _WORTH * with_one:
         return None
+    ratio = with_several / with_one
     return (
-        f"one thread computes {own / one:.1f} times as fast as {several} threads now, so other "
+        f"one thread computes {ratio:.1f} times as fast as {several} threads now, so other "
         "programs use the processors; "
         + argument("threads", 1)
         + " would be faster, and changes the bits"

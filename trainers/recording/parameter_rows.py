@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +20,31 @@ from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
-    HostTransfer,
     JoinedVector,
     Row,
-    RowTarget,
     Transfer,
     Value,
+    copy_to_host,
     open_transfer,
     same_bits,
 )
 from trajstore.trainers.recording.examples import padded
 from trajstore.trainers.recording.first_rows import (
     FirstRows,
-    difference,
-    oddity,
-    remedy_of,
-    start_of,
+    remedies_for,
+    value_before_steps,
+    why_misfit,
+    why_unrecordable,
 )
 from trajstore.trainers.recording.kept_state import kept_elements, step_count
 from trajstore.trainers.recording.notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.planned_run import PlannedRun
-from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.resumed_run import ComparedRun, ExistingRun
 from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
 from trajstore.trainers.recording.torch_internals import versions
 from trajstore.units import format_bytes
 
 _UNSHARDED = (torch.Tensor, torch.nn.Parameter, JoinedVector)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MatrixStep:
-    """A complete step of one matrix.
-
-    Attributes
-    ----------
-    number : int
-        Optimizer steps taken.
-    values : mapping of str to tensor
-        What the hooks have found beside W, its gradient and its state.
-    had_effect : bool
-        True if every optimizer has taken a step so far, and this one had gradients.
-    """
-
-    number: int
-    values: Mapping[str, Value]
-    had_effect: bool
 
 
 class ParameterRows:
@@ -109,7 +88,7 @@ class ParameterRows:
         self.parameter = planned.parameter
         self.watched = planned.recording.options.resolved
         self.variables = own_variables(planned.share, self.watched)
-        self.writer: RowTarget | None = None
+        self.writer: RunWriter | ComparedRun | None = None
         self.rows = 0
         self.last_step = planned.recording.loop.first_step
         W = self.own_W()
@@ -124,12 +103,14 @@ class ParameterRows:
         self._every = planned.recording.options.every
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
         self._first = FirstRows(planned, self._ids)
-        self._transfer: Transfer = HostTransfer()
+        self._transfer: Transfer | None = None  # None before the run exists
         self._row: Row = {}  # row of the current step
-        self._whole_step: int | None = None  # step of the complete row that is only in the transfer
-        self._like: Row = {}  # shapes and types of the run, on the device `meta`
+        self._unstored_step: int | None = (
+            None  # step of the complete row that is only in the transfer
+        )
+        self._templates: Row = {}  # shapes and types of the run, on the device `meta`
         # Kinds of values that the places have taken, and whether tokens of them are selected.
-        self._taken: dict[str, tuple[torch.dtype, tuple[int, ...], bool]] = {}
+        self._known_kinds: dict[str, tuple[torch.dtype, tuple[int, ...], bool]] = {}
         self.take_initial(with_moments=existing is None)
         self._written_W: torch.Tensor | None = None  # W of the last complete step, where it lies
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
@@ -137,7 +118,7 @@ class ParameterRows:
             self._last_W = self.recorded_tokens(W).clone()
         examples = planned.recording.loop.examples
         # Lengths of the dimensions example and position.
-        self._room: dict[str, int] = {} if examples is None else {"example": examples}
+        self._lengths: dict[str, int] = {} if examples is None else {"example": examples}
         self._existing = existing
         if existing is not None:
             existing.check(self._first.W)
@@ -171,7 +152,7 @@ class ParameterRows:
 
     def marks_of_state(self) -> dict[str, tuple[int, int]]:
         """Return tensor and version of what the optimizer keeps of the parameter."""
-        kept = {name: one for name, one in self._state().items() if isinstance(one, torch.Tensor)}
+        kept = {k: value for k, value in self._state().items() if isinstance(value, torch.Tensor)}
         tensors = [*kept.values()]
         marks = zip(map(id, tensors), versions(tensors), strict=True)
         return dict(zip(kept, marks, strict=True))
@@ -199,13 +180,15 @@ class ParameterRows:
             self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
         self._open_transfer(writer)
-        for name in set(OF_EXAMPLES) & self._like.keys():
-            self._room |= dict(zip(VARIABLES[name].dims[1:], self._like[name].shape, strict=True))
+        for name in set(OF_EXAMPLES) & self._templates.keys():
+            self._lengths |= dict(
+                zip(VARIABLES[name].dims[1:], self._templates[name].shape, strict=True)
+            )
         self.rows, self.last_step = existing.rows, last_step
         self._first = FirstRows(self._planned, self._ids)
 
-    def _open_transfer(self, writer: RowTarget) -> None:
-        self._like = {
+    def _open_transfer(self, writer: RunWriter | ComparedRun) -> None:
+        self._templates = {
             name: torch.empty(array.row, dtype=getattr(torch, array.native.name), device="meta")
             for name, array in writer.layout.arrays.items()
             if name != STEP.name
@@ -250,7 +233,7 @@ class ParameterRows:
         """
         accepted = {}
         for name, value in values.items():
-            dtype, shape, selects = self._taken.get(name, (None, None, False))
+            dtype, shape, selects = self._known_kinds.get(name, (None, None, False))
             if value.dtype is dtype and value.shape == shape and type(value) in _UNSHARDED:
                 accepted[name] = value.index_select(0, self._ids) if selects else value  # type: ignore
             elif (checked := self._checked(name, value)) is not None:
@@ -261,36 +244,36 @@ class ParameterRows:
         """Return a value as the row takes it; None if it does not, with a note if it should."""
         if name not in self.variables and not self._adopts(name):
             return None
-        given = value
+        original = value
         if isinstance(value, torch.Tensor):
             value = own_rows(value.detach())
             if name in OF_EXAMPLES:
-                if (problem := self._lack_of_room(name, value)) is not None:
+                if (problem := self._why_too_long(name, value)) is not None:
                     self._notes.add(problem)
                     return None
                 dims = VARIABLES[name].dims[1:]
-                value = padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
+                value = padded(value, [self._lengths.get(dim, value.shape[-1]) for dim in dims])
         if self.writer is None:
-            problem = oddity(name, value, self.own_W())
+            problem = why_unrecordable(name, value, self.own_W())
         selects = self._ids is not None and VARIABLES[name].dims[1:2] == ("token",)
         if selects and (self.writer is not None or problem is None):
             value = value.index_select(0, self._ids)  # type: ignore
         if self.writer is not None:
-            problem = difference(name, value, self._like[name])
+            problem = why_misfit(name, value, self._templates[name])
             if problem and (name == "W" or isinstance(value, JoinedVector)):
                 raise CannotFollow(f"{problem}; record a new run for the new shape or type")
             problem = problem and f"{problem}; it is not recorded in such a step"
-            if problem is None and type(given) in _UNSHARDED and name not in OF_EXAMPLES:
-                self._taken[name] = given.dtype, given.shape, selects
+            if problem is None and type(original) in _UNSHARDED and name not in OF_EXAMPLES:
+                self._known_kinds[name] = original.dtype, original.shape, selects
         if problem is not None:
             self._notes.add(problem)
             return None
         return value
 
-    def _lack_of_room(self, name: str, value: torch.Tensor) -> str | None:
+    def _why_too_long(self, name: str, value: torch.Tensor) -> str | None:
         dims = VARIABLES[name].dims[1:]
         for dim, length in zip(dims, value.shape, strict=True):
-            room = length if dim == "hidden" else self._room.setdefault(dim, length)
+            room = length if dim == "hidden" else self._lengths.setdefault(dim, length)
             if length > room:
                 return (
                     f"{name}: a step has {length} {dim}s, but the rows of {self._planned.path} "
@@ -313,9 +296,10 @@ class ParameterRows:
 
     def _put(self, values: Mapping[str, Value]) -> None:
         if values:
-            self._whole_step = None  # this overwrites that row, if it was not stored
+            self._unstored_step = None  # this overwrites that row, if it was not stored
             with self._disk_errors():
-                self._row |= self._transfer.put(values)
+                put = copy_to_host if self._transfer is None else self._transfer.put
+                self._row |= put(values)
 
     def set_gradient(self, gradient: torch.Tensor) -> None:
         """Set the gradient, (token, hidden) of this process, and the norm of each token's."""
@@ -353,42 +337,51 @@ class ParameterRows:
 
     # Rows ----------------------------------------------------------------------------------------
 
-    def complete(self, step: MatrixStep) -> None:
+    def complete(self, step: int, values: Mapping[str, Value], *, had_effect: bool) -> None:
         """Set W, its state and the values of a step, and store the row if `every` selects it.
 
         The run is created at the first step that had an effect: before it there may be no moments,
         so no types.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer steps taken.
+        values : mapping of str to tensor
+            What the hooks have found beside W, its gradient and its state.
+        had_effect : bool
+            True if every optimizer has taken a step so far, and this one had gradients.
 
         Raises
         ------
         RecordingError
             If the disk is full.
         """
-        own = self.parameter.tensor
+        W = self.parameter.tensor
         state = self._state()
-        values = {"W": own, **kept_elements(own, state), **step_count(state), **step.values}
+        row = {"W": W, **kept_elements(W, state), **step_count(state), **values}
         if "cells" in self.variables:
-            values["cells"] = self.own_W().to(torch.bfloat16)
-        self.set(values)
+            row["cells"] = self.own_W().to(torch.bfloat16)
+        self.set(row)
         self._state_marks = self.marks_of_state()
         if self._last_W is not None:
-            now = self.recorded_tokens(own)
+            now = self.recorded_tokens(W)
             norms = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
             chosen = {name: norm for name, norm in norms.items() if name in self.variables}
             self._put({name: norm(now, self._last_W) for name, norm in chosen.items()})
-        is_due = step.number % self._every == 0
+        is_due = step % self._every == 0
         if self.writer is None:
             self._written_W = self._row.get("W")
-            self._first.add(step.number, self._row)
-            if step.had_effect:
+            self._first.add(step, self._row)
+            if had_effect:
                 self._create_run()
-            self._whole_step = None if is_due else step.number
+            self._unstored_step = None if is_due else step
         else:
             self._fill_missing()
             self._written_W = self._row.get("W")
-            self._whole_step = step.number
+            self._unstored_step = step
             if is_due:
-                self._store_row(step.number)
+                self._store_row(step)
         self._row = {}
 
     def _create_run(self) -> None:
@@ -402,6 +395,7 @@ class ParameterRows:
         self.rows, self.last_step, waiting = rows
         self._open_transfer(writer)
         if waiting:
+            assert self._transfer is not None
             self._transfer.put(waiting)
         else:
             self._remember_W()
@@ -411,18 +405,21 @@ class ParameterRows:
         missing = [name for name in self.variables if name not in self._row]
         for name in missing:
             unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
-            value = float("nan") if unknown else start_of(name)
-            self._put({name: torch.full_like(self._like[name], value, device="cpu")})
+            value = float("nan") if unknown else value_before_steps(name)
+            self._put({name: torch.full_like(self._templates[name], value, device="cpu")})
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
-            self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {remedy_of(lost)}")
+            self._notes.add(
+                f"a step has no {', '.join(lost)}, recorded as NaN; {remedies_for(lost)}"
+            )
 
     def _store_row(self, step: int) -> None:
         """Store the row in the transfer as the row of `step`."""
+        assert self._transfer is not None
         with self._disk_errors():
             self._transfer.commit(step)
         self.rows += 1
         self.last_step = step
-        self._whole_step = None
+        self._unstored_step = None
         self._remember_W()
 
     def _remember_W(self) -> None:
@@ -433,7 +430,8 @@ class ParameterRows:
         """Commit all rows, and wait until they are stored."""
         if self.writer is not None:
             with self._disk_errors():
-                self._transfer.flush()
+                if self._transfer is not None:
+                    self._transfer.flush()
                 self.writer.commit()
 
     def close(self, *, complete: bool) -> None:
@@ -446,9 +444,10 @@ class ParameterRows:
             if self.writer is not None:
                 closing.enter_context(self._disk_errors())
                 closing.callback(self.writer.close, "complete" if complete else "interrupted")
-                closing.callback(self._transfer.close)
-                if self._whole_step is not None:
-                    self._store_row(self._whole_step)
+                if self._transfer is not None:
+                    closing.callback(self._transfer.close)
+                if self._unstored_step is not None:
+                    self._store_row(self._unstored_step)
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -1,7 +1,4 @@
-"""The recorded parameters of a model, their optimizer groups and their unembedding modules.
-
-The optimizers that train a model together, as one optimizer for the recorder.
-"""
+"""The recorded parameters of a model, and its optimizers, joined to one for the recorder."""
 
 from __future__ import annotations
 
@@ -44,16 +41,16 @@ def optimizer_chain(optimizer: Any) -> tuple[Any, ...]:
             f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "
             "that trains the parameter"
         )
-    return tuple(one for one in chain if not isinstance(one, AcceleratedOptimizer))
+    return tuple(member for member in chain if not isinstance(member, AcceleratedOptimizer))
 
 
 def _inner(optimizer: Any) -> Any:
     """Return the optimizer that another one wraps; None if it wraps none."""
-    own = getattr(optimizer, "param_groups", None)
+    groups = getattr(optimizer, "param_groups", None)
     for value in getattr(optimizer, "__dict__", {}).values():
         if not isinstance(value, Optimizer) or value is optimizer:
             continue
-        if own is None or [*map(id, own)] == [*map(id, value.param_groups)]:
+        if groups is None or [*map(id, groups)] == [*map(id, value.param_groups)]:
             return value
     return None
 
@@ -62,9 +59,9 @@ class _States(ChainMap[torch.Tensor, dict[str, Any]]):
     """States of several optimizers. Theirs are defaultdicts, in which a look-up adds an entry."""
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        for one in self.maps:
-            if parameter in one:
-                return one[parameter]
+        for states in self.maps:
+            if parameter in states:
+                return states[parameter]
         raise KeyError(parameter)
 
 
@@ -97,16 +94,18 @@ class JoinedOptimizer:
     """
 
     def __init__(self, optimizers: Any, ends_step: Any = None) -> None:
-        given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-        self.chains = tuple(map(optimizer_chain, given))
+        separate = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+        self.chains = tuple(map(optimizer_chain, separate))
         self.members: tuple[Optimizer, ...] = tuple(chain[-1] for chain in self.chains)
         self.ends_step = None if ends_step is None else optimizer_chain(ends_step)[-1]
         self.turns: dict[Optimizer, int] = {}
         self._started: set[Optimizer] = set()
-        kinds = [type(member).__name__ for member in self.members]
+        classes = [type(member).__name__ for member in self.members]
         self._names = {
-            member: kind if kinds.count(kind) == 1 else f"{kind} {kinds[: at + 1].count(kind)}"
-            for at, (member, kind) in enumerate(zip(self.members, kinds, strict=True))
+            member: kind
+            if classes.count(kind) == 1
+            else f"{kind} {classes[: place + 1].count(kind)}"
+            for place, (member, kind) in enumerate(zip(self.members, classes, strict=True))
         }
         if not self.members:
             raise RecordingError("got no optimizer; pass each one that trains the model")
@@ -141,19 +140,19 @@ class JoinedOptimizer:
     def member_of(self, optimizer: Any) -> Optimizer | None:
         """Return the member that an optimizer is or wraps; None if it is none of them."""
         for chain, member in zip(self.chains, self.members, strict=True):
-            if any(one is optimizer for one in chain):
+            if any(link is optimizer for link in chain):
                 return member
         inner = getattr(optimizer, "optimizer", None)
         return self.member_of(inner) if isinstance(optimizer, AcceleratedOptimizer) else None
 
     def parameters(self, *members: Optimizer) -> list[torch.Tensor]:
         """Return the parameters that some of the members train."""
-        return [p for one in members for group in one.param_groups for p in group["params"]]
+        return [p for member in members for group in member.param_groups for p in group["params"]]
 
     def owner(self, group: Mapping[str, Any]) -> Optimizer | None:
         """Return the member that has a group; None if no member has it."""
-        having = (one for one in self.members if any(group is own for own in one.param_groups))
-        return next(having, None)
+        owners = (m for m in self.members if any(group is known for known in m.param_groups))
+        return next(owners, None)
 
     def named(self, members: Iterable[Optimizer]) -> str:
         """Return the names of members: their classes, with a number if two have the same."""
@@ -172,7 +171,7 @@ class JoinedOptimizer:
             If it has had its turn, and others have not.
         """
         if member in self.turns and self.ends_step is None:
-            others = self.named(one for one in self.members if one not in self.turns)
+            others = self.named(member for member in self.members if member not in self.turns)
             raise RecordingError(
                 f"{self.named([member])} steps again before {others} has stepped; step each "
                 "optimizer once, or name the one that ends a step: capture(…, ends_step=optimizer)"
@@ -269,16 +268,17 @@ def find_parameters(
         names = [_default_name(inner, optimizer, by_name, on_note)]
     elif isinstance(names, str):
         names = [names]
-    found: dict[int, RecordedParameter] = {}
-    for given in names:
-        name = name_outside_compile(given).removeprefix("module.")
+    recorded: dict[int, RecordedParameter] = {}
+    for requested in names:
+        name = name_outside_compile(requested).removeprefix("module.")
         if name not in by_name:
             raise RecordingError(
-                f"{type(inner).__name__} has no parameter {given!r}; {_suggestion(name, by_name)}"
+                f"{type(inner).__name__} has no parameter {requested!r}; "
+                f"{_suggestion(name, by_name)}"
             )
         tensor = by_name[name]
-        _check_recordable(given, tensor)
-        if id(tensor) not in found:
+        _check_recordable(requested, tensor)
+        if id(tensor) not in recorded:
             first = next(key for key, value in by_name.items() if value is tensor)
             group = find_group(optimizer, tensor)
             if group is None:
@@ -286,14 +286,14 @@ def find_parameters(
                     f"{first} is not in the optimizer; add it to the optimizer or record another "
                     "parameter"
                 )
-            found[id(tensor)] = RecordedParameter(
+            recorded[id(tensor)] = RecordedParameter(
                 name=first,
                 tensor=tensor,
                 head=_head(inner, tensor),
                 group=group,
                 optimizer=optimizer.owner(group),
             )
-    return tuple(found.values())
+    return tuple(recorded.values())
 
 
 def _check_recordable(name: str, tensor: torch.nn.Parameter) -> None:
@@ -323,9 +323,9 @@ def _default_name(
         if tensor is outputs:
             return name
     in_embeddings = {
-        id(own_parameter(one)) for one in model.modules() if isinstance(one, _EMBEDDINGS)
+        id(own_parameter(module)) for module in model.modules() if isinstance(module, _EMBEDDINGS)
     }
-    trained = {id(one) for one in optimizer.parameters(*optimizer.members) if one.requires_grad}
+    trained = {id(p) for p in optimizer.parameters(*optimizer.members) if p.requires_grad}
     matrices = {
         name: tensor
         for name, tensor in model.named_parameters()  # tied ones once
@@ -344,7 +344,7 @@ def _default_name(
         return tied, tensor is inputs, not _OF_POSITIONS.search(name), len(tensor)
 
     chosen = max(embeddings, key=preference)
-    named = {name: f"{name} ({len(one)} × {one.shape[1]})" for name, one in matrices.items()}
+    named = {name: f"{name} ({len(W)} × {W.shape[1]})" for name, W in matrices.items()}
     others = [
         named[name]
         for name, tensor in matrices.items()
@@ -416,7 +416,7 @@ def find_group(
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
     """Return the numbers and flags of a parameter group."""
-    settings = ((key, _as_number(one)) for key, one in group.items() if key != "params")
+    settings = ((key, _as_number(value)) for key, value in group.items() if key != "params")
     return numbers_of(settings, flags=True)
 
 
@@ -438,7 +438,7 @@ def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
     if parameter.optimizer is None:
         return ()
     settings = declared_settings(parameter.optimizer, parameter.group)
-    return tuple(k for k, one in settings.items() if k not in NO_NUMBERS and type(one) is not bool)
+    return tuple(k for k, v in settings.items() if k not in NO_NUMBERS and type(v) is not bool)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

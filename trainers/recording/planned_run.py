@@ -1,9 +1,8 @@
 """The plan of one parameter's run, made before the training starts.
 
 Planning does not change the disk. A new run is created when the first step has provided the type of
-every variable. An existing run is compared with its plan (see `resumed_run`).
-
-A few numbers of every n-th row, for the tracker of the training.
+every variable. An existing run is compared with its plan (see `resumed_run`). `LoggedRows` passes
+numbers of every n-th row to the tracker of the training.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class LoggedRows:
                     numbers = self._numbers(block, row)
                     numbers |= {"step": step, "rows": first_row + row + 1}
                     numbers["bytes_on_disk"] = bytes_written
-                    named = {f"{self.prefix}{name}": each for name, each in numbers.items()}
+                    named = {f"{self.prefix}{name}": number for name, number in numbers.items()}
                     self._context.run(self.log, named)
             if "W" in block and len(block["W"]) == self.layout.block_rows:
                 self._before = block["W"][-1].copy()
@@ -130,17 +129,17 @@ class LoggedRows:
             return widen(block[name][row], self.layout.arrays[name].native)
 
         numbers = {"loss": float(values("loss"))} if "loss" in block else {}
-        found: dict[str, npt.NDArray[Any]] = {}
+        of_tokens: dict[str, npt.NDArray[Any]] = {}
         if "grad_token_norm" in block:
-            found["grad_norm"] = values("grad_token_norm")
+            of_tokens["grad_norm"] = values("grad_token_norm")
         elif "grad" in block:
-            found["grad_norm"] = vector_norm(values("grad"))
+            of_tokens["grad_norm"] = vector_norm(values("grad"))
         before = block["W"][row - 1] if row and "W" in block else self._before
         if "W" in block and before is not None:
-            found["unchanged"] = (block["W"][row] == before).all(-1)
-        for kind, each in found.items():
+            of_tokens["unchanged"] = (block["W"][row] == before).all(-1)
+        for kind, numbers_of_tokens in of_tokens.items():
             for name, mask in self._masks.items():
-                numbers[f"{kind}_{name}"] = float(each[mask].mean())
+                numbers[f"{kind}_{name}"] = float(numbers_of_tokens[mask].mean())
         return numbers
 
 
@@ -320,8 +319,8 @@ class PlannedRun:
     @property
     def parameter_names(self) -> tuple[str, ...] | None:
         """Names of all parameters of the model; None if no variable has them."""
-        given = self.recording.summaries or self.recording.state
-        return None if given is None else given.names
+        of_model = self.recording.summaries or self.recording.state
+        return None if of_model is None else of_model.names
 
     def _attributes(self, kept: Sequence[Entry]) -> dict[str, Any]:
         """Root attributes of a new run."""
@@ -376,16 +375,16 @@ def plan_runs(
         known = _known_of_vocabulary(options, parameter)
         ids = select_tokens(options.tokens, len(parameter.tensor), known.get("is_dead"))
         masks = _population_masks(options.populations or {}, known, len(parameter.tensor))
-        at = slice(None) if ids is None else ids
+        selection = slice(None) if ids is None else ids
         planned.append(
             PlannedRun(
                 path=place,
                 parameter=parameter,
                 ids=ids,
-                coordinates={name: values[at] for name, values in known.items()},
+                coordinates={name: values[selection] for name, values in known.items()},
                 memory=parse_bytes(options.memory) // len(parameters),
                 recording=recording,
-                populations={name: mask[at] for name, mask in masks.items()},
+                populations={name: mask[selection] for name, mask in masks.items()},
                 share=share,
                 hyperparameters=hyperparameter_names(parameter),
             )
@@ -407,8 +406,8 @@ def run_path(path: RunPath, parameter: str | None) -> Location:
 
 def run_paths(path: RunPath, options: RecordingOptions) -> list[Location]:
     """Return the path of each run of a recording with these options."""
-    one, several = options.has_one_run, options.parameter
-    return [run_path(path, name) for name in ([None] if one else several or ())]
+    has_one_run, names = options.has_one_run, options.parameter
+    return [run_path(path, name) for name in ([None] if has_one_run else names or ())]
 
 
 def _known_of_vocabulary(
@@ -437,16 +436,16 @@ def _known_of_vocabulary(
 
 
 def _population_masks(
-    given: Mapping[str, Any], known: Mapping[str, npt.NDArray[Any]], tokens: int
+    populations: Mapping[str, Any], known: Mapping[str, npt.NDArray[Any]], tokens: int
 ) -> dict[str, npt.NDArray[np.bool_]]:
     """Return the mask of each population over a vocabulary, by the name of its coordinate.
 
-    `given` is as for `analysis.with_populations`; expressions may use the names in `known`.
+    `populations` is as for `analysis.with_populations`; expressions may use the names in `known`.
     """
     token = np.arange(tokens, dtype=np.int32)
     ds = xr.Dataset(coords={"token": token, **{k: ("token", v) for k, v in known.items()}})
     return {
         str(name): np.asarray(values)
-        for name, values in with_populations(ds, given).coords.items()
+        for name, values in with_populations(ds, populations).coords.items()
         if name not in ds.coords and str(name).startswith(POPULATION)
     }

@@ -1,8 +1,12 @@
-"""An existing run to resume: compared with its plan, then opened after its rows."""
+"""An existing run: resumed after its rows, or compared with a repeated training.
+
+Either way it is first compared with the plan of the training. A `ComparedRun` has the interface of
+a `RunWriter`: it provides memory for a row and takes the filled row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -14,16 +18,9 @@ from trajstore.errors import InvalidArgument, NothingToResume, argument
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.writing.resumed_run import resumed_run
+from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.store.writing.writer import RunWriter
-from trajstore.trainers.recording.device_to_host import (
-    ComparedRun,
-    Comparison,
-    RowDifference,
-    RowTarget,
-    place_tensor,
-    same_bits,
-)
+from trajstore.trainers.recording.device_to_host import place_tensor, same_bits
 from trajstore.trainers.recording.model_state import STATE
 from trajstore.trainers.recording.notes import resumed_provenance
 from trajstore.trainers.recording.planned_run import PlannedRun
@@ -96,20 +93,20 @@ class ExistingRun:
         arrays: Any = open_group(planned.path)
         attributes: dict[str, Any] = arrays.attrs.asdict()
         known = variables_of(attributes)
-        held = tuple(name for name in arrays.array_keys() if name in known)
-        _check_options(planned, attributes.get("recording", {}), held)
+        recorded = tuple(name for name in arrays.array_keys() if name in known)
+        _check_options(planned, attributes.get("recording", {}), recorded)
         _check_coordinates(planned, arrays)
         state: list[str] = []
         if planned.recording.state is not None:
-            planned.recording.state.resume(attributes, held)
-            state = sorted(name for name in held if name in STATE or name not in VARIABLES)
+            planned.recording.state.resume(attributes, recorded)
+            state = sorted(name for name in recorded if name in STATE or name not in VARIABLES)
         all_steps = np.asarray(arrays[STEP.name][...])
         steps, missing = _kept_steps(planned, all_steps)
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
-        _check_change_norms(planned, held, int(steps[-1]))
-        W = arrays["W" if "W" in held else "cells"]
-        own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
+        _check_change_norms(planned, recorded, int(steps[-1]))
+        W = arrays["W" if "W" in recorded else "cells"]
+        tokens = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = steps.size - 1
         names = arrays["hyperparameter"][...] if "hyperparameter" in arrays else ()
         compared = None
@@ -118,11 +115,11 @@ class ExistingRun:
             compared = ComparedRun(stored, all_steps.tolist(), int(steps.size), comparison)
         return cls(
             planned=planned,
-            variables=held,
+            variables=recorded,
             rows=int(steps.size),
             last_step=int(steps[-1]),
             missing_steps=missing,
-            last_weights=_row(W, (last, own)),
+            last_weights=_row(W, (last, tokens)),
             hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
@@ -145,23 +142,23 @@ class ExistingRun:
         """
         if (step := self.planned.recording.loop.first_step) != self.last_step:
             return
-        held = "W" if "W" in self.variables else "cells"
-        now = W if held == "W" else W.to(torch.bfloat16)
-        wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (held,)
+        weights = "W" if "W" in self.variables else "cells"
+        now = W if weights == "W" else W.to(torch.bfloat16)
+        different: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
         if self.planned.recording.state is not None:
-            wrong += self.planned.recording.state.differing(self.last_state)
-        if wrong and self.compared is not None:
+            different += self.planned.recording.state.differing(self.last_state)
+        if different and self.compared is not None:
             comparison = self.compared.comparison
-            found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
-            comparison.difference = comparison.difference or found
-        elif wrong:
-            names = "the weights" if wrong == (held,) else ", ".join(wrong)
+            difference = RowDifference(step=step, row=self.rows - 1, variables=different)
+            comparison.difference = comparison.difference or difference
+        elif different:
+            names = "the weights" if different == (weights,) else ", ".join(different)
             raise NothingToResume(
                 f"{names} of the training differ from {self.planned.path} at step {step}; load "
                 "the checkpoint of that step, or record a new run"
             )
 
-    def open(self) -> RowTarget:
+    def open(self) -> RunWriter | ComparedRun:
         """Return a writer that continues the run after its rows, or the comparison.
 
         Raises
@@ -182,7 +179,9 @@ class ExistingRun:
         )
 
 
-def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[str, ...]) -> None:
+def _check_options(
+    planned: PlannedRun, before: Mapping[str, Any], recorded: tuple[str, ...]
+) -> None:
     """Check options and variables against the attribute ``recording`` of the run and its arrays."""
     for name, value in planned.recording_attribute.items():
         if before.get(name) != value:
@@ -191,20 +190,20 @@ def _check_options(planned: PlannedRun, before: Mapping[str, Any], held: tuple[s
                 "with " + argument(name, before.get(name))
             )
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
-    extra = set(held) - set(wanted)
+    extra = set(recorded) - set(wanted)
     if planned.recording.options.whole_state:
         extra &= VARIABLES.keys()
-    if missing := sorted(extra) + sorted(required - set(held)):
+    if missing := sorted(extra) + sorted(required - set(recorded)):
         raise InvalidArgument(
-            f"variables: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed "
-            f"run keeps its variables, so correct {', '.join(missing)}"
+            f"variables: {planned.path} has {', '.join(recorded)}, got {', '.join(wanted)}; a "
+            f"resumed run keeps its variables, so correct {', '.join(missing)}"
         )
 
 
-def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: int) -> None:
+def _check_change_norms(planned: PlannedRun, recorded: tuple[str, ...], last_step: int) -> None:
     """Check that the last W is known if the change from it is recorded."""
-    of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in held]
-    if of_change and "W" not in held and planned.recording.loop.first_step != last_step:
+    of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in recorded]
+    if of_change and "W" not in recorded and planned.recording.loop.first_step != last_step:
         raise NothingToResume(
             f"{', '.join(of_change)}: the next row needs W at step {last_step}, which "
             f"{planned.path} lacks; resume from a checkpoint of that step, or record a new run"
@@ -219,21 +218,23 @@ def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
             "its tokens, so give the same ones"
         )
     names = arrays.array_keys() if planned.populations else ()  # by default it keeps its own
-    held = {name: np.asarray(arrays[name][...]) for name in names
+    populations = {name: np.asarray(arrays[name][...]) for name in names
             if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
-    odd = sorted(held.keys() ^ planned.populations.keys()) or [
-        name for name in held if not np.array_equal(held[name], planned.populations[name])
+    different = sorted(populations.keys() ^ planned.populations.keys()) or [
+        name
+        for name in populations
+        if not np.array_equal(populations[name], planned.populations[name])
     ]
-    if odd:
+    if different:
         raise InvalidArgument(
-            f"populations: {', '.join(odd)} differ from {planned.path}; a resumed run keeps its "
-            "populations, so leave them out"
+            f"populations: {', '.join(different)} differ from {planned.path}; a resumed run keeps "
+            "its populations, so leave them out"
         )
     stored = tuple(map(str, arrays["parameter"][...])) if "parameter" in arrays else None
-    own = planned.parameter_names or ()
-    if stored not in (None, own):
+    parameters = planned.parameter_names or ()
+    if stored not in (None, parameters):
         raise InvalidArgument(
-            f"the model has {len(own)} parameters, but {planned.path} has {len(stored)} "
+            f"the model has {len(parameters)} parameters, but {planned.path} has {len(stored)} "
             f"({', '.join(stored[:3])}, …), or their names differ; resume with the same model"
         )
 
@@ -274,3 +275,185 @@ def _row(array: Any, key: Any) -> torch.Tensor:
     """Return one row of a variable, or a part of it, in its native type."""
     native = native_type(str(array.attrs["native_dtype"]))
     return place_tensor(narrow(np.asarray(array[key]), native), native.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowDifference:
+    """The first row in which a repeated training differs from the run.
+
+    Attributes
+    ----------
+    step : int
+        Step of the row.
+    row : int
+        Number of the row.
+    variables : tuple of str
+        Variables that differ.
+    stored, computed : mapping of str to ndarray
+        Native bits of the row and of the training, for each of them; empty if unknown.
+    """
+
+    step: int
+    row: int
+    variables: tuple[str, ...]
+    stored: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    computed: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+
+class Comparison:
+    """Result of comparing a repeated training with a run.
+
+    Parameters
+    ----------
+    make_writer : callable, optional
+        Called with the number of the first different row; returns a writer for that row and all
+        later ones. Without it, rows after the first difference are ignored.
+
+    Attributes
+    ----------
+    difference : RowDifference or None
+        None while every bit agrees.
+    successor : RunWriter or None
+        Writer of the rows from the difference on.
+    agreed : int
+        Rows before the difference.
+    """
+
+    def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
+        self.difference: RowDifference | None = None
+        self.successor: RunWriter | None = None
+        self.agreed = 0
+        self._make_writer = make_writer
+
+    def differ(self, difference: RowDifference) -> RunWriter | None:
+        """Store the first difference, and return the writer of the following rows."""
+        self.difference = difference
+        if self._make_writer is not None:
+            self.successor = self._make_writer(difference.row)
+        return self.successor
+
+    def close(self) -> None:
+        """Close the writer of the different rows."""
+        if self.successor is not None:
+            self.successor.close("interrupted")
+
+
+class ComparedRun:
+    """Takes rows as a `RunWriter` does, and compares each with a run, bit for bit.
+
+    The run is read one block at a time and never changed.
+
+    Parameters
+    ----------
+    stored : ResumedRun
+        Run with the rows to compare.
+    steps : sequence of int
+        Steps of all its rows.
+    rows : int
+        Number of rows before the first compared row.
+    comparison : Comparison
+
+    Attributes
+    ----------
+    path : Path
+    layout : Layout
+        Layout of the run.
+    rows : int
+        Rows so far, including those before the comparison.
+    bytes_recorded, bytes_written, seconds_waited : int, int, float
+        As in `RunWriter`; nothing is stored.
+    """
+
+    notes: Sequence[Mapping[str, Any]] = ()
+    bytes_written = 0
+    seconds_waited = 0.0
+
+    def __init__(
+        self, stored: ResumedRun, steps: Sequence[int], rows: int, comparison: Comparison
+    ) -> None:
+        self.path = stored.path
+        self.layout = stored.layout
+        self.rows = rows
+        self.comparison = comparison
+        self._stored = stored
+        self._steps = steps
+        self._recorded_steps = frozenset(steps)
+        self._row: dict[str, npt.NDArray[Any]] = {
+            name: np.empty(array.row, array.native.bits)
+            for name, array in stored.layout.arrays.items()
+            if name != STEP.name
+        }
+        self._number = -1  # number of the block in memory
+        self._block: dict[str, npt.NDArray[Any]] = {}
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows so far."""
+        return self.rows
+
+    @property
+    def bytes_recorded(self) -> int:
+        """Bytes of the rows so far, in native types."""
+        return self.rows * sum(place.nbytes for place in self._row.values())
+
+    def next_rows(self, most: int) -> dict[str, npt.NDArray[Any]]:
+        """Return memory for one row, as `RunWriter.next_rows`: each row may have another place."""
+        if self.comparison.successor is not None:
+            return self.comparison.successor.next_rows(1)
+        return {name: place[None] for name, place in self._row.items()}
+
+    def commit_row(self, step: int) -> None:
+        """Compare the filled row from `next_rows` with the row of `step`.
+
+        An earlier training may have ended with an extra row; the extended run lacks it, so it is
+        ignored.
+        """
+        if step not in self._recorded_steps:
+            return
+        comparison = self.comparison
+        if comparison.successor is not None:
+            comparison.successor.commit_row(step)
+        elif comparison.difference is None:
+            if not (unequal := self._unequal(step)):
+                comparison.agreed += 1
+            elif (successor := comparison.differ(self._difference(step, unequal))) is not None:
+                for name, place in successor.next_row().items():
+                    place[...] = self._row[name]
+                successor.commit_row(step)
+        self.rows += 1
+
+    def commit(self) -> None:
+        """Store nothing."""
+
+    def close(self, status: str = "complete") -> None:
+        """Release the block; the comparison stays open for the next segment."""
+        self._block = {}
+
+    def _difference(self, step: int, unequal: tuple[str, ...]) -> RowDifference:
+        place = self.rows % self.layout.block_rows
+        known = [name for name in unequal if name in self._row]  # not a wrong step
+        return RowDifference(
+            step=step,
+            row=self.rows,
+            variables=unequal,
+            stored={name: self._block[name][place] for name in known},
+            computed={name: self._row[name].copy() for name in known},
+        )
+
+    def _unequal(self, step: int) -> tuple[str, ...]:
+        """Return the variables whose bits differ from the row."""
+        if self.rows >= self._stored.rows or self._steps[self.rows] != step:
+            return (STEP.name,)
+        number, place = divmod(self.rows, self.layout.block_rows)
+        if number != self._number:
+            self._block = {}  # release the old block first
+            first = number * self.layout.block_rows
+            rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
+            self._block = {
+                name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
+                for name in self._row
+            }
+            self._number = number
+        return tuple(
+            name for name, bits in self._row.items() if (bits != self._block[name][place]).any()
+        )

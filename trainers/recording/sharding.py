@@ -74,8 +74,8 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def own_tokens(tensor: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
     """Return the tokens `ids` of a tensor, (token, …), or all; those of this process if sharded."""
-    own = own_rows(tensor.detach())
-    return own if ids is None else own.index_select(0, ids)
+    rows = own_rows(tensor.detach())
+    return rows if ids is None else rows.index_select(0, ids)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,9 +132,9 @@ def own_logits(logits: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | 
     if not is_sharded(parameter):
         return logits if len(logits) == len(parameter) else None
     logits = whole(logits)
-    own = own_rows(parameter)
+    rows = own_rows(parameter)
     if len(logits) != len(parameter):
-        return logits if len(logits) == len(own) else None
+        return logits if len(logits) == len(rows) else None
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     logits = logits.clone()
     torch.distributed.broadcast(logits, 0, group=mesh.get_group())

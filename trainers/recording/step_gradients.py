@@ -6,12 +6,13 @@ loop may clip it afterwards. The gradient that the innermost step gets decides: 
 times `clip_coef` is that gradient in every bit, or `grad` is that gradient itself.
 """
 
+# Longer than other rooms: raw and consumed gradients share the marks, doubts and norms of a step.
+
 from __future__ import annotations
 
 import functools
 import math
 import operator
-import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from trajstore.trainers.recording.device_to_host import joint_type, same_bits
 from trajstore.trainers.recording.notes import why_unproven
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import as_dense, gradient_of
+from trajstore.trainers.recording.passes import Mark, Moment
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -35,8 +37,6 @@ from trajstore.trainers.recording.torch_internals import (
     counts_versions,
     plain_total_norm,
     scale_in_step,
-    version,
-    versions,
 )
 
 _CHANGED = (
@@ -93,87 +93,12 @@ def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-class _Mark(NamedTuple):
-    """A gradient tensor at a moment."""
-
-    gradient: weakref.ref[torch.Tensor]
-    version: int
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> _Mark:
-        return cls(weakref.ref(gradient), version(gradient))
-
-    def is_still(self, gradient: torch.Tensor | None) -> bool:
-        if gradient is None or not self.is_tensor(gradient):
-            return False
-        return counts_versions() and version(gradient) == self.version
-
-    def is_tensor(self, gradient: torch.Tensor | None) -> bool:
-        return self.gradient() is gradient
-
-
 class _Clipping(NamedTuple):
     """A call of `clip_grad_norm_` that changed a gradient which was as it had been taken."""
 
     max_norm: float
     total_norm: torch.Tensor
-    after: _Mark
-
-
-class Moment:
-    """All gradients at a moment. It keeps none of them alive.
-
-    Parameters
-    ----------
-    places : dict of tensor to int
-        Place of each parameter in the list of gradients.
-    gradients : sequence of tensor or None
-    """
-
-    __slots__ = ("_are_none", "_places", "_references", "_versions")
-
-    def __init__(
-        self, places: dict[torch.Tensor, int], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        self._places = places
-        self._references = [None if g is None else weakref.ref(g) for g in gradients]
-        self._are_none = not any(self._references)  # as after `zero_grad`
-        self._versions = [-1] * len(gradients) if self._are_none else versions(gradients)
-
-    def mark(self, parameter: torch.Tensor) -> _Mark | None:
-        """Return the gradient of one parameter; None if it had none."""
-        place = self._places.get(parameter, -1)
-        reference = None if place < 0 else self._references[place]
-        return None if reference is None else _Mark(reference, self._versions[place])
-
-    def keep(self, parameters: Set[torch.Tensor], before: Moment) -> None:
-        """Take the gradients of some parameters from another moment, if it has them."""
-        for parameter in parameters:
-            mark, place = before.mark(parameter), self._places.get(parameter)
-            if mark is not None and place is not None and self._references[place] is not None:
-                self._references[place], self._versions[place] = mark
-
-    def changed(self, gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Return the places of present gradients that are others, or have changed since."""
-        if self._are_none:
-            return frozenset([place for place, one in enumerate(gradients) if one is not None])
-        counts = counts_versions()
-        held = zip(self._references, self._versions, gradients, versions(gradients), strict=True)
-        return frozenset(
-            place
-            for place, (reference, before, gradient, now) in enumerate(held)
-            if gradient is not None
-            and not (counts and reference is not None and reference() is gradient and before == now)
-        )
-
-    def are_tensors(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if the gradients are the same tensors, whether they have changed or not."""
-        if len(gradients) != len(self._references):
-            return False
-        return all(
-            gradient is None if reference is None else gradient is reference() is not None
-            for reference, gradient in zip(self._references, gradients, strict=True)
-        )
+    after: Mark
 
 
 class StepGradients:
@@ -202,8 +127,8 @@ class StepGradients:
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
         self._constants: dict[Any, torch.Tensor] = {}
-        self._before: dict[torch.Tensor, _Mark] = {}
-        self._settled: dict[torch.Tensor, _Mark] = {}
+        self._before: dict[torch.Tensor, Mark] = {}
+        self._compared: dict[torch.Tensor, Mark] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -214,11 +139,11 @@ class StepGradients:
         self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
         self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
         self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
-        self._before = self._settled or self._before
-        self._settled = {}  # of the matrices when compared
+        self._before = self._compared or self._before
+        self._compared = {}  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
-        self._results: list[_Mark] = []  # of `torch.autograd.grad`
+        self._results: list[Mark] = []  # of `torch.autograd.grad`
         self._reached: Set[int] = frozenset()  # places whose gradients the last pass changed
 
     # Backward passes -----------------------------------------------------------------------------
@@ -243,7 +168,7 @@ class StepGradients:
     def _present(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
-    def _mark(self, parameter: torch.Tensor) -> _Mark | None:
+    def _mark(self, parameter: torch.Tensor) -> Mark | None:
         """Return the gradient of a parameter when it was taken; None if it was not."""
         return None if self._taken is None else self._taken.mark(parameter)
 
@@ -281,7 +206,7 @@ class StepGradients:
 
     def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Remember the results of `torch.autograd.grad`, which the loop may assign."""
-        self._results += (_Mark.of(one) for one in gradients if one is not None)
+        self._results += (Mark.of(gradient) for gradient in gradients if gradient is not None)
 
     def are_discarded(self) -> bool:
         """Return True if the loop has discarded the gradients of the last backward pass."""
@@ -290,16 +215,16 @@ class StepGradients:
             self._is_discarded(self._parameters[place]) for place in reached
         )
 
-    def _is_discarded(self, one: torch.Tensor) -> bool:
-        mark = self._mark(one)
-        gradient = gradient_of(one)
-        if gradient is None or mark is None or not mark.is_tensor(one.grad):
+    def _is_discarded(self, parameter: torch.Tensor) -> bool:
+        mark = self._mark(parameter)
+        gradient = gradient_of(parameter)
+        if gradient is None or mark is None or not mark.is_tensor(parameter.grad):
             return gradient is None
-        if self._is_clipped(one):
+        if self._is_clipped(parameter):
             return False
         # A read of a gradient on a device would wait for it; there zeros count as a change.
         on_host = gradient.device.type == "cpu"
-        return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
+        return on_host and not mark.is_still(parameter.grad) and not bool(own_rows(gradient).any())
 
     def _take(
         self,
@@ -319,7 +244,7 @@ class StepGradients:
             self._taken.keep(kept, before)
         for rows in self._rows:
             if rows.parameter.tensor.grad is not None and rows.parameter.tensor not in kept:
-                self._settled.pop(rows.parameter.tensor, None)
+                self._compared.pop(rows.parameter.tensor, None)
                 self._clippings.pop(rows.parameter.tensor, None)
                 self._replaced.discard(rows.parameter.tensor)
         gradients = [gradient for gradient in present if gradient is not None]
@@ -331,14 +256,16 @@ class StepGradients:
             gradient = gradient_of(parameter.tensor)
             if gradient is None or parameter.tensor in consumed or parameter.optimizer in others:
                 continue
-            self._set(rows, own_rows(gradient), scale)
-            if scale is not None:
+            if scale is None:
+                rows.set_gradient(own_rows(gradient))
+            else:
+                rows.set_gradient(own_rows(gradient) / scale)
                 self._divided.add(parameter.tensor)
         if only is not None and others:
             pairs = zip(self._parameters, present, strict=True)
-            own = [g for p, g in pairs if g is not None and p not in kept]
-            if own:
-                self._norms[only] = self._norm(own) * unscale
+            gradients_of_step = [g for p, g in pairs if g is not None and p not in kept]
+            if gradients_of_step:
+                self._norms[only] = self._norm(gradients_of_step) * unscale
             norms = list(self._norms.values())
             self.total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
             return
@@ -367,9 +294,6 @@ class StepGradients:
         if optimizer in self._optimizer.turns:
             return []
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
-
-    def _set(self, rows: ParameterRows, gradient: torch.Tensor, scale: float | None = None) -> None:
-        rows.set_gradient(gradient if scale is None else gradient / scale)
 
     # Changes that torch makes --------------------------------------------------------------------
 
@@ -402,21 +326,23 @@ class StepGradients:
 
     def _take_assigned(self) -> None:
         """Take gradients that no backward pass has left, if there are some."""
-        rows = [one for one in self._rows if self._mark(one.parameter.tensor) is None]
-        rows = [one for one in rows if one.parameter.tensor.grad is not None]
+        rows = [matrix for matrix in self._rows if self._mark(matrix.parameter.tensor) is None]
+        rows = [matrix for matrix in rows if matrix.parameter.tensor.grad is not None]
         if rows:
             self._take(self._present())
-            unknown = [one for one in rows if not self._is_known(one.parameter.tensor.grad)]
+            unknown = [
+                matrix for matrix in rows if not self._is_known(matrix.parameter.tensor.grad)
+            ]
             self._doubt(unknown, _ASSIGNED)
 
     def _is_known(self, gradient: torch.Tensor | None) -> bool:
         """Return True for an unchanged result of `torch.autograd.grad`."""
-        return any(one.is_still(gradient) for one in self._results)
+        return any(mark.is_still(gradient) for mark in self._results)
 
     def _doubt(self, rows: Sequence[ParameterRows], sentence: str) -> None:
         """Use a note in place of the factor of clipping, and of the norm before it."""
-        for one in rows:
-            self._doubtful[one.parameter.tensor] = sentence
+        for matrix in rows:
+            self._doubtful[matrix.parameter.tensor] = sentence
         if rows and self.total_norm is not None:
             self.total_norm = torch.full_like(self.total_norm, float("nan"))
 
@@ -428,7 +354,7 @@ class StepGradients:
                 continue  # the call was about others
             known = was_still and parameter not in self._clippings
             self._clippings[parameter] = (
-                _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
+                _Clipping(float(max_norm), norm, Mark.of(gradient)) if known else None
             )
 
     def _is_clipped(self, parameter: torch.Tensor) -> bool:
@@ -446,7 +372,7 @@ class StepGradients:
 
     # The optimizer's step ------------------------------------------------------------------------
 
-    def settle(self, optimizer: Optimizer, *, inside: bool = False) -> None:
+    def compare(self, optimizer: Optimizer, *, inside: bool = False) -> None:
         """Compare the gradients with those that an optimizer gets, and set `clip_coef`.
 
         It is called at the beginning of a step, and at that of each step `inside` it.
@@ -455,9 +381,9 @@ class StepGradients:
             still = self.are_still(optimizer)
             self._take_scaled(optimizer, scale_in_step(optimizer), were_still=still)
         for rows in self._rows_of(optimizer):
-            self._settle(rows, inside=inside)
+            self._compare(rows, inside=inside)
             if (gradient := rows.parameter.tensor.grad) is not None:
-                self._settled[rows.parameter.tensor] = _Mark.of(gradient)
+                self._compared[rows.parameter.tensor] = Mark.of(gradient)
         if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
         present = self._present()
@@ -488,9 +414,9 @@ class StepGradients:
                 rows.forget("grad", "grad_token_norm")
         self.set_unknown_factor(optimizer)
 
-    def _settle(self, rows: ParameterRows, *, inside: bool) -> None:
+    def _compare(self, rows: ParameterRows, *, inside: bool) -> None:
         parameter = rows.parameter.tensor
-        before, taken = self._settled.get(parameter), self._mark(parameter)
+        before, taken = self._compared.get(parameter), self._mark(parameter)
         gradient = gradient_of(parameter)
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
@@ -504,7 +430,7 @@ class StepGradients:
         if owner is not None and (sentence := why_unproven(owner, parameter)) is not None:
             self._on_note(sentence, unproven=True)
         if taken is None:
-            self._set(rows, own_rows(gradient))
+            rows.set_gradient(own_rows(gradient))
             again = self._before.get(parameter)
             if again is not None and again.is_still(parameter.grad):
                 self._note(_AGAIN, rows)
@@ -512,7 +438,7 @@ class StepGradients:
                 self._doubt([rows], _ASSIGNED)
         elif is_sharded(parameter) or self._has_changed(rows, gradient, taken):
             # If several processes hold the gradient, all compare, and the result has to agree.
-            self._compare(rows, own_rows(gradient), taken)
+            self._set_factor(rows, own_rows(gradient), taken)
             if parameter not in self._doubtful:
                 return
         if sentence := self._doubtful.get(parameter):
@@ -521,7 +447,7 @@ class StepGradients:
         else:
             rows.set({"clip_coef": self._constant(1.0, gradient)})
 
-    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: _Mark) -> bool:
+    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor, taken: Mark) -> bool:
         """Return True if a gradient has changed since it was taken.
 
         A change of its `Tensor.data` is not counted, so on the CPU the bits are compared.
@@ -536,14 +462,14 @@ class StepGradients:
             return False
         return not same_bits(raw, rows.recorded_tokens(gradient))
 
-    def _compare(self, rows: ParameterRows, consumed: torch.Tensor, taken: _Mark) -> None:
+    def _set_factor(self, rows: ParameterRows, consumed: torch.Tensor, taken: Mark) -> None:
         """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
-        seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
+        selected, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
         clipping, is_clipped = self._clippings.get(parameter), self._is_clipped(parameter)
-        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
-        is_elsewhere = raw is not None and raw.device != seen.device
+        on_host = selected.device.type == "cpu" and not is_sharded(parameter)
+        is_elsewhere = raw is not None and raw.device != selected.device
         if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
             is_still = taken.is_still(parameter.grad)
             known = self._constant(1.0 if is_still else math.nan, total)
@@ -552,35 +478,39 @@ class StepGradients:
                 self._note(_UNSEEN, rows)
             return
         if parameter in self._replaced:
-            rows.replace_gradient(seen)
+            rows.replace_gradient(selected)
             return
         if is_elsewhere:
-            seen = seen.cpu()
+            selected = selected.cpu()
             on_host = not is_sharded(parameter)
         candidates: Any = (
-            [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
+            [self._factor(clipping)] if is_clipped else self._candidates(total, raw, selected)
         )
         factors = (self.as_norm(candidate.to(total.dtype)) for candidate in candidates)
         if on_host:
-            factor = next((one for one in factors if _is_product(seen, raw, one)), None)
+            factor = next(
+                (candidate for candidate in factors if _is_product(selected, raw, candidate)), None
+            )
             rows.set({"clip_coef": self._constant(math.nan, total) if factor is None else factor})
             if factor is not None:
                 self._check_limit(rows, total, factor)
                 return
             self._note(_CHANGED, rows)
-            rows.replace_gradient(seen)
+            rows.replace_gradient(selected)
             self._replaced.add(parameter)
             return
         factor = self._constant(math.nan, total)  # without a wait for the device
-        found = None
-        for one in reversed([*factors]):  # the likeliest last
-            matches = agreed(_equal(seen, raw * one), parameter)
-            factor = torch.where(matches, one, factor)
-            found = matches if found is None else matches | found
-        assert found is not None
+        are_products = None
+        for candidate in reversed([*factors]):  # the likeliest last
+            matches = agreed(_equal(selected, raw * candidate), parameter)
+            factor = torch.where(matches, candidate, factor)
+            are_products = matches if are_products is None else matches | are_products
+        assert are_products is not None
         rows.set({"clip_coef": factor})
-        self._are_factors = found if self._are_factors is None else self._are_factors & found
-        rows.replace_gradient(torch.where(found, raw, seen))
+        self._are_factors = (
+            are_products if self._are_factors is None else self._are_factors & are_products
+        )
+        rows.replace_gradient(torch.where(are_products, raw, selected))
 
     def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
         """Note a factor of clipping that does not follow from the recorded limit."""
@@ -597,20 +527,20 @@ class StepGradients:
         return clip_coefficient(whole(clipping.total_norm), clipping.max_norm)
 
     def _candidates(
-        self, total: torch.Tensor, raw: torch.Tensor, seen: torch.Tensor
+        self, total: torch.Tensor, raw: torch.Tensor, selected: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """Yield possible factors; the likeliest first."""
         yield torch.ones_like(total)
         if self._max_grad_norm > 0:
             yield clip_coefficient(total, self._max_grad_norm)
         # The best factor by least squares, and its neighbors in the type of a clipping factor.
-        before, after = raw.double(), seen.double()
+        before, after = raw.double(), selected.double()
         best = (before * after).sum() / before.square().sum()
         near = self.as_norm(torch.where(best > 0, best, float("nan")).to(total.dtype))
         yield near
         yield from _neighbors(near)
 
-    def compare_again(self, optimizer: Optimizer, *, has_kept: bool = False) -> None:
+    def check_after_step(self, optimizer: Optimizer, *, has_kept: bool = False) -> None:
         """Look at gradients that a step has changed; its use of them is not known.
 
         `has_kept` says that empty calls of the step may have kept gradients before.
@@ -619,7 +549,7 @@ class StepGradients:
             return
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
-            mark, gradient = self._settled.get(parameter), gradient_of(parameter)
+            mark, gradient = self._compared.get(parameter), gradient_of(parameter)
             if mark is None or parameter in self._doubtful:
                 continue
             if has_kept:
@@ -634,9 +564,9 @@ class StepGradients:
                     rows.set({"clip_coef": self.as_norm(factor)})
                     continue
                 if raw is not None and parameter in self._divided:
-                    seen = rows.recorded_tokens(own_rows(gradient))
-                    if seen.device.type == "cpu" and not same_bits(raw, seen):
-                        rows.replace_gradient(seen)  # it divides with other roundings
+                    selected = rows.recorded_tokens(own_rows(gradient))
+                    if selected.device.type == "cpu" and not same_bits(raw, selected):
+                        rows.replace_gradient(selected)  # it divides with other roundings
                     continue
                 self._note(_INSIDE, rows)
             else:
@@ -692,8 +622,8 @@ def _is_product(product: torch.Tensor, matrix: torch.Tensor, factor: torch.Tenso
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the next two numbers of the type on both sides."""
-    found = []
+    neighbors = []
     for end in (float("inf"), float("-inf")):
-        one = torch.nextafter(value, torch.full_like(value, end))
-        found += [one, torch.nextafter(one, torch.full_like(value, end))]
-    return found
+        nearest = torch.nextafter(value, torch.full_like(value, end))
+        neighbors += [nearest, torch.nextafter(nearest, torch.full_like(value, end))]
+    return neighbors

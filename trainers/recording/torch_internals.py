@@ -42,7 +42,7 @@ def in_vmap() -> bool:
     torch has no public function that tells this.
     """
     stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -59,8 +59,7 @@ def version(tensor: torch.Tensor) -> int:
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """Return `version` of each tensor, and -1 for None."""
     return [
-        -1 if one is None else one._version if type(one) is torch.Tensor else version(one)
-        for one in tensors
+        -1 if t is None else t._version if type(t) is torch.Tensor else version(t) for t in tensors
     ]
 
 
@@ -145,9 +144,9 @@ def call_first(optimizer: Optimizer, hook: RemovableHandle) -> None:
     hooks.move_to_end(hook.id, last=False)
 
 
-def has_other_hooks(optimizer: Optimizer, *, own: int) -> bool:
-    """Return True if an optimizer has more hooks after a step than `own` ones."""
-    return len(optimizer._optimizer_step_post_hooks) > own
+def has_other_hooks(optimizer: Optimizer, *, expected: int) -> bool:
+    """Return True if an optimizer has more hooks after a step than `expected`."""
+    return len(optimizer._optimizer_step_post_hooks) > expected
 
 
 def scale_in_step(optimizer: Optimizer) -> float | None:
@@ -179,8 +178,8 @@ def found_overflow(optimizer: Optimizer) -> bool:
 
     Fused optimizers are also called then. `GradScaler` marks such a step only with this attribute.
     """
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    overflow = getattr(optimizer, "found_inf", None)
+    return overflow is not None and bool(overflow)
 
 
 # Optimizers use these functions to process many tensors in one call, on CUDA in one kernel. The
@@ -199,7 +198,7 @@ def plain_total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     That function sorts the tensors by device and type, which takes longer than the norm.
     """
-    if len({(one.dtype, one.device) for one in tensors}) > 1:
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors)
     norms = torch._foreach_norm([*tensors], 2.0)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -231,6 +230,7 @@ def copy_each(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     if places and places[0].device.type == "cpu":
         torch._foreach_copy_(places, tensors)
         return
-    for kind in {(one.dtype, place.dtype) for place, one in zip(places, tensors, strict=True)}:
-        pairs = [p for p in zip(places, tensors, strict=True) if (p[1].dtype, p[0].dtype) == kind]
-        torch._foreach_copy_([place for place, _ in pairs], [one for _, one in pairs])
+    all_pairs = list(zip(places, tensors, strict=True))
+    for kind in {(tensor.dtype, place.dtype) for place, tensor in all_pairs}:
+        pairs = [p for p in all_pairs if (p[1].dtype, p[0].dtype) == kind]
+        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])

@@ -24,9 +24,9 @@ from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.notes import group_attributes, optimizer_attributes, report_notes
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
-from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.changed_settings import (
     changed_fields,
     check_device,

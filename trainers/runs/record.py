@@ -18,9 +18,9 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.notes import report_notes
 from trajstore.trainers.recording.options import slower_threads, torch_threads
-from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.changed_settings import (
     ResumePoint,
     check_text,

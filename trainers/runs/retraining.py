@@ -20,8 +20,7 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.capture import open_recorder
-from trajstore.trainers.recording.device_to_host import Comparison, RowDifference
+from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.recording.options import (
@@ -32,7 +31,7 @@ from trajstore.trainers.recording.options import (
     select_tokens,
     torch_threads,
 )
-from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.resumed_run import Comparison, RowDifference
 from trajstore.trainers.runs.changed_settings import recorded_config
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import matrices, planned_runs, shared_path

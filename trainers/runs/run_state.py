@@ -31,8 +31,8 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.device_to_host import type_name
-from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training

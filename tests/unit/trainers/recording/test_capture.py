@@ -17,7 +17,7 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from lazy_streams import LazyTorch, Streams  # noqa: E402
+from lazy_streams import Streams  # noqa: E402
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
@@ -73,9 +73,8 @@ def test_any_optimizer(kind: str, options: Any, dtype: Any, tmp_path: Path) -> N
     assert "skipped" not in ds
 
 
-def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, tmp_path: Path) -> None:
+def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, path: Path) -> None:
     optimizer = torch.optim.Adam(tiny.parameters(), lr=0.01, betas=(0.9, 0.5), amsgrad=True)
-    path = tmp_path / "run.zarr"
     options = {"max_grad_norm": 0.3, "encoding": "compact"}
     train(tiny, optimizer, path, clip=0.3, **options).agree_with(path)
     form = stored_forms(path)["exp_avg"]
@@ -87,7 +86,7 @@ def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, tmp_path: Path)
 @pytest.mark.parametrize(("clip", "named"), [(0.3, 0.3), (0.3, 0), (0.3, 0.2), (1e6, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_factor_of_clipping_is_found_from_the_gradients(
-    clip: float, named: float, dtype: Any, tmp_path: Path
+    clip: float, named: float, dtype: Any, path: Path
 ) -> None:
     torch.manual_seed(1)
     model = TinyModel(dtype)
@@ -96,7 +95,6 @@ def test_the_factor_of_clipping_is_found_from_the_gradients(
     optimizer.register_step_pre_hook(
         lambda *_: consumed.append(model.embedding.weight.grad.float().clone())
     )
-    path = tmp_path / "run.zarr"
     ds = train(model, optimizer, path, clip=clip, max_grad_norm=named).agree_with(path)
     norm = torch.from_numpy(ds.grad_norm.values[1:]).to(dtype)
     factors = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -105,9 +103,9 @@ def test_the_factor_of_clipping_is_found_from_the_gradients(
     np.testing.assert_array_equal(scaled.float(), torch.stack(consumed))
 
 
-def test_clipping_is_known_where_the_gradient_is_not_recorded(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_clipping_is_known_where_the_gradient_is_not_recorded(
+    tiny: Any, optimizer: Any, path: Path
+) -> None:
     lists = train(tiny, optimizer, path, clip=0.3, max_grad_norm=0.3, variables="weights")
     del lists.rows["grad"], lists.rows["exp_avg"], lists.rows["exp_avg_sq"]
     ds = lists.agree_with(path)
@@ -118,9 +116,7 @@ def test_clipping_is_known_where_the_gradient_is_not_recorded(tiny: Any, tmp_pat
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
 
 
-def test_autocast_over_float32_weights(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_autocast_over_float32_weights(tiny: Any, optimizer: Any, path: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         ds = train(tiny, optimizer, path).agree_with(path)
     assert ds.logits.attrs["native_dtype"] == "bfloat16"
@@ -128,13 +124,10 @@ def test_autocast_over_float32_weights(tiny: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_a_scaler_skips_are_rows_that_say_so(
-    fused: bool, tiny: Any, tmp_path: Path
-) -> None:
+def test_steps_that_a_scaler_skips_are_rows_that_say_so(fused: bool, tiny: Any, path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01, fused=fused)
     # A scale that overflows float16 several times, from the very first step.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
-    path = tmp_path / "run.zarr"
     lists = Lists(tiny.embedding.weight)
     zero = torch.zeros_like(lists.parameter)
     lists.rows |= {"exp_avg": [zero], "exp_avg_sq": [zero]}
@@ -166,10 +159,9 @@ def test_steps_that_a_scaler_skips_are_rows_that_say_so(
     assert "step" not in vars(scaler)
 
 
-def test_a_scaler_that_is_off_changes_nothing(tiny: Any, tmp_path: Path) -> None:
+def test_a_scaler_that_is_off_changes_nothing(tiny: Any, path: Path) -> None:
     optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    path = tmp_path / "run.zarr"
     ds = train(tiny, optimizer, path, scaler=scaler).agree_with(path)
     assert "skipped" not in ds
 
@@ -177,22 +169,20 @@ def test_a_scaler_that_is_off_changes_nothing(tiny: Any, tmp_path: Path) -> None
 # torch.compile itself looks at the .grad of its fake parameters.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("called_before", [False, True])
-def test_compiled_models(called_before: bool, tiny: Any, tmp_path: Path) -> None:
+def test_compiled_models(called_before: bool, tiny: Any, optimizer: Any, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     compiled = torch.compile(tiny, backend="aot_eager")
     if called_before:
         compiled(**batches(1)[0])["loss"].backward()
     train(compiled, optimizer, tmp_path / "run.zarr").agree_with(tmp_path / "run.zarr")
 
 
-def test_an_untied_embedding_in_another_kind_of_model(tmp_path: Path) -> None:
+def test_an_untied_embedding_in_another_kind_of_model(path: Path) -> None:
     torch.manual_seed(2)
     parts = {"embedding": torch.nn.Embedding(VOCAB, HIDDEN), "out": torch.nn.Linear(HIDDEN, VOCAB)}
     model = torch.nn.Sequential(OrderedDict(parts))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     lists = Lists(model.embedding.weight)
-    path = tmp_path / "run.zarr"
     with capture(model, optimizer, path, parameter="embedding.weight"):
         for batch in batches(4):
             optimizer.zero_grad()
@@ -253,9 +243,7 @@ def test_without_a_block(tiny: Any, tmp_path: Path) -> None:
     assert not tiny._forward_hooks
 
 
-def test_every_third_row_and_the_last_are_recorded(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_every_third_row_and_the_last_are_recorded(tiny: Any, optimizer: Any, path: Path) -> None:
     lists = train(tiny, optimizer, path, steps=8, every=3)
     steps = [0, 3, 6, 8]
     for name, rows in lists.rows.items():
@@ -264,9 +252,7 @@ def test_every_third_row_and_the_last_are_recorded(tiny: Any, tmp_path: Path) ->
     assert lists.agree_with(path).step.values.tolist() == steps
 
 
-def test_a_row_is_never_partly_of_the_next_step(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_a_row_is_never_partly_of_the_next_step(tiny: Any, optimizer: Any, path: Path) -> None:
 
     def interrupted() -> None:
         with capture(tiny, optimizer, path, every=3):
@@ -284,9 +270,7 @@ def test_a_row_is_never_partly_of_the_next_step(tiny: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tokens", ["dead", "live", [16, 3, 5]])
-def test_only_some_tokens(tokens: Any, tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_only_some_tokens(tokens: Any, tiny: Any, optimizer: Any, path: Path) -> None:
     dead = np.arange(VOCAB) >= 13
     lists = train(tiny, optimizer, path, tokens=tokens, is_dead=dead, clip=0.3, max_grad_norm=0.3)
     ids = {"dead": range(13, 17), "live": range(13)}.get(str(tokens), [3, 5, 16])
@@ -298,12 +282,11 @@ def test_only_some_tokens(tokens: Any, tiny: Any, tmp_path: Path) -> None:
     assert np.isfinite(ds.clip_coef.values[1:]).all()
 
 
-def test_mean_logits_and_mean_hidden_state(tiny: Any, tmp_path: Path) -> None:
+def test_mean_logits_and_mean_hidden_state(tiny: Any, path: Path) -> None:
     tiny.bfloat16()
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
-    seen: list[Any] = []
-    tiny.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    states: list[Any] = []
+    tiny.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
     lists = Lists(tiny.embedding.weight)
     variables = ("matrix", "hidden_mean")
     with capture(tiny, optimizer, path, variables=variables, logits_mode="mean"):
@@ -312,7 +295,7 @@ def test_mean_logits_and_mean_hidden_state(tiny: Any, tmp_path: Path) -> None:
             output["loss"].backward()
             lists.add(logits=output["logits"][:, -1].mean(dim=0))
             optimizer.step()
-    lists.rows["hidden_mean"] = [h.mean(dim=(0, 1), dtype=torch.float32) for h in seen]
+    lists.rows["hidden_mean"] = [h.mean(dim=(0, 1), dtype=torch.float32) for h in states]
     lists.rows.pop("W"), lists.rows.pop("grad")
     ds = lists.agree_with(path)
     assert ds.hidden_mean.dims == ("step", "hidden")
@@ -322,11 +305,10 @@ def test_mean_logits_and_mean_hidden_state(tiny: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "every"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)]
 )
-def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path: Path) -> None:
+def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    path = tmp_path / "run.zarr"
     variables = ("matrix", "grad_token_norm", "W_step_norm", "W_ulp_l1")
     train(model, optimizer, path, variables=variables, every=every)
     ds = xr.open_zarr(path)
@@ -346,13 +328,10 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path:
     ("dtype", "tokens"),
     [(torch.float32, "all"), (torch.bfloat16, [3, 5, 16]), (torch.float16, [3, 5, 16])],
 )
-def test_cells_are_what_autocast_makes_of_the_weights(
-    dtype: Any, tokens: Any, tmp_path: Path
-) -> None:
+def test_cells_are_what_autocast_makes_of_the_weights(dtype: Any, tokens: Any, path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    path = tmp_path / "run.zarr"
     lists = train(model, optimizer, path, variables="cells,grad_norm", tokens=tokens)
     ds = xr.open_zarr(path).load()
     recorded = torch.stack(lists.rows["W"])[:, ds.token.values.tolist()]
@@ -363,8 +342,7 @@ def test_cells_are_what_autocast_makes_of_the_weights(
     assert not verify(path).problems
 
 
-def test_several_parameters_have_a_run_each(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+def test_several_parameters_have_a_run_each(tiny: Any, optimizer: Any, tmp_path: Path) -> None:
     names = ["head.weight", "mix.weight", "embedding.weight"]  # two names of one
     lists = train(tiny, optimizer, tmp_path / "run.zarr", parameter=names)
     lists.agree_with(tmp_path / "run.embedding.weight.zarr")
@@ -377,9 +355,9 @@ def test_several_parameters_have_a_run_each(tiny: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_loss_of_nan_is_recorded_and_training_continues(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_a_loss_of_nan_is_recorded_and_training_continues(
+    tiny: Any, optimizer: Any, path: Path
+) -> None:
     with capture(tiny, optimizer, path):
         for number, batch in enumerate(batches(4)):
             (tiny(**batch)["loss"] * (float("nan") if number == 1 else 1)).backward()
@@ -391,9 +369,8 @@ def test_a_loss_of_nan_is_recorded_and_training_continues(tiny: Any, tmp_path: P
     assert np.isfinite(ds.W.values[1]).all()
 
 
-def test_what_cannot_be_recorded_is_reported(tiny: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_reported(tiny: Any, path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters())
-    path = tmp_path / "run.zarr"
 
     def attempt(model: Any, **options: Any) -> None:
         with capture(model, optimizer, path, **options):
@@ -444,13 +421,19 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
-    deferred: bool, tiny: Any, tmp_path: Path, failing_writes: Any, monkeypatch: Any
+    deferred: bool,
+    tiny: Any,
+    optimizer: Any,
+    path: Path,
+    failing_writes: Any,
+    use_streams: Any,
+    monkeypatch: Any,
 ) -> None:
     opened: list[Any] = []
     if deferred:
         streams = Streams("none")
         streams.released.set()
-        monkeypatch.setattr(device_to_host, "torch", LazyTorch(streams))
+        use_streams(streams)
 
         def deferred_transfer(writer: Any, device: Any) -> Any:
             opened.append(device_to_host.DeferredTransfer(writer, torch.device("cuda")))
@@ -459,8 +442,6 @@ def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
         monkeypatch.setattr(parameter_rows, "open_transfer", deferred_transfer)
 
     failing_writes(errno.ENOSPC)
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
     with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are committed; free"):
         train(tiny, optimizer, path, steps=100, block_rows=4)
     ds = xr.open_zarr(path)
@@ -565,9 +546,7 @@ def test_the_default_device_of_torch_changes_nothing(options: Any, tmp_path: Pat
     xr.testing.assert_identical(*(ds.load().drop_attrs() for ds in recorded))
 
 
-def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    path = tmp_path / "run.zarr"
+def test_hooks_are_gone_afterwards(tiny: Any, optimizer: Any, path: Path) -> None:
     train(tiny, optimizer, path, steps=2)
     before = xr.open_zarr(path).sizes["step"]
     tiny(**batches(1)[0])["loss"].backward()
@@ -598,12 +577,11 @@ def test_rows_in_transit_are_part_of_the_memory(
 
 @pytest.mark.device
 @pytest.mark.parametrize("tokens", ["all", [3, 16]])
-def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, tmp_path: Path) -> None:
+def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, path: Path) -> None:
     tiny.bfloat16().to(accelerator)
     tiny.head.weight = tiny.embedding.weight
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     lists = Lists(tiny.embedding.weight)
-    path = tmp_path / "run.zarr"
     with capture(tiny, optimizer, path, tokens=tokens, max_grad_norm=0.3):
         for batch in batches(40):
             optimizer.zero_grad()
@@ -620,12 +598,11 @@ def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, tmp_pat
 
 
 def test_its_rows_are_committed_by_time_also_when_it_continues(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Any, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row of the step in progress, which is in the block already, is no part of that."""
     StillTimer.install(monkeypatch)
     optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
-    path = tmp_path / "run.zarr"
     lists = Lists(tiny.embedding.weight)
 
     def train(first: int, last: int, **options: Any) -> None:

@@ -32,9 +32,9 @@ DEVICES = ["host", "like a device", pytest.param("device", marks=pytest.mark.dev
 
 def special_bits(native: NativeType) -> list[int]:
     """Zero, subnormals, powers of two, the largest, infinity and NaN; of both signs."""
-    one, least = native.bias << native.mantissa_bits, 1 << native.mantissa_bits
+    unit, least = native.bias << native.mantissa_bits, 1 << native.mantissa_bits
     infinity, quiet = native.infinity_bits, native.nan_bits
-    positive = [0, 1, 2, least - 1, least, least + 1, one - 1, one, one + 1, one + least]
+    positive = [0, 1, 2, least - 1, least, least + 1, unit - 1, unit, unit + 1, unit + least]
     positive += [infinity - 1, infinity, infinity + 1, quiet, native.sign_mask - 1]
     return [bits | sign for sign in (0, native.sign_mask) for bits in positive]
 
@@ -140,7 +140,7 @@ def wide(tensor: Any) -> np.ndarray[Any, Any]:
 
 def expected(before: list[Any], now: list[Any], raw: list[Any], used: list[Any]) -> list[Row]:
     """One mapping for each parameter, in the same float64 arithmetic whatever its type."""
-    found = []
+    rows = []
     for old, new, gradient, consumed in zip(before, now, raw, used, strict=True):
         row: dict[str, Any] = dict.fromkeys(MODEL, np.nan)
         row["param_norm"] = np.linalg.norm(new)
@@ -150,8 +150,8 @@ def expected(before: list[Any], now: list[Any], raw: list[Any], used: list[Any])
             row["param_update_norm"] = np.linalg.norm(new - old)
             if asked.any():
                 row["param_update_lost"] = (asked & (new == old)).sum() / asked.sum()
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 OPTIMIZERS = {
@@ -241,10 +241,10 @@ def test_only_named_variables_are_computed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_each_of_several_matrices_has_them(tmp_path: Path) -> None:
     run_of(tmp_path / "run.zarr", parameter=["embedding.weight", "mix.weight"])
-    one, other = (
+    embedding, mix = (
         open_run(tmp_path / f"run.{name}.zarr") for name in ("embedding.weight", "mix.weight")
     )
-    xr.testing.assert_identical(one.param_norm.drop_attrs(), other.param_norm.drop_attrs())
+    xr.testing.assert_identical(embedding.param_norm.drop_attrs(), mix.param_norm.drop_attrs())
 
 
 def test_a_run_continues_with_the_same_model(tmp_path: Path) -> None:

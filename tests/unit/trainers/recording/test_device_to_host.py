@@ -8,12 +8,11 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from lazy_streams import LazyTorch, OnDevice, Streams  # noqa: E402
+from lazy_streams import OnDevice, Streams  # noqa: E402
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 
 from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402
-from trajstore.trainers.recording import device_to_host  # noqa: E402
 from trajstore.trainers.recording.device_to_host import DeferredTransfer, memory_in_transit  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -32,11 +31,11 @@ def writer(path: Path) -> RunWriter:
 
 
 def test_a_failure_behind_the_back_of_training_is_raised_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, use_streams: Any
 ) -> None:
     streams = Streams("none")
     streams.released.set()
-    monkeypatch.setattr(device_to_host, "torch", LazyTorch(streams))
+    use_streams(streams)
     run = writer(tmp_path / "run.zarr")
     transfer = DeferredTransfer(run, CUDA)
     for number in range(2):  # a step must increase: the writer refuses
@@ -54,10 +53,10 @@ def test_a_failure_behind_the_back_of_training_is_raised_in_it(
 
 
 def rows_are_right(
-    path: Path, monkeypatch: pytest.MonkeyPatch, streams: Streams, steps: int, ids: Any = None
+    path: Path, use_streams: Any, streams: Streams, steps: int, ids: Any = None
 ) -> bool:
     """Record a matrix of the device and a number of the host; compare each row with its step."""
-    monkeypatch.setattr(device_to_host, "torch", LazyTorch(streams))
+    use_streams(streams)
     token = np.arange(VOCAB) if ids is None else ids.numpy()
     kept = []
     with RunWriter.create(
@@ -86,11 +85,11 @@ def rows_are_right(
 @pytest.mark.parametrize("ids", [None, torch.tensor([2, 5])], ids=["all", "some"])
 @pytest.mark.parametrize("lazy", ["training", "copying", "none"])
 def test_rows_are_right_on_late_streams(
-    lazy: str, ids: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lazy: str, ids: Any, tmp_path: Path, use_streams: Any
 ) -> None:
     streams = Streams(lazy)
     streams.released.set()
-    assert rows_are_right(tmp_path / "run.zarr", monkeypatch, streams, 11, ids)
+    assert rows_are_right(tmp_path / "run.zarr", use_streams, streams, 11, ids)
 
 
 @pytest.mark.parametrize(
@@ -98,22 +97,19 @@ def test_rows_are_right_on_late_streams(
     [("wait_event", "copying"), ("wait_stream", "training"), ("synchronize", "copying")],
 )
 def test_rows_are_wrong_without_any_one_of_the_waits(
-    without: str, lazy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    without: str, lazy: str, tmp_path: Path, use_streams: Any
 ) -> None:
     # As many rows as slots: the thread stores none before all are committed.
     for wait, right in ((None, True), (without, False)):
         path = tmp_path / f"{wait}.zarr"
-        assert rows_are_right(path, monkeypatch, Streams(lazy, wait), 3) is right
+        assert rows_are_right(path, use_streams, Streams(lazy, wait), 3) is right
 
 
-def test_the_memory_in_transit_is_what_torch_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lazy = LazyTorch(Streams("none"))
-    monkeypatch.setattr(device_to_host, "torch", lazy)
+def test_the_memory_in_transit_is_what_torch_takes(tmp_path: Path, use_streams: Any) -> None:
+    lazy = use_streams(Streams("none"))
     row = [torch.empty(VOCAB, HIDDEN, dtype=torch.bfloat16), torch.empty(())]
     with writer(tmp_path / "run.zarr") as run:
         transfer = DeferredTransfer(run, CUDA)
-        assert lazy.pinned == memory_in_transit(CUDA, row) > 3 * sum(one.nbytes for one in row)
+        assert lazy.pinned == memory_in_transit(CUDA, row) > 3 * sum(value.nbytes for value in row)
         transfer.close()
     assert memory_in_transit(torch.device("mps"), row) == 0

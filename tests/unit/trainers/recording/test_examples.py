@@ -60,11 +60,11 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"parameter": "embedding.weight", "variables": VARIABLES, **options}
     lists = Lists(model.embedding.weight)
-    seen: list[list[Any]] = []
+    states: list[list[Any]] = []
     with capture(model, optimizer, path, **options) as run:
         for step in range(steps):
             optimizer.zero_grad()
-            seen.append([])
+            states.append([])
             for batch in batches(parts, step):
                 logits, hidden = model(batch["input_ids"])
                 loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -72,7 +72,7 @@ def train(
                 run.observe(loss=loss)
                 if observe is not None:
                     observe(run, hidden)
-                seen[-1].append(hidden.detach())
+                states[-1].append(hidden.detach())
             with torch.no_grad():
                 model(batch["input_ids"])  # nobody trains on that
             lists.add(grad=model.embedding.weight.grad)
@@ -80,7 +80,7 @@ def train(
             lists.after_step(optimizer)
     lists.rows = {name: lists.rows[name] for name in ("W", "grad")}
     lists.agree_with(path)
-    return seen
+    return states
 
 
 def from_the_loop(run: Any, hidden: Any) -> None:
@@ -98,9 +98,9 @@ def test_states_are_what_the_loop_computes_itself(
 ) -> None:
     for parts in (1, 2):
         path = tmp_path / f"{parts}.zarr"
-        seen = train(path, parts=parts, observe=observe, **options)
+        states = train(path, parts=parts, observe=observe, **options)
         ds = open_run(path).load()
-        for row, hidden in enumerate(seen, start=1):
+        for row, hidden in enumerate(states, start=1):
             whole = torch.cat(hidden)
             np.testing.assert_array_equal(ds.hidden_states[row], whole.numpy())
             means = [part.mean((0, 1)) for part in hidden]
@@ -156,8 +156,7 @@ def test_the_head_takes_the_states_by_name(tmp_path: Path) -> None:
     np.testing.assert_array_equal(recorded, model.last.detach().mean((0, 1)))
 
 
-def test_what_is_no_hidden_state_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_what_is_no_hidden_state_is_refused(path: Path) -> None:
     model = OwnModel()
     of_W = {"parameter": "embedding.weight"}
     with pytest.raises(InvalidArgument, match=r"hidden: got float32 of shape \(5, 8\), expected f"):
@@ -214,14 +213,14 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
     for step in range(4):
         row, these = ds.isel(step=step + 1), slice(2 * step, 2 * step + 2)
         index, losses = (torch.cat(both) for both in zip(*told[these], strict=True))
-        seen = np.full((6, 5, HIDDEN), np.nan, np.float32)
-        seen[:3], one = states[these][0].numpy(), states[these][1].numpy()
-        seen[3 : 3 + len(one), : one.shape[1]] = one
-        np.testing.assert_array_equal(row.hidden_states, seen)
+        expected = np.full((6, 5, HIDDEN), np.nan, np.float32)
+        expected[:3], second = states[these][0].numpy(), states[these][1].numpy()
+        expected[3 : 3 + len(second), : second.shape[1]] = second
+        np.testing.assert_array_equal(row.hidden_states, expected)
         filler = [np.nan] * (6 - len(index))
         np.testing.assert_array_equal(row.batch, [*index.tolist(), *filler])
         np.testing.assert_array_equal(row.example_loss, np.float32([*losses.tolist(), *filler]))
-        flat = seen.reshape(-1, HIDDEN).astype("f8")
+        flat = expected.reshape(-1, HIDDEN).astype("f8")
         flat = flat[~np.isnan(flat).any(1)]
         mean = flat.mean(0)
         np.testing.assert_allclose(row.hidden_mean, mean, rtol=1e-4, atol=1e-6)
@@ -264,10 +263,9 @@ class Sharper(GPT2LMHeadModel):
         return output
 
 
-def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
+def test_a_loss_that_is_another_one_is_not_guessed(path: Path) -> None:
     model = tiny_gpt2(Sharper)
     (batch,) = batches(1)
-    path = tmp_path / "run.zarr"
     with (
         pytest.raises(RecordingError, match=r"observe\(example_loss=…\)"),
         capture(model, optimizer_of(model), path, variables=("W", "example_loss"), strict=True),
@@ -276,9 +274,8 @@ def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_losses_that_were_not_observed_are_an_error(tiny: Any, tmp_path: Path) -> None:
+def test_losses_that_were_not_observed_are_an_error(tiny: Any, path: Path) -> None:
     optimizer = optimizer_of(tiny)
-    path = tmp_path / "run.zarr"
     tiny(**batches(1)[0])["loss"].backward()
     message = r"example_loss not recorded.*not a causal language model .* observe\(example_loss=…\)"
     with (
@@ -289,9 +286,8 @@ def test_losses_that_were_not_observed_are_an_error(tiny: Any, tmp_path: Path) -
     assert not path.exists()
 
 
-def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, tmp_path: Path) -> None:
+def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, path: Path) -> None:
     optimizer = optimizer_of(tiny)
-    path = tmp_path / "run.zarr"
     notes: list[str] = []
     variables = ("W", "batch", "example_loss")
     with capture(tiny, optimizer, path, variables=variables, on_note=notes.append) as run:
@@ -336,8 +332,8 @@ def test_a_trainer_gives_the_indices_with_its_examples(tmp_path: Path) -> None:
     data = [
         row | {"example_index": torch.tensor(number)} for number, row in enumerate(examples(11))
     ]
-    seen: list[Any] = []
-    model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    inputs: list[Any] = []
+    model.embedding.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     callback = TrajectoryCallback(tmp_path / "run.zarr", ("W", "batch", "hidden_states"))
     trainer_of(
         model, tmp_path, callback, data=data, gradient_accumulation_steps=2,
@@ -348,7 +344,7 @@ def test_a_trainer_gives_the_indices_with_its_examples(tmp_path: Path) -> None:
     ids = torch.stack([row["input_ids"] for row in data])
     told = ds.batch.values[1:]
     indices = told[~np.isnan(told)].astype(int)
-    assert torch.equal(ids[indices], torch.cat(seen))
+    assert torch.equal(ids[indices], torch.cat(inputs))
     assert np.isnan(told).sum(1).tolist() == [0, 1, 0, 1]  # 11 are 6 and 5
     assert np.array_equal(np.isnan(told), np.isnan(ds.hidden_states.values[1:]).all((2, 3)))
 
@@ -366,10 +362,10 @@ def test_the_gradient_of_dead_tokens_is_that_of_the_recorded_states(
     )  # fmt: skip
     ds = open_run(record(config, tmp_path / "run.zarr", corpus=text))
     dead = ds.token.values[ds.is_dead.values][::30]
-    found = analysis.explain_gradient(ds, [1, 3, 5], dead).compute()
-    assert found.relative_error.max() < 1e-5
-    assert found.cosine.min() > 1 - 1e-9
-    np.testing.assert_allclose(found.share.sum("example"), 1)
-    assert set(found.batch.values.ravel()) <= set(range(len(TEXT)))
+    shares = analysis.explain_gradient(ds, [1, 3, 5], dead).compute()
+    assert shares.relative_error.max() < 1e-5
+    assert shares.cosine.min() > 1 - 1e-9
+    np.testing.assert_allclose(shares.share.sum("example"), 1)
+    assert set(shares.batch.values.ravel()) <= set(range(len(TEXT)))
     rounded = analysis.explain_gradient(ds, [1, 3, 5], dead, precision="bfloat16").compute()
     assert rounded.relative_error.min() > 1e-4  # float32 was not rounded like that

@@ -88,13 +88,14 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("encoding", ["delta", "compact"])
-def test_every_step_follows_from_the_row_before(name: str, encoding: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_every_step_follows_from_the_row_before(
+    name: str, encoding: str, tmp_path: Path, path: Path
+) -> None:
     ds, notes = train(path, *CHANGES[name], encoding=encoding)
     assert not any("changed" in note for note in notes)
     assert verify(path).problems == ()
-    found = replay(path)
-    assert (found.clean, found.replayed, found.unreplayed) == (True, STEPS, ())
+    replayed = replay(path)
+    assert (replayed.clean, replayed.replayed, replayed.unreplayed) == (True, STEPS, ())
     what_if(path, tmp_path / "same.zarr")
     assert (compare(ds, open_run(tmp_path / "same.zarr")).first_difference == -1).all()
 
@@ -144,18 +145,17 @@ def test_a_setting_of_what_if_holds_in_all_steps(tmp_path: Path) -> None:
     assert named == {"momentum": 0.5, "dampening": 0.0, "weight_decay": 0.01}
 
 
-def test_restore_sets_what_the_next_step_used(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_restore_sets_what_the_next_step_used(path: Path) -> None:
     ds, _ = train(path, adamw, cycled, variables="everything")
     model, groups = built()
     optimizer = adamw(groups)
     restore(path, model, optimizer, step=4)
-    own, other = optimizer.param_groups
+    recorded, other = optimizer.param_groups
     used = ds.hyperparameters.sel(step=5, hyperparameter=["beta1", "beta2"]).values
-    assert (own["lr"], own["betas"]) == (ds.lr.sel(step=5), tuple(used))
+    assert (recorded["lr"], recorded["betas"]) == (ds.lr.sel(step=5), tuple(used))
     assert (other["lr"], other["betas"]) == (ds.params_lr.sel(step=5)[1], (0.9, 0.999))
-    (held, _) = optimizer_state_at(path, 4)["param_groups"]
-    assert held["betas"][0] == ds.hyperparameters.sel(step=4, hyperparameter="beta1")
+    (group, _) = optimizer_state_at(path, 4)["param_groups"]
+    assert group["betas"][0] == ds.hyperparameters.sel(step=4, hyperparameter="beta1")
 
 
 def test_changes_of_other_groups_matter_only_to_the_whole_state(tmp_path: Path) -> None:
@@ -178,13 +178,12 @@ def test_what_no_row_holds_is_named(tmp_path: Path) -> None:
     assert any(note.startswith("maximize of the optimizer's group") for note in notes)
 
 
-def test_numbers_that_a_step_changes_are_missing(tmp_path: Path) -> None:
+def test_numbers_that_a_step_changes_are_missing(path: Path) -> None:
     class Warming(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             self.param_groups[0]["betas"] = (self.param_groups[0]["betas"][0] - 0.01, 0.999)
             return super().step(closure)
 
-    path = tmp_path / "run.zarr"
     ds, notes = train(path, lambda groups: Warming(groups, lr=0.01), lambda _: lambda step: None)
     assert np.isnan(ds.hyperparameters.sel(hyperparameter="beta1")).all()
     assert (ds.hyperparameters.sel(hyperparameter="beta2")[1:] == 0.999).all()

@@ -28,7 +28,6 @@ from transformers import (  # noqa: E402
 from trajstore import verify  # noqa: E402
 from trajstore.errors import RecordingError, RunExists  # noqa: E402
 from trajstore.trainers import TrajectoryCallback  # noqa: E402
-from trajstore.trainers.recording import hf_callback  # noqa: E402
 from trajstore.trainers.recording.hf_callback import facts_of_trainer  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 from trajstore.trainers.recording.parameters import (  # noqa: E402
@@ -76,10 +75,9 @@ def trained(
 
 @pytest.mark.parametrize(("dtype", "accumulation"), [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_every_row_equals_that_of_lists(
-    dtype: Any, accumulation: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dtype: Any, accumulation: int, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(1)
-    path = tmp_path / "run.zarr"
     # 11 examples in batches of 3: epochs end in short batches and in short groups of them.
     trainer = trained(
         TinyModel(dtype),
@@ -179,9 +177,10 @@ def test_a_smaller_batch_begins_the_recording_again(at: int, tmp_path: Path, tin
     assert ds.step.values.tolist() == [0, 1, 2, 3]
 
 
-def test_after_a_training_that_failed_the_next_one_begins_anew(tmp_path: Path, tiny: Any) -> None:
+def test_after_a_training_that_failed_the_next_one_begins_anew(
+    tmp_path: Path, tiny: Any, path: Path
+) -> None:
     """As in a notebook, where nobody closes the first callback, and the process lives on."""
-    path = tmp_path / "run.zarr"
     failing = trainer_of(tiny, tmp_path, TrajectoryCallback(path), FailAfter(2))
     with pytest.raises(KeyboardInterrupt):
         failing.train()
@@ -199,9 +198,8 @@ def test_after_a_training_that_failed_the_next_one_begins_anew(tmp_path: Path, t
 
 
 def test_an_interrupted_training_has_its_rows_and_is_resumed_in_its_process(
-    tmp_path: Path,
+    tmp_path: Path, path: Path
 ) -> None:
-    path = tmp_path / "run.zarr"
 
     def trainer(*callbacks: Any) -> Any:
         torch.manual_seed(1)
@@ -231,8 +229,7 @@ class Committed(TrainerCallback):
         self.steps.append(int(xr.open_zarr(self.path).step[-1]))
 
 
-def test_the_rows_up_to_a_checkpoint_are_committed(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_the_rows_up_to_a_checkpoint_are_committed(tmp_path: Path, path: Path) -> None:
     committed = Committed(path)
     callbacks = TrajectoryCallback(path, commit_every=None), committed
     saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
@@ -248,7 +245,13 @@ COUNTS = [0, 1, 2, 3, 0, 1] + [0] * (VOCAB - 6)
 
 
 def facts_of(
-    data_set: Any, tokenizer: Any = None, processes: int = 1, model: Any = None, **options: Any
+    data_set: Any,
+    tokenizer: Any = None,
+    *,
+    model: Any = None,
+    processes: int = 1,
+    seconds: float = 60.0,
+    **options: Any,
 ) -> Any:
     model = model or TinyModel()
     wanted = RecordingOptions(**options)
@@ -256,8 +259,9 @@ def facts_of(
     parameters = find_parameters(model, optimizer, wanted.parameter)
     loader = SimpleNamespace(dataset=data_set)
     return facts_of_trainer(
-        model, parameters, wanted, data_loader=loader, tokenizer=tokenizer, processes=processes
-    )
+        model, parameters, wanted, data_loader=loader, tokenizer=tokenizer, processes=processes,
+        seconds=seconds,
+    )  # fmt: skip
 
 
 def tensors() -> list[dict[str, Any]]:
@@ -376,9 +380,8 @@ def test_a_module_of_the_users_may_be_called_as_the_library(
     assert "has the class Examples" in facts_of(Examples()).notes[0]
 
 
-def test_a_data_set_that_takes_too_long_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_callback, "COUNTING_SECONDS", -1.0)
-    assert "takes more than" in facts_of(EXAMPLES).notes[0]
+def test_a_data_set_that_takes_too_long_is_not_counted() -> None:
+    assert "takes more than" in facts_of(EXAMPLES, seconds=-1.0).notes[0]
 
 
 def test_several_processes_do_not_count() -> None:
@@ -463,8 +466,8 @@ def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(tmp_p
     callback = TrajectoryCallback(tmp_path / "run.zarr", on_note=notes.append)
     trainer_of(TinyModel(), tmp_path, callback, data=data, max_steps=2).train()
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    seen = torch.stack([row["input_ids"] for row in data]).unique()
-    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(seen.tolist())
+    present = torch.stack([row["input_ids"] for row in data]).unique()
+    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(present.tolist())
     assert ds.is_dead.values[13:].all()
     assert ds.attrs["provenance"]["tokens_counted"]["examples"] == 4
     assert any("come from the 4 examples" in note for note in notes)

@@ -120,16 +120,15 @@ def rows_of_the_page() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_table_of_optimizers(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_the_table_of_optimizers(name: str, path: Path) -> None:
     whole = train(*build(name), path, 0, 24, encoding="compact")
     ds = open_run(path)
     _, kept = whole[-1]
-    own = [key for key, value in kept["state"].get(0, {}).items() if np.ndim(value) == 2]
-    recorded = all(key in ds for key in own)
+    names = [key for key, value in kept["state"].get(0, {}).items() if np.ndim(value) == 2]
+    recorded = all(key in ds for key in names)
     for step, (weights, state) in enumerate(whole, 1):
         assert torch.equal(torch.from_numpy(ds.W.values[step]), weights["embedding.weight"])
-        for key in own:
+        for key in names:
             assert torch.equal(torch.from_numpy(ds[key].values[step]), state["state"][0][key])
         if step in (2, 24):
             assert same(optimizer_state_at(path, step)["state"], state["state"])
@@ -142,7 +141,7 @@ def test_the_table_of_optimizers(name: str, tmp_path: Path) -> None:
     model, optimizer = build(name)
     assert restore(path, model, optimizer, step=4) == 4
     again = train(model, optimizer, path, 4, 24, resume=True)
-    continued = all(same(one, other) for one, other in zip(again, whole[4:], strict=True))
+    continued = all(same(new, old) for new, old in zip(again, whole[4:], strict=True))
     assert verify(path).clean
     assert recorded
     assert continued
@@ -157,8 +156,8 @@ def test_a_run_of_an_older_version_goes_on_with_counts_of_python() -> None:
     (matrix,) = find_parameters(model, joined, "embedding.weight")
     state = ModelState(model, joined, matrix, {"params_count"}, whole_state=True)
     state.resume(state.attributes(), {"params_count"})  # without what the optimizer keeps
-    found = state.after_step({"params_count"}, first=False)
-    assert found["params_count"][state.names.index("embedding.weight")] == 3
+    values = state.after_step({"params_count"}, first=False)
+    assert values["params_count"][state.names.index("embedding.weight")] == 3
 
 
 def test_numbers_keep_their_type_beside_16_bits(tmp_path: Path) -> None:
@@ -276,8 +275,10 @@ class OtherForm(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        for own in self.param_groups[0]["params"]:
-            self.state[own]["trace"] = own.grad.clone() if own.ndim == 2 else torch.ones(3)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["trace"] = (
+                parameter.grad.clone() if parameter.ndim == 2 else torch.ones(3)
+            )
 
 
 def test_a_first_row_that_is_not_due_has_what_the_run_holds(tmp_path: Path) -> None:

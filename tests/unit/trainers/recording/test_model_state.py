@@ -106,10 +106,10 @@ def assert_parameters(ds: xr.Dataset, states: list[State]) -> None:
     """Compare every parameter, gradient and moment of each step with those of the plain loop."""
     for entry in ds.attrs["parameters"]:
         name = entry["name"]
-        one = ds.traj.parameter(name).load()
+        stored = ds.traj.parameter(name).load()
         for number, state in enumerate(states, 1):
             now, gradient, moments = state["W"][name], state[GRADIENT][name], state["state"][name]
-            shape = one.W.shape[1:]
+            shape = stored.W.shape[1:]
             expected = {
                 "W": now,
                 "grad": torch.full_like(now, float("nan")) if gradient is None else gradient,
@@ -118,21 +118,22 @@ def assert_parameters(ds: xr.Dataset, states: list[State]) -> None:
             }
             for key, tensor in expected.items():
                 np.testing.assert_array_equal(
-                    bits(one[key][number].values), bits(tensor.reshape(shape)), f"{key} of {name}"
+                    bits(stored[key][number].values),
+                    bits(tensor.reshape(shape)),
+                    f"{key} of {name}",
                 )
 
 
 @pytest.mark.parametrize(
     ("dtype", "encoding"), [(torch.float32, "delta"), (torch.bfloat16, "compact")]
 )
-def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path: Path) -> None:
+def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, path: Path) -> None:
     torch.manual_seed(1)
     model = Model(dtype)
     plain = copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in plain.named_parameters()}
     states = list(train(plain, adamw(plain)))
     optimizer = adamw(model)
-    path = tmp_path / "run.zarr"
     options = {"variables": "everything", "block_rows": 4, "encoding": encoding}
     with capture(model, optimizer, path, max_grad_norm=0.05, **options):
         for _ in train(model, optimizer):
@@ -216,14 +217,14 @@ def test_a_model_without_state_records_parameters_only(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ds = small_run(tmp_path / "run.zarr", model, optimizer, every=2)
     assert ds.step.values.tolist() == [0, 2, 4, 5]
-    held = {name for name in ds.data_vars if name.startswith("params")}
-    assert held == {"params", "params_grad", "params_lr"}
+    recorded = {name for name in ds.data_vars if name.startswith("params")}
+    assert recorded == {"params", "params_grad", "params_lr"}
     assert not {"random_state", "buffers", "scale", "batch", "exp_avg"} & set(ds.variables)
     assert "random_state" not in str(ds.attrs["notes"])
     assert "buffers" not in ds.attrs
-    one = ds.traj.parameter("mix.bias")
+    bias = ds.traj.parameter("mix.bias")
     named = {"W", "grad", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef"}
-    assert set(one.data_vars) == named
+    assert set(bias.data_vars) == named
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -252,8 +253,7 @@ def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(gradients, ds.grad_norm.values[taken], rtol=1e-5)
 
 
-def test_models_that_cannot_be_recorded_whole_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_models_that_cannot_be_recorded_whole_are_refused(path: Path) -> None:
     for kind, device, message in (
         (torch.complex64, "cpu", "more has the type torch.complex64, expected one of"),
         (torch.bfloat16, "meta", "more is on meta, but mix.weight is on cpu; move all"),
@@ -283,7 +283,7 @@ def test_parameters_of_another_optimizer_are_noted(tmp_path: Path) -> None:
         tmp_path / "run.zarr", model, torch.optim.SGD(model.mix.parameters()), on_note=notes.append,
         parameter="mix.weight",
     )  # fmt: skip
-    assert any("lacks 5 parameters with requires_grad=True (unused)" in one for one in notes)
+    assert any("lacks 5 parameters with requires_grad=True (unused)" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +314,7 @@ def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Pa
     assert open_run(tmp_path / "run.zarr").step.values.tolist() == [0, 1]
 
 
-def test_a_run_is_resumed_with_the_same_parameters(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_a_run_is_resumed_with_the_same_parameters(path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
     small_run(path, model, optimizer)
@@ -333,13 +332,13 @@ def test_a_run_is_resumed_with_the_same_parameters(tmp_path: Path) -> None:
 
 def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(tmp_path: Path) -> None:
     seldom = record_own(tmp_path).path
-    one = open_run(seldom).traj.parameter("sometimes.weight").load()
-    assert one.skipped[1:].values.tolist() == [0, 1, 0, 1, 0, 1]
-    exact = one.traj.exact_moments().exact_exp_avg
-    np.testing.assert_allclose(exact, one.exp_avg.values[-exact.sizes["step"] :], atol=1e-8)
+    stored = open_run(seldom).traj.parameter("sometimes.weight").load()
+    assert stored.skipped[1:].values.tolist() == [0, 1, 0, 1, 0, 1]
+    exact = stored.traj.exact_moments().exact_exp_avg
+    np.testing.assert_allclose(exact, stored.exp_avg.values[-exact.sizes["step"] :], atol=1e-8)
     assert "skipped" not in open_run(seldom).traj.parameter("head.weight")
     chosen = open_run(seldom).sel(parameter=["sometimes.weight"]).traj.parameter("sometimes.weight")
-    assert chosen.skipped.equals(one.skipped)
+    assert chosen.skipped.equals(stored.skipped)
 
 
 def test_a_device_without_float64_has_the_rows_of_the_cpu(
@@ -366,10 +365,10 @@ def test_a_device_without_float64_has_the_rows_of_the_cpu(
     plain, rate = Model(), torch.tensor(0.01)
     model = on_mps(copy.deepcopy(plain))
     expected = run(tmp_path / "cpu.zarr", plain, rate)
-    found = run(tmp_path / "mps.zarr", model, rate.as_subclass(OnMps))
-    states, found = found.random_state, found.isel(byte=slice(44, None))
+    mps_run = run(tmp_path / "mps.zarr", model, rate.as_subclass(OnMps))
+    states, mps_run = mps_run.random_state, mps_run.isel(byte=slice(44, None))
     for name in expected.data_vars:
-        np.testing.assert_array_equal(found[name], expected[name], name)
+        np.testing.assert_array_equal(mps_run[name], expected[name], name)
     set_generators(model, states[3].values)
     drawn = [*of_device[1].tolist(), *torch.get_rng_state().tolist()]
     assert drawn == states[3].values.tolist() != states[2].values.tolist()

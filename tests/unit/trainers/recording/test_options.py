@@ -48,8 +48,8 @@ def test_the_callback_of_lightning_takes_the_same() -> None:
     pytest.importorskip("lightning")
     from trajstore.trainers import LightningCallback
 
-    own = {"module": "", "on_step": None, "on_note": None}
-    assert keywords(LightningCallback) == OPTIONS | own
+    further = {"module": "", "on_step": None, "on_note": None}
+    assert keywords(LightningCallback) == OPTIONS | further
 
 
 @pytest.mark.parametrize("function", [attach, capture, TrajectoryCallback.__init__])

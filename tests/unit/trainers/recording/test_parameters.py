@@ -205,7 +205,7 @@ def test_each_matrix_has_the_values_of_its_own_optimizer(
 ) -> None:
     pair = muon_and_adamw(model)
     ordered = pair if first == "Muon" else pair[::-1]
-    plans = {one: CosineAnnealingLR(one, 8) for one in pair}
+    plans = {optimizer: CosineAnnealingLR(optimizer, 8) for optimizer in pair}
     lists = {name: Lists(model.get_parameter(name)) for name in (HIDDEN_OF_JOINED_OPTIMIZER, HEAD)}
     owned = dict(zip(lists.values(), pair, strict=True))
     options = {"parameter": list(lists), "max_grad_norm": 0.5, "on_note": notes.append}
@@ -213,37 +213,36 @@ def test_each_matrix_has_the_values_of_its_own_optimizer(
         for batch in batches(5):
             output = model(**batch)
             output["loss"].backward()
-            for one in owned:
-                one.add(grad=one.parameter.grad, loss=output["loss"])
+            for kept in owned:
+                kept.add(grad=kept.parameter.grad, loss=output["loss"])
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            for one in owned:
-                one.add(grad_norm=norm, clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+            for kept in owned:
+                kept.add(grad_norm=norm, clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
             for optimizer in ordered:
                 optimizer.step()
                 optimizer.zero_grad()
-                for one in (one for one in owned if owned[one] is optimizer):
-                    one.add(lr=float(optimizer.param_groups[0]["lr"]))
+                for kept in (kept for kept in owned if owned[kept] is optimizer):
+                    kept.add(lr=float(optimizer.param_groups[0]["lr"]))
                 plans[optimizer].step()
-            for one, optimizer in owned.items():
-                one.after_step(optimizer)
-    for name, one in lists.items():
-        ds = one.agree_with(tmp_path / f"run.{name}.zarr")
-        assert ds.attrs["optimizer"]["class"].endswith(type(owned[one]).__name__)
+            for kept, optimizer in owned.items():
+                kept.after_step(optimizer)
+    for name, kept in lists.items():
+        ds = kept.agree_with(tmp_path / f"run.{name}.zarr")
+        assert ds.attrs["optimizer"]["class"].endswith(type(owned[kept]).__name__)
     muon = open_run(tmp_path / f"run.{HIDDEN_OF_JOINED_OPTIMIZER}.zarr")
     assert "momentum_buffer" in muon
     assert "exp_avg" not in muon
-    found = [replay(tmp_path / f"run.{name}.zarr") for name in lists]
-    assert [(one.clean, one.replayed) for one in found] == [(True, 5)] * 2
+    replays = [replay(tmp_path / f"run.{name}.zarr") for name in lists]
+    assert [(result.clean, result.replayed) for result in replays] == [(True, 5)] * 2
     expected = ("never decay", "weight decay", "labels", "logits")
     assert [note for note in notes if not any(words in note for words in expected)] == []
 
 
-def test_all_parameters_of_both(model: Any, tmp_path: Path) -> None:
+def test_all_parameters_of_both(model: Any, path: Path) -> None:
     pair = muon_and_adamw(model)
-    path = tmp_path / "run.zarr"
     gradients: list[Any] = []
-    one = model.blocks[1].mlp.weight
-    one.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
+    weight = model.blocks[1].mlp.weight
+    weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
     with capture(model, pair, path, variables="everything,norms", parameter=HEAD):
         train(model, pair, batches(4))
     ds = open_run(path).load()
@@ -290,12 +289,11 @@ def test_what_cannot_be_joined(model: Any) -> None:
         JoinedOptimizer([adamw, "muon"])
 
 
-def test_one_optimizer_ends_a_step(model: Any, tmp_path: Path, notes: list[str]) -> None:
+def test_one_optimizer_ends_a_step(model: Any, path: Path, notes: list[str]) -> None:
     muon, adamw = muon_and_adamw(model)
     head = Lists(model.head.weight)
     options = {"parameter": HEAD, "variables": "everything", "on_note": notes.append}
     turns = [1, 0, 2, 1]  # of AdamW
-    path = tmp_path / "run.zarr"
     data = iter(batches(5))
     with capture(model, [muon, adamw], path, ends_step=muon, **options):
         for count in turns:
@@ -313,27 +311,26 @@ def test_one_optimizer_ends_a_step(model: Any, tmp_path: Path, notes: list[str])
     np.testing.assert_array_equal(ds.skipped, [np.nan, 0, 1, np.nan, 0])
     np.testing.assert_array_equal(np.isnan(ds.lr), [True, False, False, True, False])
     assert ds.params_count.sel(parameter=HEAD).values.tolist() == [0, 1, 1, 3, 4]
-    found = replay(path)
-    assert found.clean
-    assert found.replayed == 3, "all but two of several optimizer steps each"
+    result = replay(path)
+    assert result.clean
+    assert result.replayed == 3, "all but two of several optimizer steps each"
     assert about(notes, "between the steps of the optimizers", "grad_norm is NaN")
 
 
-def test_a_backward_pass_between_the_steps(model: Any, tmp_path: Path) -> None:
+def test_a_backward_pass_between_the_steps(model: Any, path: Path) -> None:
     muon, adamw = muon_and_adamw(model)
     hidden, norm = model.blocks[0].qkv.weight, model.blocks[0].norm.weight
-    path = tmp_path / "run.zarr"
     consumed: dict[Any, list[Any]] = {hidden: [], norm: []}
     with capture(model, [muon, adamw], path, variables="everything,norms", parameter=HEAD):
         for batch in batches(3):
-            for optimizer, own in ((muon, hidden), (adamw, norm)):
+            for optimizer, matrix in ((muon, hidden), (adamw, norm)):
                 model.zero_grad()
                 model(**batch)["loss"].backward()
-                consumed[own].append(own.grad.float().clone())
+                consumed[matrix].append(matrix.grad.float().clone())
                 optimizer.step()
     ds = open_run(path).load()
-    for name, own in (("blocks.0.qkv.weight", hidden), ("blocks.0.norm.weight", norm)):
-        gradients = torch.stack(consumed[own])
+    for name, matrix in (("blocks.0.qkv.weight", hidden), ("blocks.0.norm.weight", norm)):
+        gradients = torch.stack(consumed[matrix])
         np.testing.assert_array_equal(ds.traj.parameter(name).grad[1:].squeeze(), gradients)
         lengths = gradients.flatten(1).norm(dim=1)
         norms = ds.param_grad_norm.sel(parameter=name)[1:]
@@ -368,23 +365,23 @@ def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
             for optimizer in pair:
                 scaler.unscale_(optimizer)
             if not names:
-                for one in lists.values():
-                    one.add(grad=one.parameter.grad)
+                for kept in lists.values():
+                    kept.add(grad=kept.parameter.grad)
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             for optimizer in pair:
                 scaler.step(optimizer)
             scaler.update()
-            for name, one in lists.items():
-                one.add(W=one.parameter, skipped=torch.tensor(float(name in names)))
+            for name, kept in lists.items():
+                kept.add(W=kept.parameter, skipped=torch.tensor(float(name in names)))
                 if names:
-                    one.add(grad=torch.full_like(one.parameter, float("nan")))
+                    kept.add(grad=torch.full_like(kept.parameter, float("nan")))
                 else:
-                    one.add(clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
-    for name, one in lists.items():
-        factors = one.rows.pop("clip_coef")
-        gradients = one.rows.pop("grad")
+                    kept.add(clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+    for name, kept in lists.items():
+        factors = kept.rows.pop("clip_coef")
+        gradients = kept.rows.pop("grad")
         path = tmp_path / f"run.{name}.zarr"
-        ds = one.agree_with(path).load()
+        ds = kept.agree_with(path).load()
         steps = [1, 2, 6]
         np.testing.assert_array_equal(ds.clip_coef.sel(step=steps), torch.stack(factors))
         for step in steps:

@@ -106,10 +106,10 @@ def test_a_trainer_logs_by_itself(tmp_path: Path) -> None:
 
 
 def test_rows_after_each_multiple_are_passed_once_also_after_a_resume(tmp_path: Path) -> None:
-    found: list[float] = []
-    log = lambda numbers: found.append(numbers["trajstore/step"])  # noqa: E731
+    logged: list[float] = []
+    log = lambda numbers: logged.append(numbers["trajstore/step"])  # noqa: E731
     train(tmp_path / "run.zarr", log, 20, every=3, log_every=4)
-    assert found == [6, 9, 12, 18, 20]  # the last step has a row
+    assert logged == [6, 9, 12, 18, 20]  # the last step has a row
 
 
 COUNTS = np.arange(VOCAB) % 5
@@ -160,8 +160,8 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
             assert ds[name].dtype == bool
             np.testing.assert_array_equal(ds.coords[name], mask[tokens])
         assert not verify(made).problems
-        found = analysis.centroid(open_run(made)).population.values.tolist()
-        assert sorted(found) == ["all", "dead", "first", "live", "odd", "rare"]
+        names = analysis.centroid(open_run(made)).population.values.tolist()
+        assert sorted(names) == ["all", "dead", "first", "live", "odd", "rare"]
     pytest.importorskip("h5py")
     hdf5 = import_file(export(path, tmp_path / "run.h5", format="hdf5"), tmp_path / "h5.zarr").path
     assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)
@@ -208,9 +208,9 @@ def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> No
     half = record(config, tmp_path / "half.zarr", corpus=text, stop=stop_after(4))
     forked = fork(half, tmp_path / "forked.zarr", at=4, corpus=text)
     record(config, half, corpus=text, resume=True)
-    for one in (forked, half):
-        xr.testing.assert_equal(open_run(one).load(), ds)
-        assert not verify(one).problems
+    for run in (forked, half):
+        xr.testing.assert_equal(open_run(run).load(), ds)
+        assert not verify(run).problems
     (tmp_path / "ids.txt").write_text("65\n67\n")
     with pytest.raises(InvalidArgument, match="populations: is_capitals differ from"):
         fork(half, tmp_path / "other.zarr", at=4, corpus=text)

@@ -54,11 +54,11 @@ class Loop:
         self.optimizer.load_state_dict(checkpoint["optimizer"])
 
 
-def same(one: Path, other: Path) -> xr.Dataset:
-    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+def same(expected: Path, resumed: Path) -> xr.Dataset:
+    a, b = xr.open_zarr(expected).load(), xr.open_zarr(resumed).load()
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
-        values = [one[name].values for one in (a, b)]
+        values = [ds[name].values for ds in (a, b)]
         if name == "parameter":  # of texts whose bytes say where they are
             values = [np.array(texts.tolist()) for texts in values]
         assert values[0].tobytes() == values[1].tobytes(), name
@@ -67,9 +67,10 @@ def same(one: Path, other: Path) -> xr.Dataset:
 
 
 @pytest.mark.parametrize(("taken", "every"), [(5, 1), (7, 3)])
-def test_a_loop_continues_from_its_own_checkpoint(taken: int, every: int, tmp_path: Path) -> None:
+def test_a_loop_continues_from_its_own_checkpoint(
+    taken: int, every: int, tmp_path: Path, path: Path
+) -> None:
     Loop().run(tmp_path / "straight.zarr", 0, STEPS, every=every)
-    path = tmp_path / "run.zarr"
     first = Loop()
     first.run(path, 0, taken, every=every)
     checkpoint = first.checkpoint()
@@ -95,11 +96,11 @@ def test_steps_of_another_optimizer_are_not_proven(
     state = loop.checkpoint()["optimizer"]["state"]
     loop.optimizer = other(loop.model.parameters(), lr=0.01, **options)
     if options:
-        held = loop.optimizer.state_dict() | {"state": state}
-        loop.optimizer.load_state_dict(held)
+        loaded = loop.optimizer.state_dict() | {"state": state}
+        loop.optimizer.load_state_dict(loaded)
     loop.run(path, 3, 6, resume=True, first_step=3)
-    found = replay(path)
-    assert (found.clean, found.replayed) == (True, 3)
+    result = replay(path)
+    assert (result.clean, result.replayed) == (True, 3)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -143,8 +144,7 @@ def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
         same(tmp_path / f"straight.{name}.zarr", tmp_path / f"run.{name}.zarr")
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, path: Path) -> None:
     loop = Loop()
     loop.run(path, 0, 5)
     before = (path / "zarr.json").read_bytes()
@@ -215,7 +215,9 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
         for name in ds.data_vars.keys() - {"W_step_norm", "W_ulp_l1"}:
             expected = straight[name].sel(step=steps).values
             assert ds[name].values.tobytes() == expected.tobytes(), name
-        (gap,) = [one for one in ds.attrs["notes"] if one["note"].startswith("there are no rows")]
+        (gap,) = [
+            note for note in ds.attrs["notes"] if note["note"].startswith("there are no rows")
+        ]
         first, last = (7, 10) if every == 1 else (9, 9)
         assert f"steps {first} to {last} of embedding.weight" in gap["note"]
         assert (gap["first_step"], gap["last_step"]) == (first, last)
@@ -224,7 +226,7 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
     again.run(tmp_path / "other.zarr", 0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
     ds = same(tmp_path / "straight.zarr", path)
-    assert not any("there are no rows" in one["note"] for one in ds.attrs["notes"])
+    assert not any("there are no rows" in note["note"] for note in ds.attrs["notes"])
 
 
 TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "variables": "weights"}
@@ -284,8 +286,7 @@ def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
     assert [xr.open_zarr(run).step.values[-1] for run in (first, second)] == [6, 6]
 
 
-def test_a_later_attribute_takes_its_place(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+def test_a_later_attribute_takes_its_place(path: Path) -> None:
     loop = Loop()
     loop.run(path, 0, 5, config={"steps": 5}, schedule={"name": "none"})
     loop.run(path, 5, 7, resume=True, first_step=5, config={"steps": 7}, schedule={"name": "flat"})

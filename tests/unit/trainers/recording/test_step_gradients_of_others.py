@@ -19,7 +19,7 @@ from trajstore import open_run  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
 from trajstore.trainers.recording.device_to_host import bit_sums  # noqa: E402
-from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
+from trajstore.trainers.recording.passes import ForwardPass  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -194,15 +194,15 @@ class Sub(torch.optim.AdamW):
 def test_a_step_is_seen_without_a_read_of_all_parameters(
     optimizer: Any, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.trainers.recording import empty_steps
+    from trajstore.trainers.recording import step_end
 
     read_elements = []
 
     def counted(tensors: Any) -> Any:
-        read_elements.append(sum(one.numel() for one in tensors))
+        read_elements.append(sum(tensor.numel() for tensor in tensors))
         return bit_sums(tensors)
 
-    monkeypatch.setattr(empty_steps, "bit_sums", counted)
+    monkeypatch.setattr(step_end, "bit_sums", counted)
     loop = Loop()
     large = torch.nn.Parameter(torch.ones(512, 512))
     loop.model.register_parameter("large", large)
@@ -307,20 +307,20 @@ def test_assigned_gradients_that_were_changed(
 
 
 def test_another_tool_wraps_backward(recorded: Any, tmp_path: Path, notes: list[str]) -> None:
-    own = torch.autograd.backward
+    backward = torch.autograd.backward
     for number in range(2):
         loop = Loop()
         if number == 0:
-            torch.autograd.backward = functools.partial(own)
+            torch.autograd.backward = functools.partial(backward)
         try:
             with recorded(loop, overwrite=True):
                 for step in range(3):
                     if step == 1:
-                        torch.autograd.backward = own
+                        torch.autograd.backward = backward
                     loop.backward()
                     loop.step()
         finally:
-            torch.autograd.backward = own
+            torch.autograd.backward = backward
         ds = read(tmp_path)
         np.testing.assert_allclose(ds.loss.values[1:], loop.losses, rtol=1e-6)
     assert not [note for note in notes if "labels" not in note]
@@ -434,8 +434,8 @@ def test_a_divided_gradient_is_recorded_as_it_is(
             loop.step()
     assert_consumed(read(tmp_path), loop.consumed)
     assert about(notes, "sum of what 3 backward passes")
-    found = replay(tmp_path / "run.zarr")
-    assert (found.clean, found.replayed) == (True, 2)
+    result = replay(tmp_path / "run.zarr")
+    assert (result.clean, result.replayed) == (True, 2)
 
 
 def test_weights_written_outside_the_step_are_not_proven(recorded: Any, tmp_path: Path) -> None:
@@ -450,10 +450,10 @@ def test_weights_written_outside_the_step_are_not_proven(recorded: Any, tmp_path
             loop.optimizer.step()
             weights.append(loop.weight.detach().clone())
     np.testing.assert_array_equal(read(tmp_path).W.values, torch.stack(weights))
-    found = replay(tmp_path / "run.zarr")
-    assert found.clean
-    assert [(one.first, one.last) for one in found.unreplayed] == [(1, 3)]
-    assert "outside optimizer.step()" in found.unreplayed[0].reason
+    result = replay(tmp_path / "run.zarr")
+    assert result.clean
+    assert [(span.first, span.last) for span in result.unreplayed] == [(1, 3)]
+    assert "outside optimizer.step()" in result.unreplayed[0].reason
 
 
 def test_a_loop_without_steps_has_a_note(recorded: Any, notes: list[str]) -> None:
@@ -520,11 +520,11 @@ def test_another_tool_wraps_the_step_of_the_scaler(
     scalers, loop, other = torch.amp.GradScaler, Loop(), Loop()
 
     def wrapper(*given: Any, **named: Any) -> Any:
-        return own(*given, **named)
+        return original(*given, **named)
 
     scaler = scalers("cpu")
     with recorded(loop):
-        own = scalers.step
+        original = scalers.step
         monkeypatch.setattr(scalers, "step", wrapper)
         with capture(other.model, other.optimizer, tmp_path / "b.zarr", parameter="0.weight"):
             other.backward()
@@ -541,7 +541,7 @@ def test_another_tool_wraps_the_step_of_the_scaler(
 def test_passes_without_a_step_keep_no_values(is_assigned: bool, recorded: Any) -> None:
     def passes() -> int:
         gc.collect()
-        return sum(type(one) is ForwardPass for one in gc.get_objects())
+        return sum(type(thing) is ForwardPass for thing in gc.get_objects())
 
     loop, before = Loop(), passes()
     with recorded(loop):

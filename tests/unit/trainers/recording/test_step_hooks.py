@@ -125,7 +125,7 @@ def test_a_new_optimizer(tiny: Any, record: Any, notes: list[str], tmp_path: Pat
     ds = read(tmp_path)
     assert ds.sizes["step"] == 4
     assert about(notes, "changed", "after the last row")
-    assert about([one["note"] for one in ds.attrs["notes"]], "after the last row")
+    assert about([entry["note"] for entry in ds.attrs["notes"]], "after the last row")
 
 
 @pytest.mark.parametrize(("through_data", "every"), [(False, 1), (True, 3)])
@@ -141,7 +141,7 @@ def test_weights_that_are_written_after_the_step(
                 with torch.no_grad():
                     (W.data if through_data else W)[13:] = start[13:]
     assert about(notes, "code outside optimizer.step() changed")
-    (entry,) = [one for one in read(tmp_path).attrs["notes"] if "outside" in one["note"]]
+    (entry,) = [note for note in read(tmp_path).attrs["notes"] if "outside" in note["note"]]
     assert (entry["first_step"], entry["count"]) == (2, 3)
 
 
@@ -346,7 +346,7 @@ def test_an_interruption_in_a_hook(at: int, tiny: Any, tmp_path: Path, monkeypat
             lists.add(W=lists.parameter)
     ds = read(tmp_path)
     assert ds.attrs["status"] == "interrupted"
-    assert about([one["note"] for one in ds.attrs["notes"]], "recording ended in step")
+    assert about([entry["note"] for entry in ds.attrs["notes"]], "recording ended in step")
     kept = torch.stack(lists.rows["W"])[: ds.sizes["step"]]
     assert ds.step.values.tolist() == list(range(len(kept)))
     assert np.array_equal(ds.W.values, kept)
