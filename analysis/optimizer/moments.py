@@ -1,10 +1,8 @@
-"""Exact moments of Adam, computed from the recorded gradients.
-
-Adam's moments without rounding of their state: the recurrence in float64.
+"""Adam's moments without rounding of their state, computed from the recorded gradients in float64.
 
 m ← β₁·m + (1 − β₁)·g and v ← β₂·v + (1 − β₂)·g² (Kingma and Ba, arXiv:1412.6980, algorithm 1), of
-the gradient g as the optimizer takes it. The module uses NumPy, or a compiled loop over its arrays,
-but not dask.
+the gradient g as the optimizer takes it. `follow` is the recurrence on arrays of NumPy, with an
+optional compiled loop; `Recurrence` applies it to the blocks of a run.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from dask.highlevelgraph import HighLevelGraph
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
     Array,
-    Points,
+    ConsecutiveRows,
     Wide,
     last_row,
     last_rows,
@@ -249,7 +247,7 @@ class Recurrence:
                 "got a run trained with amsgrad, which is not supported: it divides by the largest "
                 "second moment so far"
             )
-        input_checks.variables(ds, "grad", "clip_coef", *(["W"] if couples else []))
+        input_checks.require_variables(ds, "grad", "clip_coef", *(["W"] if couples else []))
         _require_every_step(scan.steps, quantity)
         taken = _taken(scan)
         clip = np.asarray(ds["clip_coef"].values)
@@ -267,7 +265,12 @@ class Recurrence:
             dtype = np.dtype(np.float64) if couples else gradient.dtype
             native = native_dtype(ds["grad"])
             gradient = read = measure(
-                _gradient_kernel, "sth", *sources, rule=rule, native=native, dtype=dtype
+                _gradient_kernel,
+                *sources,
+                dims=("step", "token", "hidden"),
+                rule=rule,
+                native=native,
+                dtype=dtype,
             )
         return cls(scan=scan, rule=rule, numbers=numbers, gradient=gradient, read=read, taken=taken)
 
@@ -275,7 +278,7 @@ class Recurrence:
         """Blocks of a matrix with the chunks of the gradient."""
         return self.scan.blocks(name).rechunk(self.gradient.chunks)
 
-    def rows_of(self, name: str) -> Points:
+    def rows_of(self, name: str) -> ConsecutiveRows:
         """Rows of a matrix, and the row before each, with the chunks of the gradient."""
         return replace(self.scan.rows_of(name), blocks=self.recorded(name))
 
@@ -299,16 +302,16 @@ class Recurrence:
         zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
         name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, betas)}"
         follow = partial(_follow, moment=moment)
-        made: dict[Any, Any] = {}
-        for at, (block, part) in enumerate(parts):
-            before = (first.name, 0, at, 0)
+        tasks: dict[Any, Any] = {}
+        for number_of_piece, (block, part) in enumerate(parts):
+            before = (first.name, 0, number_of_piece, 0)
             start = 0
             for number, length in enumerate(by_step):
                 rows = slice(start, start + length)
                 start += length
-                made[name, number, at, 0] = (
+                tasks[name, number, number_of_piece, 0] = (
                     follow,
-                    (zeros.name, number, at, 0),
+                    (zeros.name, number, number_of_piece, 0),
                     (self.read.name, number, block, 0),
                     part,
                     before,
@@ -316,9 +319,9 @@ class Recurrence:
                     betas[rows],
                 )
                 if length:
-                    before = ("last-" + name, number, at, 0)
-                    made[before] = (last_row, (name, number, at, 0))
-        graph = HighLevelGraph.from_collections(name, made, [self.read, first, zeros])
+                    before = ("last-" + name, number, number_of_piece, 0)
+                    tasks[before] = (last_row, (name, number, number_of_piece, 0))
+        graph = HighLevelGraph.from_collections(name, tasks, [self.read, first, zeros])
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
     def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
@@ -328,7 +331,14 @@ class Recurrence:
         rows = slice(start, start + len(gradient))
         taken, betas = self.taken[rows], self.betas(moment)[rows]
         return measure(
-            _exact_kernel, "sth", gradient, before, taken, betas, moment=moment, dtype=np.float64
+            _exact_kernel,
+            gradient,
+            before,
+            taken,
+            betas,
+            dims=("step", "token", "hidden"),
+            moment=moment,
+            dtype=np.float64,
         )
 
     def in_turn(
