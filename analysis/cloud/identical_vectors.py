@@ -7,6 +7,7 @@ bits instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +51,16 @@ def _hashes(bits: Array) -> npt.NDArray[np.uint64]:
     return np.asarray(halves.astype(np.uint64) @ (2 * numbers + 1))
 
 
-def divide(vectors: Array) -> tuple[Numbers, Numbers]:
+def divide(
+    vectors: Array, hashes: Callable[[Array], npt.NDArray[np.uint64]] = _hashes
+) -> tuple[Numbers, Numbers]:
     """Groups of vectors with the same bits.
 
     Parameters
     ----------
     vectors : ndarray of stored values, (token, hidden)
+    hashes : callable
+        Hash of each vector of unsigned integers; vectors may share a hash.
 
     Returns
     -------
@@ -65,7 +70,7 @@ def divide(vectors: Array) -> tuple[Numbers, Numbers]:
         The group of each vector.
     """
     bits = unsigned_view(np.ascontiguousarray(vectors))
-    _, first, group = np.unique(_hashes(bits), return_index=True, return_inverse=True)
+    _, first, group = np.unique(hashes(bits), return_index=True, return_inverse=True)
     if not np.array_equal(bits[first[group]], bits):
         whole = bits.view(f"V{bits.shape[1] * bits.itemsize}").ravel()
         _, first, group = np.unique(whole, return_index=True, return_inverse=True)

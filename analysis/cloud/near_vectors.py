@@ -198,12 +198,24 @@ def _scipy() -> tuple[Any, Any]:
     return coo_array, connected_components
 
 
-def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
+def near_pairs(
+    cells: Numbers, k: int, *, compared: int = _COMPARED, few: int = _FEW
+) -> Iterator[Numbers]:
     """Yield pairs of neighbors in batches, (pair, 2); each pair once.
 
     Vectors are sorted along the dimension with the fewest close pairs. A block of vectors is
     compared with its possible neighbors, one dimension at a time, by the lowest bits only. When few
     pairs are left, their complete values are compared.
+
+    Parameters
+    ----------
+    cells : ndarray of int64, (vector, hidden)
+    k : int
+        Largest distance of neighbors in each dimension.
+    compared : int
+        Pairs of vectors per comparison.
+    few : int
+        One candidate in this many is few.
     """
     count, hidden = cells.shape
     ordered = np.sort(cells, axis=0)
@@ -213,13 +225,13 @@ def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
     numbers = cells[by][:, dimensions]
     stops = np.searchsorted(numbers[:, 0], numbers[:, 0] + k, side="right")
     low = np.ascontiguousarray(numbers.T.astype(_lowest_bits(k)))
-    rows = np.arange(1, math.isqrt(_COMPARED) + 1)  # a block is also compared with itself
+    rows = np.arange(1, math.isqrt(compared) + 1)  # a block is also compared with itself
     batch: list[Numbers] = []
     start = 0
     while start < count:
         ends = stops[start : start + rows.size] - start
-        stop = start + max(1, int(np.count_nonzero(ends * rows[: ends.size] <= _COMPARED)))
-        first, second = np.nonzero(_may_be_near(low, start, stop, int(stops[stop - 1]), k))
+        stop = start + max(1, int(np.count_nonzero(ends * rows[: ends.size] <= compared)))
+        first, second = np.nonzero(_may_be_near(low, start, stop, int(stops[stop - 1]), k, few))
         once = second > first
         first, second = first[once] + start, second[once] + start
         for at in range(0, hidden, _AT_ONCE):
@@ -239,7 +251,7 @@ def _lowest_bits(k: int) -> type[np.unsignedinteger[Any]]:
     return next((kind for kind in types if 8 * k < np.iinfo(kind).max), np.uint64)
 
 
-def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
+def _may_be_near(low: Array, start: int, stop: int, end: int, k: int, few: int) -> Groups:
     """Candidate pairs of vectors from `start` to `stop` with vectors from `start` to `end`.
 
     Integer arithmetic wraps around, so no neighbor is missed, but some candidates are no neighbors.
@@ -251,7 +263,7 @@ def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
         np.subtract(column[None, start:end], column[start:stop, None] - low.dtype.type(k), out=away)
         np.less_equal(away, low.dtype.type(2 * k), out=also)
         near &= also
-        if np.count_nonzero(near) * _FEW < near.size:
+        if np.count_nonzero(near) * few < near.size:
             break
     return near
 
@@ -275,7 +287,7 @@ def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numb
     degree = np.zeros(inside.shape, np.int64)
     labels = np.tile(np.arange(len(usable)), (len(inside), 1))
     places = np.nonzero(usable)[0]
-    for pairs in _pairs(cells[usable], k) if places.size else ():
+    for pairs in near_pairs(cells[usable], k) if places.size else ():
         whole = places[pairs]
         for number, member in enumerate(inside):
             inner_pairs = whole[member[whole].all(1)]

@@ -115,6 +115,7 @@ def follow(
     gradient: Array,
     taken: npt.NDArray[np.bool_],
     out: Wide,
+    loop: CompiledLoop = _LOOP,
 ) -> None:
     """Compute a moment over several steps.
 
@@ -132,10 +133,12 @@ def follow(
         False for skipped steps, which leave the moment unchanged.
     out : ndarray of float64, (row, token, hidden)
         Receives the moment after each step.
+    loop : CompiledLoop
+        Of `follow_rows`.
     """
     known = gradient.dtype in (np.float32, np.float64)  # float types of numba
-    if known and _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
-        done = _LOOP.run(
+    if known and loop.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
+        done = loop.run(
             memory_of(gradient),
             gradient.strides[0] // gradient.itemsize,
             moment == "exp_avg_sq",
