@@ -14,7 +14,7 @@ import xarray as xr
 from trajstore.analysis.cloud.shape import principal_axes
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, ConsecutiveRows, Wide, along, measure
+from trajstore.analysis.scan.block_tasks import DIMS, Array, ConsecutiveRows, Wide, along, measure
 from trajstore.analysis.scan.dask_internals import read_again
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset, table
@@ -152,7 +152,7 @@ def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
     return measure(
         _change,
         *_with_rows_before(blocks),
-        dims=("step", "token", "hidden"),
+        dims=DIMS,
         dtype=np.float64,
         by_row=True,
     )
@@ -171,9 +171,7 @@ def _with_partner(
         other: Any = _of_tokens(scan, name, like)
     elif name == "previous":
         sources = _with_rows_before(vectors)
-        other = measure(
-            _earlier, *sources, dims=("step", "token", "hidden"), dtype=vectors.dtype, by_row=True
-        )
+        other = measure(_earlier, *sources, dims=DIMS, dtype=vectors.dtype, by_row=True)
     else:
         other = _of_steps(scan, name, population).rechunk((vectors.chunks[0], -1))
         other = along(other, "step", "hidden")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import Array, along, fold, measure
+from trajstore.analysis.scan.block_tasks import DIMS, Array, along, fold, measure
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset, record_of
 from trajstore.analysis.scan.rows import (
@@ -163,14 +163,12 @@ def freeze(
     variables: dict[str, tuple[Any, da.Array, ResultVariable]] = {}
     if per == "element":
         points = scan.points(lattice)
-        moved = measure(
-            moved_elements, points, dims=("step", "token", "hidden"), dtype=np.bool_, by_row=True
-        )
+        moved = measure(moved_elements, points, dims=DIMS, dtype=np.bool_, by_row=True)
         last = measure(
             _last_rows,
             moved,
             np.arange(scan.rows),
-            dims=("step", "token", "hidden"),
+            dims=DIMS,
             dtype=np.int64,
             sizes={"step": 1},
         ).max(0)

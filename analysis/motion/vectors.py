@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Along, Array, along, measure
+from trajstore.analysis.scan.block_tasks import DIMS, Along, Array, along, measure
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable
@@ -321,9 +321,7 @@ def _cumulated(blocks: da.Array) -> da.Array:
     """Cumulative sum of the changes after the first row, in float64: W relative to it."""
     # The change that led to the first row is not part of the displacement from it.
     later = np.arange(len(blocks)) > 0
-    begin = measure(
-        _without_first, blocks, later, dims=("step", "token", "hidden"), dtype=np.float64
-    )
+    begin = measure(_without_first, blocks, later, dims=DIMS, dtype=np.float64)
     return da.cumsum(begin, axis=0, method="sequential")
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, in_turn, measure
+from trajstore.analysis.scan.block_tasks import DIMS, Array, in_turn, measure
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset, field, flag_attributes
 from trajstore.analysis.scan.rows import changed_vectors, lattice_attributes, moved_vectors, tiles
@@ -157,7 +157,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
             steps_taken(scan, "adam_update"),
             _follows(scan),
             numbers,
-            dims=("step", "token", "hidden"),
+            dims=DIMS,
             rule=rule,
             native=points.type,
             in_ulp=in_ulp,

@@ -22,6 +22,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
+    DIMS,
     Array,
     ConsecutiveRows,
     Wide,
@@ -192,7 +193,6 @@ def _target(moment: str, gradient: Array, out: Wide) -> None:
 
 
 _COUNT = "step_count"
-_DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """Maximum bytes of the float64 result of a task."""
 
@@ -270,7 +270,7 @@ class Recurrence:
             gradient = read = measure(
                 _gradient_kernel,
                 *sources,
-                dims=("step", "token", "hidden"),
+                dims=DIMS,
                 rule=rule,
                 native=native,
                 dtype=dtype,
@@ -339,7 +339,7 @@ class Recurrence:
             before,
             taken,
             betas,
-            dims=("step", "token", "hidden"),
+            dims=DIMS,
             moment=moment,
             dtype=np.float64,
         )
@@ -563,7 +563,7 @@ def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.
     recurrence = Recurrence.of(scan, optimizer, "exact_moments")
     return xr.Dataset(
         {
-            f"exact_{moment}": scan.wrap(blocks, "grad", dims=_DIMS).assign_attrs(
+            f"exact_{moment}": scan.wrap(blocks, "grad", dims=DIMS).assign_attrs(
                 long_name=f"{variable(moment).long_name}, without rounding",
                 units=variable(moment).units,
             )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import block_tasks, input_checks
-from trajstore.analysis.scan.block_tasks import Array, ConsecutiveRows, measure
+from trajstore.analysis.scan.block_tasks import DIMS, Array, ConsecutiveRows, measure
 from trajstore.analysis.scan.input_checks import (
     check_every_step,
     check_single_run,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
-_DIMS = ("step", "token", "hidden")
 _BLOCK_BYTES = 32 << 20
 
 
@@ -178,12 +177,12 @@ class Scan:
         """
         input_checks.require_variables(self.ds, name)
         array = self.ds[name]
-        if set(array.dims) != set(_DIMS):
+        if set(array.dims) != set(DIMS):
             raise InvalidArgument(
                 f"{name} has dimensions {', '.join(map(str, array.dims))}, "
-                f"expected {', '.join(_DIMS)}"
+                f"expected {', '.join(DIMS)}"
             )
-        return array.transpose(*_DIMS)
+        return array.transpose(*DIMS)
 
     def blocks(self, name: str) -> da.Array:
         """Blocks of a matrix, (step, token, hidden), with one chunk along hidden."""
@@ -309,7 +308,7 @@ class Scan:
         like: str,
         *,
         rows: slice | npt.NDArray[np.int64] = slice(None),
-        dims: Iterable[str] = _DIMS[:2],
+        dims: Iterable[str] = DIMS[:2],
     ) -> xr.DataArray:
         """DataArray with those coordinates of a variable that have dimensions in `dims`."""
         dims = tuple(dims)
@@ -329,7 +328,7 @@ class Scan:
         like: str,
         *,
         rows: slice | npt.NDArray[np.int64] = slice(None),
-        dims: Sequence[str] = _DIMS[:2],
+        dims: Sequence[str] = DIMS[:2],
     ) -> xr.Dataset:
         """Variables of each token, from the results of a kernel.
 
@@ -431,10 +430,8 @@ class Scan:
             One row fewer than the Dataset.
         """
         self.require_rows(1, "a quantity of motion")
-        data = measure(kernel, points, dims=("step", "token", "hidden"), dtype=dtype, by_row=True)[
-            1:
-        ]
-        return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
+        data = measure(kernel, points, dims=DIMS, dtype=dtype, by_row=True)[1:]
+        return self.wrap(data, points.variable, rows=slice(1, None), dims=DIMS)
 
 
 def rows_of_window(ds: xr.Dataset, steps: Steps) -> xr.Dataset:
@@ -488,7 +485,7 @@ def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) 
     return measure(
         on_lattice,
         blocks,
-        dims=("step", "token", "hidden"),
+        dims=DIMS,
         variable=variable,
         native=native,
         chosen=chosen,

@@ -35,7 +35,7 @@ def walk(
     return stored[1:], stored[:1]
 
 
-@pytest.mark.parametrize("longest", [1, 2, 12, 200])
+@pytest.mark.parametrize("longest", [1, 12, 200])
 @pytest.mark.parametrize("hidden", [1, 3, 8, 64, 130, 4096])
 @pytest.mark.parametrize("native", ["bfloat16", "float16"])
 def test_regimes_in_float32_are_those_in_float64(native: str, hidden: int, longest: int) -> None:
