@@ -10,10 +10,11 @@ import xarray as xr
 
 # Importing these modules registers their quantities.
 from trajstore.analysis.motion.vectors import vectors_named
-from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, RUN, is_category, with_flag
+from trajstore.analysis.scan.input_checks import RUN
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
 from trajstore.analysis.scan.population_statistics import category_counts
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
+from trajstore.analysis.scan.result_variables import NO_ROW_BEFORE, is_category, with_flag
 from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
 from trajstore.analysis.several_runs import divergence, over_runs
 from trajstore.errors import InvalidArgument, did_you_mean

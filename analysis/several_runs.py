@@ -20,8 +20,9 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, field, measure, table
-from trajstore.analysis.scan.input_checks import RUN, Fact, flag_attributes, with_own_attributes
+from trajstore.analysis.scan.block_tasks import Array, along, measure
+from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
+from trajstore.analysis.scan.result_variables import ResultVariable, field, flag_attributes, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
@@ -289,11 +290,11 @@ def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
     first = scans[0].blocks("W")
     unit = scans[0].units
     facts = {
-        "distance": Fact("f8", "L2 distance of W from that of the first run", unit),
-        "mean_distance": Fact(
+        "distance": ResultVariable("f8", "L2 distance of W from that of the first run", unit),
+        "mean_distance": ResultVariable(
             "f8", "mean distance of the tokens from those of the first run", unit
         ),
-        "differing": Fact(
+        "differing": ResultVariable(
             "f8", "fraction of the elements that differ in any bit from the first run"
         ),
     }
@@ -303,20 +304,20 @@ def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
         widest = np.result_type(blocks.dtype, first.dtype)
         pieces = measure(
             differences,
-            "st",
             blocks.astype(widest).rechunk(first.chunks),
             first.astype(widest),
+            dims=("step", "token"),
             dtype=DIFFERENCE,
         )
         tables.append(
             measure(
                 _measures,
-                "sg",
                 pieces.rechunk({1: -1}),
+                dims=("step", "population"),
                 groups=groups,
                 hidden=first.shape[-1],
                 dtype=facts,
-                sizes={"g": len(groups)},
+                sizes={"population": len(groups)},
                 by_row=True,
             )
         )
@@ -368,11 +369,11 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     widest = np.result_type(x.dtype, y.dtype)  # the narrower type would round differences away
     first = x.data.astype(widest).rechunk({last: -1})
     second = y.data.astype(widest).rechunk(first.chunks)
-    letters = "stabcdef"[:last]
-    pair = (first, letters + "h"), (second, letters + "h")
-    pieces = measure(differences, letters, *pair, dtype=DIFFERENCE)
+    names = tuple(map(str, x.dims))
+    pair = along(first, *names), along(second, *names)
+    pieces = measure(differences, *pair, dims=names[:last], dtype=DIFFERENCE)
     whole = pieces.rechunk(dict.fromkeys(range(1, last), -1))
-    return measure(_over_rows, "s", (whole, letters), dtype=DIFFERENCE)
+    return measure(_over_rows, along(whole, *names[:last]), dims=("step",), dtype=DIFFERENCE)
 
 
 def _without_empty_start(late: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
@@ -393,7 +394,7 @@ def _loss_difference(a: xr.Dataset, b: xr.Dataset, over: float) -> dict[str, xr.
     if not 0 <= over < math.inf:
         raise InvalidArgument(f"got over={over!r}, expected a fraction such as 0.01")
     for run in (a, b):
-        input_checks.variables(run, "loss")
+        input_checks.require_variables(run, "loss")
     losses = (run["loss"].astype(np.float64) for run in (a, b))
     relative = xr.apply_ufunc(
         _relative, *losses, join="override", dask="parallelized", output_dtypes=[np.float64]

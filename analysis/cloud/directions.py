@@ -1,9 +1,4 @@
-"""Angles between the vectors of tokens and other vectors, and their statistics.
-
-Projections of tokens on given axes, and their orthogonal parts.
-
-Directions of tokens on the sky about an axis: latitude and longitude.
-"""
+"""Directions of tokens: angles to other vectors, projections on axes, and places on a sky."""
 
 from __future__ import annotations
 
@@ -19,9 +14,10 @@ import xarray as xr
 from trajstore.analysis.cloud.shape import principal_axes
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, Points, Wide, measure, read_again, table
-from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.block_tasks import DIMS, Array, ConsecutiveRows, Wide, along, measure
+from trajstore.analysis.scan.dask_internals import read_again
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import chosen_populations
@@ -34,8 +30,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 def _cosines(vectors: Array, others: Array) -> Wide:
     """Cosine of each vector with its partner, or with the only one; NaN for zero vectors."""
-    one, other = vectors.astype(np.float64), others.astype(np.float64)
-    cosines = hidden_sum(one * other) / (vector_norm(one) * vector_norm(other))
+    first, second = vectors.astype(np.float64), others.astype(np.float64)
+    cosines = hidden_sum(first * second) / (vector_norm(first) * vector_norm(second))
     return np.clip(cosines, -1, 1)  # rounding may exceed the range; NaN is kept
 
 
@@ -123,28 +119,28 @@ def alignment(
     vectors = _of_tokens(scan, of, like)
     cosines = _with_partner(scan, vectors, other, like, population)
     label = f"cosine of {of} and {other}"
-    facts = {
-        "alignment": Fact("f8", f"mean {label}"),
-        "alignment_quantiles": Fact(f"({levels.size},)f8", f"quantiles of the {label}"),
-        "aligned_tokens": Fact("i8", "tokens with a cosine"),
+    variables = {
+        "alignment": ResultVariable("f8", f"mean {label}"),
+        "alignment_quantiles": ResultVariable(f"({levels.size},)f8", f"quantiles of the {label}"),
+        "aligned_tokens": ResultVariable("i8", "tokens with a cosine"),
     }
-    found = measure(
+    statistics_of_steps = measure(
         _statistics,
-        "sp",
         cosines.rechunk({1: -1}),
+        dims=("step", "population"),
         groups=groups,
         levels=levels,
-        dtype=facts,
-        sizes={"p": len(groups)},
+        dtype=variables,
+        sizes={"population": len(groups)},
         by_row=True,
     )
-    own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
-    angle = own.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
+    cosine = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
+    angle = cosine.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
         long_name=f"angle between {of} and {other}", units="degree"
     )
     coords = {"step": scan.ds["step"], "population": names, "quantile": levels}
-    statistics = table(found, facts, ("step", "population", "quantile"), coords)
-    result = xr.Dataset({"cosine": own, "angle": angle, **statistics})
+    statistics = table(statistics_of_steps, variables, ("step", "population", "quantile"), coords)
+    result = xr.Dataset({"cosine": cosine, "angle": angle, **statistics})
     return result.sel(population=population) if population is not None else result
 
 
@@ -153,12 +149,18 @@ def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
     if name != "delta":
         return scan.aligned(like, name)
     blocks = scan.aligned(like, "W")
-    return measure(_change, "sth", *_with_rows_before(blocks), dtype=np.float64, by_row=True)
+    return measure(
+        _change,
+        *_with_rows_before(blocks),
+        dims=DIMS,
+        dtype=np.float64,
+        by_row=True,
+    )
 
 
 def _with_rows_before(blocks: da.Array) -> tuple[Any, ...]:
     """Rows and the row before each, and whether there is one."""
-    return Points(variable="", type="", blocks=blocks), np.arange(len(blocks)) > 0
+    return ConsecutiveRows(blocks=blocks), np.arange(len(blocks)) > 0
 
 
 def _with_partner(
@@ -169,10 +171,11 @@ def _with_partner(
         other: Any = _of_tokens(scan, name, like)
     elif name == "previous":
         sources = _with_rows_before(vectors)
-        other = measure(_earlier, "sth", *sources, dtype=vectors.dtype, by_row=True)
+        other = measure(_earlier, *sources, dims=DIMS, dtype=vectors.dtype, by_row=True)
     else:
-        other = _of_steps(scan, name, population).rechunk((vectors.chunks[0], -1)), "sh"
-    return measure(_cosines, "st", vectors, other, dtype=np.float64, by_row=True)
+        other = _of_steps(scan, name, population).rechunk((vectors.chunks[0], -1))
+        other = along(other, "step", "hidden")
+    return measure(_cosines, vectors, other, dims=("step", "token"), dtype=np.float64, by_row=True)
 
 
 def _of_steps(scan: Scan, name: str, population: str | None) -> da.Array:
@@ -183,7 +186,7 @@ def _of_steps(scan: Scan, name: str, population: str | None) -> da.Array:
         velocity = bulk_thermal(scan, population or "all")["bulk_velocity"].data
         none = da.full((1, velocity.shape[1]), np.nan)
         return da.concatenate([none, velocity])
-    input_checks.variables(scan.ds, name)
+    input_checks.require_variables(scan.ds, name)
     return scan.ds[name].transpose("step", "hidden").chunk().data
 
 
@@ -245,22 +248,28 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     blocks = scan.blocks("W")
     directions = _directions(scan, axes)
     count = directions.sizes["axis"]
-    own = "sah" if "step" in directions.dims else "ah"
-    order = {"s": "step", "a": "axis", "h": "hidden"}
-    data = da.asarray(directions.transpose(*(order[letter] for letter in own)).data, np.float64)
-    data = data.rechunk((*([blocks.chunks[0]] if "s" in own else []), -1, -1))
-    sizes = {"c": count + 1}
-    made = measure(_project, "stc", blocks, (data, own), dtype=np.float64, sizes=sizes, by_row=True)
+    dims = tuple(dim for dim in ("step", "axis", "hidden") if dim in directions.dims)
+    vectors = da.asarray(directions.transpose(*dims).data, np.float64)
+    vectors = vectors.rechunk((*([blocks.chunks[0]] if "step" in dims else []), -1, -1))
+    coordinates = measure(
+        _project,
+        blocks,
+        along(vectors, *dims),
+        dims=("step", "token", "coordinate"),
+        dtype=np.float64,
+        sizes={"coordinate": count + 1},
+        by_row=True,
+    )
     coords = scan.coords("W", ("step", "token"))
     if "axis" in directions.coords:
         coords["axis"] = directions["axis"]
-    along = Fact("f8", "W along the axis", scan.units)
-    across = Fact("f8", "length of W across all axes", scan.units)
-    found = {
-        "projection": (("step", "token", "axis"), made[..., :count], along),
-        "across": (("step", "token"), made[..., count], across),
+    on_axis = ResultVariable("f8", "W along the axis", scan.units)
+    across = ResultVariable("f8", "length of W across all axes", scan.units)
+    variables = {
+        "projection": (("step", "token", "axis"), coordinates[..., :count], on_axis),
+        "across": (("step", "token"), coordinates[..., count], across),
     }
-    return dataset(found, coords)
+    return dataset(variables, coords)
 
 
 def _directions(scan: Scan, axes: Axes) -> xr.DataArray:
@@ -308,7 +317,7 @@ def _named_direction(scan: Scan, name: str) -> xr.DataArray:
         raise InvalidArgument(
             f"got axes={name!r}, expected 'centroid', 'hidden_mean' or vectors of W"
         )
-    input_checks.variables(scan.ds, name)
+    input_checks.require_variables(scan.ds, name)
     return scan.ds[name].transpose("step", "hidden").astype(np.float64)
 
 
@@ -375,21 +384,22 @@ def sky(
     blocks = scan.blocks("W")
     if blocks.shape[2] < 3:
         raise InvalidArgument(f"sky requires at least 3 dimensions, got {blocks.shape[2]}")
-    made = principal_axes(scan, population, first=axis)
-    facts = {
-        name: Fact("f8", f"{name} of the {of}", "degree") for name in ("latitude", "longitude")
+    basis = principal_axes(scan, population, first=axis)
+    variables = {
+        name: ResultVariable("f8", f"{name} of the {of}", "degree")
+        for name in ("latitude", "longitude")
     }
-    found = measure(
+    angles = measure(
         _angles,
-        "st",
         # Read again after the axes are known. Otherwise all blocks would stay in memory.
-        read_again(blocks, made),
-        (made, "ah"),
-        *([(blocks[0], "th")] if of == "displacement" else []),
-        dtype=facts,
+        read_again(blocks, basis),
+        along(basis, "axis", "hidden"),
+        *([along(blocks[0], "token", "hidden")] if of == "displacement" else []),
+        dims=("step", "token"),
+        dtype=variables,
         by_row=True,
     )
-    axes = xr.DataArray(made[2:5], dims=("component", "hidden"))
+    axes = xr.DataArray(basis[2:5], dims=("component", "hidden"))
     axes.attrs = {"long_name": "axis and directions across it", "units": "1"}
-    result = scan.of_tokens(found, facts, "W").assign(sky_axes=axes)
+    result = scan.of_tokens(angles, variables, "W").assign(sky_axes=axes)
     return result.assign_attrs(population=population, axis=axis)

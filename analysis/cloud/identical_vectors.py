@@ -7,6 +7,7 @@ bits instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import Array, Numbers, Points, in_halves, measure, table
-from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, Fact, flag_attributes, record_of
+from trajstore.analysis.scan.block_tasks import Array, ConsecutiveRows, Numbers, in_halves, measure
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import (
+    NO_ROW_BEFORE,
+    ResultVariable,
+    flag_attributes,
+    record_of,
+    table,
+)
 from trajstore.analysis.scan.rows import with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
@@ -44,12 +51,16 @@ def _hashes(bits: Array) -> npt.NDArray[np.uint64]:
     return np.asarray(halves.astype(np.uint64) @ (2 * numbers + 1))
 
 
-def divide(vectors: Array) -> tuple[Numbers, Numbers]:
+def divide(
+    vectors: Array, hashes: Callable[[Array], npt.NDArray[np.uint64]] = _hashes
+) -> tuple[Numbers, Numbers]:
     """Groups of vectors with the same bits.
 
     Parameters
     ----------
     vectors : ndarray of stored values, (token, hidden)
+    hashes : callable
+        Hash of each vector of unsigned integers; vectors may share a hash.
 
     Returns
     -------
@@ -59,7 +70,7 @@ def divide(vectors: Array) -> tuple[Numbers, Numbers]:
         The group of each vector.
     """
     bits = unsigned_view(np.ascontiguousarray(vectors))
-    _, first, group = np.unique(_hashes(bits), return_index=True, return_inverse=True)
+    _, first, group = np.unique(hashes(bits), return_index=True, return_inverse=True)
     if not np.array_equal(bits[first[group]], bits):
         whole = bits.view(f"V{bits.shape[1] * bits.itemsize}").ravel()
         _, first, group = np.unique(whole, return_index=True, return_inverse=True)
@@ -90,21 +101,21 @@ def _sizes(ids: Numbers) -> Numbers:
     return np.asarray(np.sort(np.diff(starts, append=ids.size))[::-1])
 
 
-def _facts(
+def _group_statistics(
     ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]
 ) -> npt.NDArray[np.void]:
     """Group statistics of each population, (population)."""
     result = np.zeros(len(groups), record)
     result["herfindahl"] = np.nan
     ranks = record["group_sizes"].shape[0]
-    for one, group in zip(result, groups, strict=True):
+    for statistics, group in zip(result, groups, strict=True):
         sizes = _sizes(ids[group])
         if not sizes.size:
             continue
         several = sizes[sizes > 1]
-        one["groups"], one["singles"] = several.size, sizes.size - several.size
-        one["group_sizes"][: several[:ranks].size] = several[:ranks]
-        one["herfindahl"] = np.square(sizes / sizes.sum()).sum()
+        statistics["groups"], statistics["singles"] = several.size, sizes.size - several.size
+        statistics["group_sizes"][: several[:ranks].size] = several[:ranks]
+        statistics["herfindahl"] = np.square(sizes / sizes.sum()).sum()
     return result
 
 
@@ -227,12 +238,12 @@ def clusters(
     members = np.arange(labels.size) if population is None else np.nonzero(groups[0])[0]
     ids = measure(
         _membership,
-        "su",
         in_halves(points.blocks),
+        dims=("step", "all_tokens"),
         labels=labels,
         members=members,
         dtype=np.int64,
-        sizes={"u": labels.size},
+        sizes={"all_tokens": labels.size},
         by_row=True,
     )
     pairs = replace(points, blocks=ids), np.arange(scan.rows) > 0
@@ -243,7 +254,9 @@ def clusters(
         )
     }
     for name, leaving in (("left", True), ("joined", False)):
-        moved = measure(_moves, "st", *pairs, leaving=leaving, dtype=np.int64, by_row=True)
+        moved = measure(
+            _moves, *pairs, dims=("step", "token"), leaving=leaving, dtype=np.int64, by_row=True
+        )
         result[name] = scan.wrap(moved, points.variable).assign_attrs(
             long_name=f"group that the token {name}", **flag_attributes({-1: "none"})
         )
@@ -255,31 +268,37 @@ def clusters(
 
 
 def _of_populations(
-    pairs: tuple[Points, Any], groups: npt.NDArray[np.bool_], ranks: int
+    pairs: tuple[ConsecutiveRows, Any], groups: npt.NDArray[np.bool_], ranks: int
 ) -> dict[Any, xr.DataArray]:
     """Variables of each population, (step, population)."""
-    known = {
-        "groups": Fact("i8", "groups of two or more identical tokens"),
-        "singles": Fact("i8", "tokens with a unique vector"),
-        "herfindahl": Fact("f8", "probability that two random tokens are identical"),
-        "group_sizes": Fact(f"({ranks},)i8", "tokens of the largest groups"),
+    variables = {
+        "groups": ResultVariable("i8", "groups of two or more identical tokens"),
+        "singles": ResultVariable("i8", "tokens with a unique vector"),
+        "herfindahl": ResultVariable("f8", "probability that two random tokens are identical"),
+        "group_sizes": ResultVariable(f"({ranks},)i8", "tokens of the largest groups"),
     }
-    record, sizes = record_of(known), {"p": len(groups)}
-    facts = measure(
-        _facts,
-        "sp",
+    record, sizes = record_of(variables), {"population": len(groups)}
+    statistics = measure(
+        _group_statistics,
         pairs[0].blocks,
+        dims=("step", "population"),
         groups=groups,
         record=record,
         dtype=record,
         sizes=sizes,
         by_row=True,
     )
-    sizes["e"] = len(EVENTS)
+    sizes["event"] = len(EVENTS)
     events = measure(
-        _events, "spe", *pairs, groups=groups, dtype=np.int64, sizes=sizes, by_row=True
+        _events,
+        *pairs,
+        dims=("step", "population", "event"),
+        groups=groups,
+        dtype=np.int64,
+        sizes=sizes,
+        by_row=True,
     )
-    result = dict(table(facts, known, ("step", "population", "rank"), {}).data_vars)
+    result = dict(table(statistics, variables, ("step", "population", "rank"), {}).data_vars)
     result["events"] = xr.DataArray(
         events,
         dims=("step", "population", "event"),

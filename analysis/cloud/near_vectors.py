@@ -1,10 +1,6 @@
-"""Distance to the nearest other vector of each token, and the entropy of the cloud.
+"""Nearest other vector of each token, entropy of the cloud, and graph of vectors in nearby cells.
 
-Identical tokens count as one vector and have the same nearest vector.
-
-Graph of distinct vectors in nearby cells of the lattice.
-
-Identical tokens are one vertex of the graph.
+Identical tokens count as one vector: they have the same nearest vector, and are one vertex.
 """
 
 from __future__ import annotations
@@ -18,18 +14,15 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide, smallest_members, token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import (
-    Array,
-    Groups,
-    Numbers,
-    Wide,
-    field,
-    measure,
-    table,
-    whole_rows,
-)
-from trajstore.analysis.scan.input_checks import Fact, dataset, record_of
+from trajstore.analysis.scan.block_tasks import Array, Groups, Numbers, Wide, measure, whole_rows
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import (
+    ResultVariable,
+    dataset,
+    field,
+    record_of,
+    table,
+)
 from trajstore.analysis.scan.rows import with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count
@@ -74,9 +67,9 @@ def _exact(vectors: Wide, start: int, candidates: Groups) -> Wide:
     most = max(1, _DISTANCES // vectors.shape[1])
     rows, others = np.nonzero(candidates)
     for at in range(0, rows.size, most):
-        one, other = rows[at : at + most], others[at : at + most]
-        difference = vectors[start + one] - vectors[other]
-        np.minimum.at(result, one, np.sqrt((difference * difference).sum(1)))
+        row, candidate = rows[at : at + most], others[at : at + most]
+        difference = vectors[start + row] - vectors[candidate]
+        np.minimum.at(result, row, np.sqrt((difference * difference).sum(1)))
     return result
 
 
@@ -149,15 +142,21 @@ def nearest_distance(
     blocks = whole_rows(scan.blocks("W"), rows)
     tokens = blocks.shape[1]
     members = np.nonzero(group)[0]
-    sizes = {"u": tokens + 1}
-    found = measure(
-        _nearest_kernel, "su", blocks, members=members, dtype=np.float64, sizes=sizes, by_row=True
+    sizes = {"distance": tokens + 1}
+    distances = measure(
+        _nearest_kernel,
+        blocks,
+        dims=("step", "distance"),
+        members=members,
+        dtype=np.float64,
+        sizes=sizes,
+        by_row=True,
     )
-    distance = Fact("f8", "distance to the nearest other vector", scan.units)
-    entropy = Fact("f8", "differential entropy by nearest distances", "nat")
+    distance = ResultVariable("f8", "distance to the nearest other vector", scan.units)
+    entropy = ResultVariable("f8", "differential entropy by nearest distances", "nat")
     variables = {
-        "nearest_distance": (("step", "token"), found[:, :tokens], distance),
-        "nearest_entropy": ("step", found[:, tokens], entropy),
+        "nearest_distance": (("step", "token"), distances[:, :tokens], distance),
+        "nearest_entropy": ("step", distances[:, tokens], entropy),
     }
     coords = scan.coords("W", ("step", "token"), rows)
     return dataset(variables, coords).assign_attrs(population=population)
@@ -175,18 +174,20 @@ _AT_ONCE = 8
 _FEW = 64
 
 _OF_POPULATIONS = {
-    "vertices": Fact("i8", "distinct vectors"),
-    "edges": Fact("i8", "pairs of neighbors"),
-    "mean_degree": Fact("f8", "mean number of neighbors of a vector"),
-    "components": Fact("i8", "connected components"),
-    "isolated": Fact("i8", "vectors without a neighbor"),
-    "largest_component": Fact("i8", "vectors in the largest component"),
-    "largest_component_tokens": Fact("i8", "tokens in the largest component"),
+    "vertices": ResultVariable("i8", "distinct vectors"),
+    "edges": ResultVariable("i8", "pairs of neighbors"),
+    "mean_degree": ResultVariable("f8", "mean number of neighbors of a vector"),
+    "components": ResultVariable("i8", "connected components"),
+    "isolated": ResultVariable("i8", "vectors without a neighbor"),
+    "largest_component": ResultVariable("i8", "vectors in the largest component"),
+    "largest_component_tokens": ResultVariable("i8", "tokens in the largest component"),
 }
 _OUTSIDE = {-1: "outside_the_population"}
 _OF_TOKENS = {
-    "degree": Fact("i8", "number of neighbors", flags=_OUTSIDE),
-    "connected_component": Fact("i8", "connected component, by its smallest token", flags=_OUTSIDE),
+    "degree": ResultVariable("i8", "number of neighbors", flags=_OUTSIDE),
+    "connected_component": ResultVariable(
+        "i8", "connected component, by its smallest token", flags=_OUTSIDE
+    ),
 }
 
 
@@ -197,12 +198,24 @@ def _scipy() -> tuple[Any, Any]:
     return coo_array, connected_components
 
 
-def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
+def near_pairs(
+    cells: Numbers, k: int, *, compared: int = _COMPARED, few: int = _FEW
+) -> Iterator[Numbers]:
     """Yield pairs of neighbors in batches, (pair, 2); each pair once.
 
     Vectors are sorted along the dimension with the fewest close pairs. A block of vectors is
     compared with its possible neighbors, one dimension at a time, by the lowest bits only. When few
     pairs are left, their complete values are compared.
+
+    Parameters
+    ----------
+    cells : ndarray of int64, (vector, hidden)
+    k : int
+        Largest distance of neighbors in each dimension.
+    compared : int
+        Pairs of vectors per comparison.
+    few : int
+        One candidate in this many is few.
     """
     count, hidden = cells.shape
     ordered = np.sort(cells, axis=0)
@@ -212,23 +225,23 @@ def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
     numbers = cells[by][:, dimensions]
     stops = np.searchsorted(numbers[:, 0], numbers[:, 0] + k, side="right")
     low = np.ascontiguousarray(numbers.T.astype(_lowest_bits(k)))
-    rows = np.arange(1, math.isqrt(_COMPARED) + 1)  # a block is also compared with itself
-    held: list[Numbers] = []
+    rows = np.arange(1, math.isqrt(compared) + 1)  # a block is also compared with itself
+    batch: list[Numbers] = []
     start = 0
     while start < count:
         ends = stops[start : start + rows.size] - start
-        stop = start + max(1, int(np.count_nonzero(ends * rows[: ends.size] <= _COMPARED)))
-        first, second = np.nonzero(_may_be_near(low, start, stop, int(stops[stop - 1]), k))
+        stop = start + max(1, int(np.count_nonzero(ends * rows[: ends.size] <= compared)))
+        first, second = np.nonzero(_may_be_near(low, start, stop, int(stops[stop - 1]), k, few))
         once = second > first
         first, second = first[once] + start, second[once] + start
         for at in range(0, hidden, _AT_ONCE):
             part = slice(at, at + _AT_ONCE)
             left = (np.abs(numbers[first, part] - numbers[second, part]) <= k).all(1)
             first, second = first[left], second[left]
-        held.append(by[np.stack([first, second], 1)])
-        if stop == count or sum(map(len, held)) >= _PAIRS:
-            yield np.concatenate(held)
-            held = []
+        batch.append(by[np.stack([first, second], 1)])
+        if stop == count or sum(map(len, batch)) >= _PAIRS:
+            yield np.concatenate(batch)
+            batch = []
         start = stop
 
 
@@ -238,7 +251,7 @@ def _lowest_bits(k: int) -> type[np.unsignedinteger[Any]]:
     return next((kind for kind in types if 8 * k < np.iinfo(kind).max), np.uint64)
 
 
-def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
+def _may_be_near(low: Array, start: int, stop: int, end: int, k: int, few: int) -> Groups:
     """Candidate pairs of vectors from `start` to `stop` with vectors from `start` to `end`.
 
     Integer arithmetic wraps around, so no neighbor is missed, but some candidates are no neighbors.
@@ -250,7 +263,7 @@ def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
         np.subtract(column[None, start:end], column[start:stop, None] - low.dtype.type(k), out=away)
         np.less_equal(away, low.dtype.type(2 * k), out=also)
         near &= also
-        if np.count_nonzero(near) * _FEW < near.size:
+        if np.count_nonzero(near) * few < near.size:
             break
     return near
 
@@ -274,20 +287,20 @@ def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numb
     degree = np.zeros(inside.shape, np.int64)
     labels = np.tile(np.arange(len(usable)), (len(inside), 1))
     places = np.nonzero(usable)[0]
-    for pairs in _pairs(cells[usable], k) if places.size else ():
+    for pairs in near_pairs(cells[usable], k) if places.size else ():
         whole = places[pairs]
         for number, member in enumerate(inside):
-            own = whole[member[whole].all(1)]
-            degree[number] += np.bincount(own.ravel(), minlength=len(usable))
-            if own.size:
-                labels[number] = _joined(labels[number], own)
+            inner_pairs = whole[member[whole].all(1)]
+            degree[number] += np.bincount(inner_pairs.ravel(), minlength=len(usable))
+            if inner_pairs.size:
+                labels[number] = _joined(labels[number], inner_pairs)
     return degree, labels
 
 
 def _adjacency_of_row(
     values: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
 ) -> dict[str, Array]:
-    """Facts about each population, and degree and component of each token of the last one."""
+    """Statistics of each population, and degree and component of each token of the last one."""
     points = ordinal(values, native)
     # −0 and +0 are one cell, and thus one vertex.
     first, vector = divide(points.astype(np.float64))
@@ -296,24 +309,33 @@ def _adjacency_of_row(
     for number, group in enumerate(groups):
         inside[number, vector[group]] = True
     degree, labels = _graph(points[first].astype(np.int64), usable, inside, k)
-    facts = np.zeros(len(groups), record)
+    statistics = np.zeros(len(groups), record)
     for number, (group, member) in enumerate(zip(groups, inside, strict=True)):
         if member.any():
-            facts[number] = _facts(
+            statistics[number] = _graph_statistics(
                 degree[number, member], labels[number, member], labels[number, vector[group]]
             )
         else:
-            facts["mean_degree"][number] = np.nan
-    own, component = np.full(len(values), -1, np.int64), np.full(len(values), -1, np.int64)
+            statistics["mean_degree"][number] = np.nan
+    degree_of_token, component_of_token = (
+        np.full(len(values), -1, np.int64),
+        np.full(len(values), -1, np.int64),
+    )
     members = np.nonzero(groups[-1])[0]
-    own[members] = degree[-1, vector[members]]
-    component[members] = smallest_members(labels[-1, vector[members]], first.size, names[members])
-    return {"facts": facts, "degree": own, "connected_component": component}
+    degree_of_token[members] = degree[-1, vector[members]]
+    component_of_token[members] = smallest_members(
+        labels[-1, vector[members]], first.size, names[members]
+    )
+    return {
+        "facts": statistics,
+        "degree": degree_of_token,
+        "connected_component": component_of_token,
+    }
 
 
-def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
+def _graph_statistics(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
     """The values of `_OF_POPULATIONS` for one population."""
-    found, sizes = np.unique(labels, return_counts=True)
+    components, sizes = np.unique(labels, return_counts=True)
     tokens = np.unique(of_tokens, return_counts=True)[1]  # in the same order
     # Of components with equally many vectors, the one with more tokens.
     largest = np.lexsort((tokens, sizes))[-1]
@@ -321,7 +343,7 @@ def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, .
         degree.size,
         degree.sum() // 2,
         degree.mean(),
-        found.size,
+        components.size,
         np.count_nonzero(degree == 0),
         sizes[largest],
         tokens[largest],
@@ -399,10 +421,10 @@ def adjacency(
             *((name, fact.type, (tokens,)) for name, fact in _OF_TOKENS.items()),
         ]
     )
-    found = measure(
+    measured = measure(
         _adjacency_of_row,
-        "s",
         blocks,
+        dims=("step",),
         native=points.type,
         groups=members,
         names=token_labels(scan.ds),
@@ -411,9 +433,9 @@ def adjacency(
         dtype=record,
         by_row=True,
     )
-    per_group = field(found, "facts")[:, : len(names)]
+    per_group = field(measured, "facts")[:, : len(names)]
     coords = {"step": scan.ds["step"][rows], "population": names}
     result = table(per_group, _OF_POPULATIONS, ("step", "population"), coords)
-    result = result.merge(scan.of_tokens(found, _OF_TOKENS, points.variable, rows=rows))
+    result = result.merge(scan.of_tokens(measured, _OF_TOKENS, points.variable, rows=rows))
     ds = with_lattice_attributes(result, lattice, units="1")
     return ds.sel(population=population) if population is not None else ds

@@ -11,10 +11,10 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, Wide, in_parts, measure, read_again
-from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, Wide, along, fold, in_parts, measure
+from trajstore.analysis.scan.dask_internals import read_again
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.rows import fold
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import one_population
@@ -76,17 +76,19 @@ def _gather(
 
     Rows are added in sequence, so that the sums do not depend on the blocks.
     """
-    for own in rows:
-        state = own if state is None else _both(state, own)
+    for scatter_of_row in rows:
+        state = scatter_of_row if state is None else _both(state, scatter_of_row)
     return state
 
 
-def _both(one: tuple[int, Wide, Wide], other: tuple[int, Wide, Wide]) -> tuple[int, Wide, Wide]:
+def _both(first: tuple[int, Wide, Wide], second: tuple[int, Wide, Wide]) -> tuple[int, Wide, Wide]:
     """Pairwise combination of sums of squares: Chan, Golub and LeVeque, 1983."""
-    total = one[0] + other[0]
-    difference = other[1] - one[1]
-    scatter = one[2] + other[2] + np.outer(difference, difference) * (one[0] * other[0] / total)
-    return total, one[1] + difference * (other[0] / total), scatter
+    total = first[0] + second[0]
+    difference = second[1] - first[1]
+    scatter = (
+        first[2] + second[2] + np.outer(difference, difference) * (first[0] * second[0] / total)
+    )
+    return total, first[1] + difference * (second[0] / total), scatter
 
 
 def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:
@@ -98,16 +100,16 @@ def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:
     return np.concatenate([mean[None], spectrum[None], axes])
 
 
-def _with_first(made: Wide, first: Wide) -> Wide:
+def _with_first(axes_of_all: Wide, first: Wide) -> Wide:
     """Replace the axes of `_axes_of` by a given first axis, and principal axes orthogonal to it."""
-    spectrum, axes = made[1], made[2:]
+    spectrum, axes = axes_of_all[1], axes_of_all[2:]
     covariance = (axes.T * spectrum) @ axes
     whole, taken = np.trace(covariance), np.outer(first, first)
     across = np.eye(len(first)) - taken
     # A negative variance along the first axis makes it the last one, which is dropped.
     values, others = _principal(across @ covariance @ across - taken * (whole or 1))
     variances = [first @ covariance @ first, *(values[:-1] if whole else 0 * values[:-1])]
-    return np.concatenate([made[:1], [variances], first[None], others[:-1]])
+    return np.concatenate([axes_of_all[:1], [variances], first[None], others[:-1]])
 
 
 def _scores(vectors: Array, axes: Wide, count: int) -> Wide:
@@ -126,7 +128,7 @@ def principal_axes(
     blocks = scan.blocks("W")
     hidden = blocks.shape[2]
     group = one_population(scan.ds, population)
-    made = fold(
+    axes = fold(
         _gather,
         in_parts(blocks[_rows_of_basis(scan, basis)], max(1, _SCATTER_BYTES // (8 * hidden**2))),
         finish=functools.partial(_axes_of, hidden=hidden),
@@ -136,9 +138,15 @@ def principal_axes(
         members=np.nonzero(group)[0],
     )
     if first is not None:
-        axis = (_first_axis(scan, first, made), "b")
-        made = measure(_with_first, "ah", (made, "ah"), axis, dtype=np.float64)
-    return made
+        axis = along(_first_axis(scan, first, axes), "hidden")
+        axes = measure(
+            _with_first,
+            along(axes, "axis", "hidden"),
+            axis,
+            dims=("axis", "hidden"),
+            dtype=np.float64,
+        )
+    return axes
 
 
 @quantity()
@@ -199,38 +207,48 @@ def pca(
     hidden = blocks.shape[2]
     if not 1 <= components <= hidden:
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
-    made = principal_axes(scan, population, basis, first)
+    axes = principal_axes(scan, population, basis, first)
     scores = measure(
         _scores,
-        "stc",
         # Read again after the basis is known. Otherwise all blocks would stay in memory.
-        read_again(blocks, made),
-        (made, "ah"),
+        read_again(blocks, axes),
+        along(axes, "axis", "hidden"),
+        dims=("step", "token", "component"),
         count=components,
         dtype=result_dtype(blocks.dtype),
-        sizes={"c": components},
+        sizes={"component": components},
         by_row=True,
     )
-    ranks = measure(_ranks, "r", (made[1], "h"), dtype=np.float64, sizes={"r": 2})
+    ranks = measure(
+        _ranks, along(axes[1], "hidden"), dims=("rank",), dtype=np.float64, sizes={"rank": 2}
+    )
     unit = scan.units
     square = "1" if unit == "1" else f"({unit})^2"
-    variances = Fact("f8", "variance along each principal axis", square)
-    rank = Fact("f8", "effective rank of the covariance")
-    ratio = Fact("f8", "participation ratio of the spectrum")
-    coordinate = Fact("f8", "coordinate along the principal axis", unit)
-    found: dict[str, tuple[Any, Any, Fact]] = {
-        "spectrum": ("principal", made[1], variances),
+    variances = ResultVariable("f8", "variance along each principal axis", square)
+    rank = ResultVariable("f8", "effective rank of the covariance")
+    ratio = ResultVariable("f8", "participation ratio of the spectrum")
+    coordinate = ResultVariable("f8", "coordinate along the principal axis", unit)
+    variables: dict[str, tuple[Any, Any, ResultVariable]] = {
+        "spectrum": ("principal", axes[1], variances),
         "effective_rank": ((), ranks[0], rank),
         "participation_ratio": ((), ranks[1], ratio),
-        "basis_mean": ("hidden", made[0], Fact("f8", "mean of the vectors of the basis", unit)),
-        "basis": (("component", "hidden"), made[2 : 2 + components], Fact("f8", "principal axes")),
+        "basis_mean": (
+            "hidden",
+            axes[0],
+            ResultVariable("f8", "mean of the vectors of the basis", unit),
+        ),
+        "basis": (
+            ("component", "hidden"),
+            axes[2 : 2 + components],
+            ResultVariable("f8", "principal axes"),
+        ),
         "scores": (("step", "token", "component"), scores, coordinate),
     }
     coords = scan.coords("W", ("step", "token"))
-    return dataset(found, coords).assign_attrs(population=population)
+    return dataset(variables, coords).assign_attrs(population=population)
 
 
-def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
+def scores_along_axes(scan: Scan, principal: xr.Dataset) -> xr.DataArray:
     """Coordinates of all tokens of a prepared Dataset along known axes.
 
     Parameters
@@ -245,18 +263,18 @@ def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
     DataArray (step, token, component)
     """
     blocks = scan.blocks("W")
-    count, hidden = found["basis"].shape
+    count, hidden = principal["basis"].shape
     axes = np.concatenate(
-        [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
+        [principal["basis_mean"].values[None], np.zeros((1, hidden)), principal["basis"].values]
     )
     scores = measure(
         _scores,
-        "stc",
         blocks,
+        dims=("step", "token", "component"),
         axes=axes,
         count=count,
         dtype=result_dtype(blocks.dtype),
-        sizes={"c": count},
+        sizes={"component": count},
         by_row=True,
     )
     return scan.wrap(scores, "W", dims=("step", "token", "component"))
@@ -274,11 +292,11 @@ def _rows_of_basis(scan: Scan, basis: str | int) -> slice:
     return slice(row, row + 1)
 
 
-def _first_axis(scan: Scan, name: str, made: da.Array) -> da.Array:
+def _first_axis(scan: Scan, name: str, axes: da.Array) -> da.Array:
     if name == "centroid":
-        mean = made[0]
+        mean = axes[0]
     else:
-        input_checks.variables(scan.ds, name)
+        input_checks.require_variables(scan.ds, name)
         states = da.asarray(scan.ds[name].transpose("step", "hidden").data).rechunk(-1)
         mean = da.nanmean(states.astype(np.float64), axis=0)
     return (mean / da.linalg.norm(mean)).rechunk(-1)
@@ -322,14 +340,14 @@ def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
     """
     unit = scan.units
     hidden = scan.variable("W").sizes["hidden"]
-    facts = {
-        "inertia": Fact(
+    variables = {
+        "inertia": ResultVariable(
             f"({hidden},)f8",
             "variance along the principal axes of the step",
             "1" if unit == "1" else f"({unit})^2",
         ),
-        "inertia_rank": Fact("f8", "effective rank of the cloud"),
+        "inertia_rank": ResultVariable("f8", "effective rank of the cloud"),
     }
     return per_population(
-        scan, population, _inertia_kernel, facts, motion=False, vector="principal"
+        scan, population, _inertia_kernel, variables, motion=False, vector="principal"
     )

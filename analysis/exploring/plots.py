@@ -98,7 +98,7 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
     InvalidArgument
         If there are fewer than two rows, or too many for two bytes per token and step.
     """
-    input_checks.variables(ds, "W")
+    input_checks.require_variables(ds, "W")
     rows, tokens = ds.sizes["step"], ds.sizes["token"]
     if rows < 2:
         raise InvalidArgument(f"explore needs at least 2 rows, got {rows}; wait for more rows")

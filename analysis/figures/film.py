@@ -109,7 +109,7 @@ def film(
     number, evenly = _frames(frames)
     chosen = asked_for(options)
     FILM.check(chosen)
-    input_checks.variables(ds, "W")
+    input_checks.require_variables(ds, "W")
     (data,) = compute_together(FILM.data([prepared(ds, [FILM], chosen)], chosen), report)
     position = data["position"].transpose("step", "token", "component").values
     data = data.isel(step=_chosen_rows(position, number, evenly))

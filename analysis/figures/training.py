@@ -175,7 +175,7 @@ _MOST_DIMS = 2
 
 
 def _loss(scan: Scan, options: Options) -> xr.Dataset:
-    input_checks.variables(scan.ds, "loss")
+    input_checks.require_variables(scan.ds, "loss")
     return scan.in_window(scan.ds[["loss"]])
 
 
@@ -228,7 +228,7 @@ def variable(name: str, ds: xr.Dataset) -> Figure:
 
 def _rows(scan: Scan, options: Options, *, name: str) -> xr.Dataset:
     """Return the variable of dims (step), or (step, row) with a text per row."""
-    input_checks.variables(scan.ds, name)
+    input_checks.require_variables(scan.ds, name)
     array = scan.in_window(scan.ds[name])
     if array.dtype.kind not in "biuf":
         raise InvalidArgument(
@@ -280,7 +280,7 @@ def draw_rows(
 
 
 def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
-    input_checks.variables(scan.ds, "param_update_lost")
+    input_checks.require_variables(scan.ds, "param_update_lost")
     lost = after_first_row(scan.in_window(scan.ds[["param_update_lost"]]), scan)[
         "param_update_lost"
     ]

@@ -1,17 +1,15 @@
-"""Metrics of every layer: parameters, gradients, updates, and circuits of attention heads.
+"""Metrics of the matrices of a model at each step: parameters, gradients, updates and circuits.
 
-Metrics of one matrix of a model at one step, computed in float64.
+`METRICS` holds the metrics of one matrix, computed in float64. `Attention` names the weights whose
+products are the OV and QK circuits of attention heads. `layers` measures the matrices of a run.
 
 Definitions equal those of pico-analyze where it has them: norm (here ``frobenius``), PER
 (``effective_rank_share``), condition number, Gini and Hoyer.
-
-OV and QK circuits of attention heads: matrices that are products of two weights.
 """
 
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -22,9 +20,9 @@ import numpy as np
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, Points, Wide, measure, table
-from trajstore.analysis.scan.input_checks import Fact
+from trajstore.analysis.scan.block_tasks import Array, ConsecutiveRows, Wide, measure
 from trajstore.analysis.scan.quantity import registered, takes_scan
+from trajstore.analysis.scan.result_variables import ResultVariable, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Count, check_fields
 from trajstore.errors import InvalidArgument, did_you_mean
@@ -215,7 +213,7 @@ def layer_of(
             elements = elements - (np.nan if before is None else old)
     core = elements
     if is_product:
-        left, right = (np.asarray(np.linalg.qr(one, mode="r")) for one in (first, last.T))
+        left, right = (np.asarray(np.linalg.qr(factor, mode="r")) for factor in (first, last.T))
         core = left @ right.T
     decompose = is_product or ("spectrum" in needs and first.ndim > 1)
     return Layer(
@@ -345,15 +343,15 @@ def circuits_of(
             f"no parameter is named {first!r} with a number in place of {_LAYER}; list the names "
             "with: trajstore info"
         )
-    found = {}
+    circuits = {}
     before, _, after = attention.output.partition(_LAYER)
     for layer in layers:
         weights = (first.replace(_LAYER, layer), second.replace(_LAYER, layer))
         for role, name in zip(CIRCUITS[of], weights, strict=True):
             shape = parameter_entry(attributes, name)["shape"]
             attention.part(role, 0, np.broadcast_to(0.0, shape))  # raises if heads do not fit
-        found[f"{before}{layer}{after.removesuffix('.weight').rpartition('.')[0]}"] = weights
-    return found
+        circuits[f"{before}{layer}{after.removesuffix('.weight').rpartition('.')[0]}"] = weights
+    return circuits
 
 
 def gpt2_attention(attributes: Mapping[str, Any]) -> Attention:
@@ -482,68 +480,75 @@ def layers(
     >>> [round(found[name].values.item(), 6) for name in found]
     [2.0, 1.25, 2.0]
     """
-    wanted = _wanted(metrics)
+    chosen_metrics = _wanted(metrics)
     if attention is not None and of not in CIRCUITS:
         raise InvalidArgument(f"got attention for of={of!r}, expected {' or '.join(CIRCUITS)}")
     ds = scan.ds
     rows = np.unique(input_checks.rows_of_steps(ds, steps))
     rows = rows[np.isin(scan.steps[rows], scan.window)]
     units = {True: "nat" if of == "grad" else "1", False: "1"}
-    facts = {
-        name: Fact("f8", f"{one.label} of each {_SUBJECTS[of]}", units[one.has_units])
-        for name, one in wanted.items()
+    variables = {
+        name: ResultVariable(
+            "f8", f"{metric.label} of each {_SUBJECTS[of]}", units[metric.has_units]
+        )
+        for name, metric in chosen_metrics.items()
     }
-    if [*wanted] == ["frobenius"] and (norms := recorded_norm(ds, of)):
-        input_checks.variables(ds, norms)
+    if [*chosen_metrics] == ["frobenius"] and (norms := recorded_norm(ds, of)):
+        input_checks.require_variables(ds, norms)
         recorded = ds[norms].transpose("step", "parameter").isel(step=rows).astype(np.float64)
-        return xr.Dataset({"frobenius": recorded.assign_attrs(facts["frobenius"].attributes)})
+        return xr.Dataset({"frobenius": recorded.assign_attrs(variables["frobenius"].attributes)})
     entries = parameter_table(ds.attrs)
-    pairs = of == "update" or "unchanged" in wanted
+    pairs = of == "update" or "unchanged" in chosen_metrics
     read = np.union1d(rows, np.maximum(rows - 1, 0)) if pairs else rows
     is_chosen, has_before = np.isin(read, rows), (read > 0) & pairs
     kind = "grad" if of == "grad" else "W"
     stored = {"W": kind, "params": VECTORS[kind]}
     needed = [stored[name] for name in {entry["variable"] for entry in entries}]
-    input_checks.variables(ds, *needed)
+    input_checks.require_variables(ds, *needed)
     part = ds[needed].isel(step=read)
 
     def measured(
         split: Callable[..., list[Sequence[Array]]], names: Sequence[str], size: int = 1
     ) -> da.Array:
         """Metrics of some parameters, (step, size); `split` makes the factors of each of `size`."""
-        sources: list[Any] = []
-        for at, name in enumerate(names):
-            values = parameter_dataset(part, name)[kind].data.rechunk({1: -1, 2: -1})
-            points = Points(variable=name, type="", blocks=values) if pairs else values
-            sources.append((points, f"s{string.ascii_uppercase[2 * at :][:2]}"))
-        found = measure(
+        matrices = (parameter_dataset(part, name)[kind].data for name in names)
+        # Matrices of different shapes are measured together: each is one chunk, named alike.
+        blocks = [matrix.rechunk({1: -1, 2: -1}) for matrix in matrices]
+        sources = [ConsecutiveRows(blocks=matrix) for matrix in blocks] if pairs else blocks
+        metrics_of_matrices = measure(
             _measured,
-            "sp",
             *sources,
             is_chosen,
             has_before,
-            dtype=facts,
-            sizes={"p": size},
+            dims=("step", "parameter"),
+            dtype=variables,
+            sizes={"parameter": size},
             by_row=True,
             split=split,
             pairs=pairs,
             is_update=of == "update",
-            wanted=tuple(facts),
+            wanted=tuple(variables),
         )
-        return found if is_chosen.all() else found[np.flatnonzero(is_chosen)]
+        return (
+            metrics_of_matrices
+            if is_chosen.all()
+            else metrics_of_matrices[np.flatnonzero(is_chosen)]
+        )
 
     if of in CIRCUITS:
         known = attention or gpt2_attention(ds.attrs)
         circuits = circuits_of(ds.attrs, of, known)
         split: Callable[..., Any] = partial(_heads, attention=known, roles=CIRCUITS[of])
-        found = [measured(split, weights, known.heads) for weights in circuits.values()]
+        metrics_of_all = [measured(split, weights, known.heads) for weights in circuits.values()]
         names = [f"{block}.head.{head}" for block in circuits for head in range(known.heads)]
     else:
         names = [entry["name"] for entry in entries]
         splits = (partial(_whole, is_matrix=len(entry["shape"]) > 1) for entry in entries)
-        found = [measured(split, [name]) for split, name in zip(splits, names, strict=True)]
+        metrics_of_all = [
+            measured(split, [name]) for split, name in zip(splits, names, strict=True)
+        ]
     coords = {"step": scan.steps[rows], "parameter": names}
-    return table(da.concatenate(found, axis=1), facts, ("step", "parameter"), coords)
+    return table(da.concatenate(metrics_of_all, axis=1), variables, ("step", "parameter"), coords)
 
 
 def _wanted(metrics: str | Sequence[str] | None) -> dict[str, Metric]:
@@ -557,18 +562,18 @@ def _wanted(metrics: str | Sequence[str] | None) -> dict[str, Metric]:
 
 
 def _measured(
-    *given: Any, split: Callable[..., Any], pairs: bool, is_update: bool, wanted: Sequence[str]
+    *arguments: Any, split: Callable[..., Any], pairs: bool, is_update: bool, wanted: Sequence[str]
 ) -> dict[str, Any]:
     """Metrics of the layers of one step; NaN for a step that only precedes a chosen one."""
-    *values, is_chosen, has_before = given
+    *values, is_chosen, has_before = arguments
     if not is_chosen:
         return dict.fromkeys(wanted, np.nan)
     wide = [each.astype(np.float64) for each in values]
     now = split(*wide[:: 1 + pairs])
     before = split(*wide[1::2]) if has_before else [None] * len(now)
     layers = [
-        layer_of(one, old, wanted, is_update=is_update)
-        for one, old in zip(now, before, strict=True)
+        layer_of(factors, factors_before, wanted, is_update=is_update)
+        for factors, factors_before in zip(now, before, strict=True)
     ]
     return {name: [METRICS[name].function(layer) for layer in layers] for name in wanted}
 

@@ -1,13 +1,10 @@
-"""Gradients of dead tokens, computed from the recorded hidden states.
+"""Predictions of the model: explained gradients of dead tokens, logits, and the logit lens.
 
-With logits z = W h and probabilities p = softmax(z) at each position, the mean cross-entropy of a
-step over N targets has the derivative 1/N · Σ (p_v − [v is the target]) · h with respect to row v
-of W. A dead token is never a target, so its gradient is 1/N · Σ p_v · h. If W is also the input
-embedding, this adds nothing, because a dead token is never an input.
-
-Statistics of the recorded logits.
-
-Logits of the mean hidden state, and the tokens with the largest ones.
+`explain_gradient` computes gradients of dead tokens from the recorded hidden states. With logits
+z = W h and probabilities p = softmax(z) at each position, the mean cross-entropy of a step over N
+targets has the derivative 1/N · Σ (p_v − [v is the target]) · h with respect to row v of W. A dead
+token is never a target, so its gradient is 1/N · Σ p_v · h. If W is also the input embedding, this
+adds nothing, because a dead token is never an input.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, Wide, measure, table
-from trajstore.analysis.scan.input_checks import Fact
+from trajstore.analysis.scan.block_tasks import Array, Wide, along, measure
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Positive
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
@@ -33,10 +30,12 @@ from trajstore.values.norms import hidden_sum
 
 _DIMS = ("step", "token", "example", "position", "hidden")
 _PER_GRADIENT = {
-    "explained": Fact("f8", "L2 norm of the gradient that the states explain", "nat"),
-    "recorded": Fact("f8", "L2 norm of the recorded gradient", "nat"),
-    "relative_error": Fact("f8", "L2 norm of explained minus recorded, over that of recorded"),
-    "cosine": Fact("f8", "cosine between the explained and the recorded gradient"),
+    "explained": ResultVariable("f8", "L2 norm of the gradient that the states explain", "nat"),
+    "recorded": ResultVariable("f8", "L2 norm of the recorded gradient", "nat"),
+    "relative_error": ResultVariable(
+        "f8", "L2 norm of explained minus recorded, over that of recorded"
+    ),
+    "cosine": ResultVariable("f8", "cosine between the explained and the recorded gradient"),
 }
 
 
@@ -112,26 +111,28 @@ def explain_gradient(
     places = _places_of_dead(ds, tokens)
     rows = np.array([_row_after(ds, int(each)) for each in steps])
     of_examples = f"({ds.sizes['example']},)"
-    facts = {
+    variables = {
         **_PER_GRADIENT,
-        "share": Fact(f"{of_examples}f8", "share of the example in the explained gradient"),
-        "by_share": Fact(
+        "share": ResultVariable(
+            f"{of_examples}f8", "share of the example in the explained gradient"
+        ),
+        "by_share": ResultVariable(
             f"{of_examples}i8", "examples, largest share first", flags={-1: "fewer_examples"}
         ),
     }
-    found = measure(
+    explained = measure(
         _explained,
-        "st",
         _rows(ds, "grad", rows)[:, places].rechunk({1: -1}),
-        (_rows(ds, "W", rows - 1), "svh"),
-        (_rows(ds, "hidden_states", rows), "seph"),
+        along(_rows(ds, "W", rows - 1), "step", "vocabulary", "hidden"),
+        along(_rows(ds, "hidden_states", rows), "step", "example", "position", "hidden"),
+        dims=("step", "token"),
         places=places,
         predicting=slice(None, -1) if targets == "shifted" else slice(None),
         denominator=denominator,
         precision=precision,
-        dtype=facts,
+        dtype=variables,
     )
-    result = table(found, facts, ("step", "token", "example"), {})
+    result = table(explained, variables, ("step", "token", "example"), {})
     result["by_share"] = result["by_share"].rename(example="rank")
     coordinates: dict[str, Any] = {"step": steps, "token": tokens}
     if "batch" in ds:
@@ -150,7 +151,7 @@ def _explained(
     denominator: float | None,
     precision: str,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Facts of each gradient of one step, (1, explained token).
+    """Variables of each gradient of one step, (1, explained token).
 
     Parameters
     ----------
@@ -159,17 +160,19 @@ def _explained(
     states : ndarray, (1, example, position, hidden)
     """
     (weights,), (recorded,), (states,) = weights, gradients.astype(np.float64), states
-    made = [state[predicting] for state in states]
-    made = [state[~np.isnan(state).all(-1)] for state in made]
-    count = denominator or sum(map(len, made))
+    predicting_states = [state[predicting] for state in states]
+    predicting_states = [state[~np.isnan(state).all(-1)] for state in predicting_states]
+    count = denominator or sum(map(len, predicting_states))
     W = _rounded(weights, precision)
-    parts = np.stack([_of_example(W, state, places, count, precision) for state in made])
+    parts = np.stack(
+        [_of_example(W, state, places, count, precision) for state in predicting_states]
+    )
     explained = parts.sum(0)
     share = (parts * explained).sum(-1) / np.square(explained).sum(-1)
-    share[[not len(state) for state in made]] = np.nan
+    share[[not len(state) for state in predicting_states]] = np.nan
     explained = _rounded(explained, precision)
     norms = np.linalg.norm(explained, axis=-1), np.linalg.norm(recorded, axis=-1)
-    found = {
+    variables = {
         "explained": norms[0],
         "recorded": norms[1],
         "relative_error": np.linalg.norm(explained - recorded, axis=-1) / norms[1],
@@ -177,7 +180,7 @@ def _explained(
         "share": share.T,
         "by_share": _largest_first(share.T),
     }
-    return {name: values[None] for name, values in found.items()}
+    return {name: values[None] for name, values in variables.items()}
 
 
 def _of_example(
@@ -204,7 +207,7 @@ def _rounded(values: npt.NDArray[Any], precision: str) -> Wide:
 
 
 def _check(ds: xr.Dataset) -> None:
-    input_checks.variables(ds, "W", "grad", "hidden_states")
+    input_checks.require_variables(ds, "W", "grad", "hidden_states")
     if "what_if" in (ds.attrs.get("provenance") or {}):
         raise InvalidArgument(
             "got a what-if run, whose W does not match the recorded hidden states; use the "
@@ -269,12 +272,12 @@ def _rows(ds: xr.Dataset, name: str, rows: npt.NDArray[np.int64]) -> da.Array:
 
 
 _FACTS = {
-    "logit_min": Fact("f8", "smallest logit", "nat"),
-    "logit_max": Fact("f8", "largest logit", "nat"),
-    "logit_range": Fact("f8", "largest minus smallest logit", "nat"),
-    "logit_std": Fact("f8", "standard deviation of the logits", "nat"),
-    "entropy": Fact("f8", "entropy of the softmax", "nat"),
-    "dead_mass": Fact("f8", "total probability of all dead tokens"),
+    "logit_min": ResultVariable("f8", "smallest logit", "nat"),
+    "logit_max": ResultVariable("f8", "largest logit", "nat"),
+    "logit_range": ResultVariable("f8", "largest minus smallest logit", "nat"),
+    "logit_std": ResultVariable("f8", "standard deviation of the logits", "nat"),
+    "entropy": ResultVariable("f8", "entropy of the softmax", "nat"),
+    "dead_mass": ResultVariable("f8", "total probability of all dead tokens"),
 }
 
 
@@ -327,7 +330,7 @@ def logit_stats(scan: Scan) -> xr.Dataset:
     array([0.822, 0.747])
     """
     ds = scan.ds
-    input_checks.variables(ds, "logits")
+    input_checks.require_variables(ds, "logits")
     logits = ds["logits"]
     if set(logits.dims) != {"step", "token"}:
         raise InvalidArgument(
@@ -335,9 +338,9 @@ def logit_stats(scan: Scan) -> xr.Dataset:
         )
     logits = logits.drop_attrs().transpose("step", "token").chunk({"token": -1})
     dead = np.asarray(ds["is_dead"].values, bool) if "is_dead" in ds.coords else None
-    found = measure(_statistics, "s", logits.data, dead=dead, dtype=_FACTS)
+    statistics = measure(_statistics, logits.data, dims=("step",), dead=dead, dtype=_FACTS)
     coords = {name: values for name, values in logits.coords.items() if "token" not in values.dims}
-    result = table(found, _FACTS, ("step",), coords)
+    result = table(statistics, _FACTS, ("step",), coords)
     return result if dead is not None else result.drop_vars("dead_mass")
 
 
@@ -389,7 +392,7 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
     >>> bool(ds.is_dead.sel(token=found.top_token.isel(step=-1)).item())
     False
     """
-    input_checks.variables(scan.ds, "hidden_mean")
+    input_checks.require_variables(scan.ds, "hidden_mean")
     tokens = scan.ds.sizes["token"]
     if not 1 <= k <= tokens:
         raise InvalidArgument(f"got k={k}, expected 1 to {tokens}, the number of tokens")
@@ -399,10 +402,17 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
     follows = np.diff(scan.steps, prepend=scan.steps[:1]) == 1
     data = da.asarray(states.where(xr.DataArray(follows, dims="step")).data)
     each = data.rechunk((points.blocks.chunks[0], -1))
-    logits = measure(_logits, "st", points, (each, "sh"), dtype=np.float64, by_row=True)
-    facts = {
-        "top_logit": Fact(f"({k},)f8", "largest logits of the mean hidden state", "nat"),
-        "top_token": Fact(
+    logits = measure(
+        _logits,
+        points,
+        along(each, "step", "hidden"),
+        dims=("step", "token"),
+        dtype=np.float64,
+        by_row=True,
+    )
+    variables = {
+        "top_logit": ResultVariable(f"({k},)f8", "largest logits of the mean hidden state", "nat"),
+        "top_token": ResultVariable(
             f"({k},)i8",
             "tokens with the largest logits of the mean hidden state",
             None,
@@ -410,9 +420,9 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
         ),
     }
     labels, whole = token_labels(scan.ds), logits.rechunk({1: -1})
-    top = measure(_top, "s", whole, labels=labels, k=k, dtype=facts, by_row=True)
+    top = measure(_top, whole, dims=("step",), labels=labels, k=k, dtype=variables, by_row=True)
     coords = {"step": scan.ds["step"], "rank": np.arange(1, k + 1)}
-    result = table(top, facts, ("step", "rank"), coords)
+    result = table(top, variables, ("step", "rank"), coords)
     result["mean_logit"] = scan.wrap(logits, "W").assign_attrs(
         long_name="logit of the mean hidden state", units="nat"
     )

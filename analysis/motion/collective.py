@@ -1,9 +1,7 @@
-"""Centroids of populations, their motion, and the motion of tokens about them.
+"""Centroids of populations, their motion, the motion of tokens about them, and their separation.
 
 Every quantity is computed from whole rows. Token chunks are joined in the order of the tokens, so
 that sums do not depend on the chunks. A task holds one block of rows.
-
-Distances and angles between populations.
 """
 
 from __future__ import annotations
@@ -19,16 +17,22 @@ import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import (
     Array,
-    Points,
+    ConsecutiveRows,
     Wide,
+    along,
     in_halves,
     in_turn,
     measure,
     shared,
+)
+from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import (
+    ResultVariable,
+    ResultVariables,
+    dataset,
+    record_of,
     table,
 )
-from trajstore.analysis.scan.input_checks import Fact, Facts, dataset, record_of
-from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.rows import tiles, with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import chosen_populations
@@ -43,15 +47,15 @@ Kernel = Callable[..., dict[str, Any]]
 def _of_groups(
     now: Array, *motion: Any, groups: Array, kernel: Kernel, record: np.dtype[Any]
 ) -> npt.NDArray[np.void]:
-    """Facts about each population, (population). An empty one has NaN, or 0 in integers."""
+    """Results of each population, (population). An empty one has NaN, or 0 in integers."""
     result = np.zeros(len(groups), record)
     for number, group in enumerate(groups):
         at = slice(None) if group.all() else np.nonzero(group)[0]
         if not group.any():
-            found = {name: np.nan for name in record.names or () if record[name].base.kind == "f"}
+            values = {name: np.nan for name in record.names or () if record[name].base.kind == "f"}
         else:
-            found = kernel(now[at], *(each[at] if np.ndim(each) else each for each in motion))
-        for name, value in found.items():
+            values = kernel(now[at], *(each[at] if np.ndim(each) else each for each in motion))
+        for name, value in values.items():
             result[name][number] = value
     return result
 
@@ -60,13 +64,13 @@ def per_population(
     scan: Scan,
     population: str | Sequence[str] | None,
     kernel: Kernel,
-    facts: Facts,
+    variables: ResultVariables,
     *,
     motion: bool,
-    points: Points | None = None,
+    points: ConsecutiveRows | None = None,
     vector: str = "hidden",
 ) -> xr.Dataset:
-    """Facts about each population at each row.
+    """Numbers of each population at each row.
 
     Parameters
     ----------
@@ -75,11 +79,11 @@ def per_population(
         One population, or several. Default: all.
     kernel : callable
         A `Kernel`.
-    facts : mapping of str to Fact
+    variables : mapping of str to ResultVariable
         What the kernel returns. A type with a shape adds a dimension.
     motion : bool
-        True if the facts describe changes between rows, so that row 0 has none.
-    points : Points, optional
+        True if the variables describe changes between rows, so that row 0 has none.
+    points : ConsecutiveRows, optional
         Values to use instead of the stored W.
     vector : str
         Name of the added dimension.
@@ -90,24 +94,24 @@ def per_population(
 
     members = shared(groups)
 
-    def of_block(block: Points, spacing: Array) -> da.Array:
+    def of_block(block: ConsecutiveRows, spacing: Array) -> da.Array:
         halves = replace(block, blocks=in_halves(block.blocks))
         return measure(
             _of_groups,
-            "sp",
             *((halves, spacing) if motion else (halves.blocks,)),
+            dims=("step", "population"),
             groups=members,
             kernel=kernel,
-            record=record_of(facts),
-            dtype=facts,
-            sizes={"p": len(groups)},
+            record=record_of(variables),
+            dtype=variables,
+            sizes={"population": len(groups)},
             by_row=True,
         )
 
     rows = slice(1, None) if motion else slice(None)
     measured = in_turn(of_block, points, spacing)[rows] if motion else of_block(points, spacing)
     coords = {"step": scan.ds["step"][rows], "population": names}
-    result = table(measured, facts, ("step", "population", vector), coords)
+    result = table(measured, variables, ("step", "population", vector), coords)
     return result.isel(population=0) if isinstance(population, str) else result
 
 
@@ -169,21 +173,21 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
     """
     unit = scan.units
     hidden = scan.variable("W").sizes["hidden"]
-    facts = {
-        "centroid": Fact(f"({hidden},)f8", "mean of W", unit),
-        "centroid_norm": Fact("f8", "norm of the centroid", unit),
-        "mean_radius": Fact("f8", "mean distance from the centroid", unit),
-        "max_radius": Fact("f8", "largest distance from the centroid", unit),
+    variables = {
+        "centroid": ResultVariable(f"({hidden},)f8", "mean of W", unit),
+        "centroid_norm": ResultVariable("f8", "norm of the centroid", unit),
+        "mean_radius": ResultVariable("f8", "mean distance from the centroid", unit),
+        "max_radius": ResultVariable("f8", "largest distance from the centroid", unit),
     }
-    result = per_population(scan, population, _centroid_kernel, facts, motion=False)
+    result = per_population(scan, population, _centroid_kernel, variables, motion=False)
     return result.assign(drift=_drift(result["centroid"], scan))
 
 
 def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     later, earlier = centroid.data[1:], centroid.data[:-1]
-    dims = "sph" if later.ndim == 3 else "sh"
-    pair = (later, dims), (earlier.rechunk(later.chunks), dims)
-    lengths = measure(_displacement, dims[:-1], *pair, dtype=np.float64)
+    dims = tuple(map(str, centroid.dims))
+    pair = along(later, *dims), along(earlier.rechunk(later.chunks), *dims)
+    lengths = measure(_displacement, *pair, dims=dims[:-1], dtype=np.float64)
     spacing = scan.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
     none = da.full((min(1, len(centroid)), *lengths.shape[1:]), np.nan)
     data = da.concatenate([none, lengths / spacing]).rechunk(centroid.data.chunks[:-1])
@@ -246,13 +250,13 @@ def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> x
     """
     unit = f"{scan.units} per step"
     hidden = scan.recorded().blocks.shape[2]
-    facts = {
-        "bulk_velocity": Fact(f"({hidden},)f8", "mean velocity", unit),
-        "bulk_speed": Fact("f8", "length of the mean velocity", unit),
-        "thermal_speed": Fact("f8", "rms velocity about the mean", unit),
-        "bulk_thermal_ratio": Fact("f8", "bulk over thermal speed"),
+    variables = {
+        "bulk_velocity": ResultVariable(f"({hidden},)f8", "mean velocity", unit),
+        "bulk_speed": ResultVariable("f8", "length of the mean velocity", unit),
+        "thermal_speed": ResultVariable("f8", "rms velocity about the mean", unit),
+        "bulk_thermal_ratio": ResultVariable("f8", "bulk over thermal speed"),
     }
-    return per_population(scan, population, _bulk_kernel, facts, motion=True)
+    return per_population(scan, population, _bulk_kernel, variables, motion=True)
 
 
 def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
@@ -293,8 +297,8 @@ def coherence(scan: Scan, population: str | None = None) -> xr.DataArray:
     >>> coherence(ds).sel(step=1).to_series().round(3).to_dict()
     {'dead': 1.0, 'live': 1.0, 'all': 0.844}
     """
-    facts = {"coherence": Fact("f8", "mean cosine between ΔW and its mean")}
-    result = per_population(scan, population, _coherence_kernel, facts, motion=True)
+    variables = {"coherence": ResultVariable("f8", "mean cosine between ΔW and its mean")}
+    result = per_population(scan, population, _coherence_kernel, variables, motion=True)
     return result["coherence"]
 
 
@@ -335,12 +339,14 @@ def distinct(scan: Scan, population: str | None = None, lattice: str = "native")
     >>> distinct(ds).distinct.isel(step=-1).to_series().to_dict()
     {'dead': 1, 'live': 2, 'all': 3}
     """
-    facts = {
-        "distinct": Fact("i8", "distinct vectors"),
-        "most_common": Fact("i8", "tokens that share the most common vector"),
+    variables = {
+        "distinct": ResultVariable("i8", "distinct vectors"),
+        "most_common": ResultVariable("i8", "tokens that share the most common vector"),
     }
     points = scan.points(lattice)
-    result = per_population(scan, population, _distinct_kernel, facts, motion=False, points=points)
+    result = per_population(
+        scan, population, _distinct_kernel, variables, motion=False, points=points
+    )
     return with_lattice_attributes(result, lattice)
 
 
@@ -394,14 +400,29 @@ def separation(scan: Scan, of: Literal["centroid", "displacement"] = "centroid")
     vectors = center if of == "centroid" else center - center[:1].drop_vars("step").squeeze("step")
     names = vectors["population"].values
     data = vectors.data.rechunk({1: -1, 2: -1})
-    sizes = {"f": 2, "o": len(names)}
-    pairs = measure(_pairs, "sfpo", (data, "sph"), dtype=np.float64, sizes=sizes)
-    direction = measure(_directions, "sph", (data, "sph"), dtype=np.float64)
+    sizes = {"measure": 2, "other_population": len(names)}
+    pairs = measure(
+        _pairs,
+        along(data, "step", "population", "hidden"),
+        dims=("step", "measure", "population", "other_population"),
+        dtype=np.float64,
+        sizes=sizes,
+    )
+    direction = measure(
+        _directions,
+        along(data, "step", "population", "hidden"),
+        dims=("step", "population", "hidden"),
+        dtype=np.float64,
+    )
     dims = ("step", "population", "other_population")
-    distance = Fact("f8", f"distance between {of}s", scan.units)
-    found = {
+    distance = ResultVariable("f8", f"distance between {of}s", scan.units)
+    variables = {
         "separation": (dims, pairs[:, 0], distance),
-        "separation_angle": (dims, pairs[:, 1], Fact("f8", f"angle between {of}s", "degree")),
-        "direction": (vectors.dims, direction, Fact("f8", f"direction of the {of}")),
+        "separation_angle": (
+            dims,
+            pairs[:, 1],
+            ResultVariable("f8", f"angle between {of}s", "degree"),
+        ),
+        "direction": (vectors.dims, direction, ResultVariable("f8", f"direction of the {of}")),
     }
-    return dataset(found, {**dict(vectors.coords), "other_population": names})
+    return dataset(variables, {**dict(vectors.coords), "other_population": names})

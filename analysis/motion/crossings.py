@@ -1,7 +1,4 @@
-"""First and last steps at which curves cross levels.
-
-Steps at which the pace of motion changes abruptly.
-"""
+"""Steps at which curves cross levels, and at which the pace of motion changes abruptly."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ import xarray as xr
 
 from trajstore.analysis.motion.vectors import speed
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, Wide, measure
-from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, Wide, along, fold, measure
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
-from trajstore.analysis.scan.rows import fold
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Bound, Positive
 from trajstore.errors import InvalidArgument
@@ -97,8 +93,8 @@ def crossings(
     array([ 7, 12, 13])
     """
     curve = _curve(scan, quantity) if isinstance(quantity, str) else quantity
-    wanted = np.atleast_1d(np.asarray(levels, np.float64))
-    if not wanted.size or not np.isfinite(wanted).all():
+    chosen_levels = np.atleast_1d(np.asarray(levels, np.float64))
+    if not chosen_levels.size or not np.isfinite(chosen_levels).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
     if "step" not in curve.dims or not curve.sizes["step"] or curve.dtype.kind not in "biuf":
         raise InvalidArgument(
@@ -113,26 +109,32 @@ def crossings(
     flat = data.reshape((len(data), int(np.prod(others))))
     if of == "change":
         ends = flat[np.array([0, min(1, len(data) - 1), len(data) - 1])].rechunk({0: -1})
-        flat = measure(_fraction_of_change, "sc", (flat, "sc"), (ends, "ec"), dtype=np.float64)
-    found = fold(
+        flat = measure(
+            _fraction_of_change,
+            along(flat, "step", "curve"),
+            along(ends, "end", "curve"),
+            dims=("step", "curve"),
+            dtype=np.float64,
+        )
+    crossing_steps = fold(
         _follow,
         flat,
         finish=functools.partial(_steps_of_both, steps=curve["step"].values),
-        sizes=(2, wanted.size),
+        sizes=(2, chosen_levels.size),
         dtype=np.int64,
-        levels=wanted,
+        levels=chosen_levels,
         downward=of == "value",
-    ).reshape((2, wanted.size, *others))
+    ).reshape((2, chosen_levels.size, *others))
     coords = {
         name: values for name, values in curve.coords.items() if "step" not in values.dims
-    } | {"level": wanted}
+    } | {"level": chosen_levels}
     meaning = "as a fraction of its change" if of == "change" else "as a value"
     dims = ("level", *map(str, curve.dims[1:]))
     variables = {}
     for number, which in enumerate(("first", "last")):
         text = f"{which} step at which {curve.name} crosses the level, {meaning}"
-        fact = Fact("i8", text, flags={-1: "never"})
-        variables[f"{which}_crossing"] = dims, found[number], fact
+        fact = ResultVariable("i8", text, flags={-1: "never"})
+        variables[f"{which}_crossing"] = dims, crossing_steps[number], fact
     return dataset(variables, coords)
 
 
@@ -141,18 +143,18 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
     if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
         return scan.ds[name]
     if name in RECORDED and not variable and name not in QUANTITIES:
-        input_checks.variables(scan.ds, name)  # raises with the option that records it
+        input_checks.require_variables(scan.ds, name)  # raises with the option that records it
     if name not in QUANTITIES or name == "crossings":
         raise InvalidArgument(
             f"got quantity={quantity!r}, expected a recorded variable or one of "
             f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
         )
-    found = QUANTITIES[name].function(scan)
-    if isinstance(found, xr.DataArray) and not variable:
-        return found
+    result = QUANTITIES[name].function(scan)
+    if isinstance(result, xr.DataArray) and not variable:
+        return result
     curves = (
-        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
-        if isinstance(found, xr.Dataset)
+        [str(key) for key, array in result.data_vars.items() if "step" in array.dims]
+        if isinstance(result, xr.Dataset)
         else []
     )
     if variable not in curves:
@@ -160,7 +162,7 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
             f"got quantity={quantity!r}, expected "
             + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
         )
-    curve: xr.DataArray = found[variable]
+    curve: xr.DataArray = result[variable]
     return curve
 
 
@@ -237,18 +239,18 @@ def discontinuities(
     """
     pace = speed(scan)
     pace = pace.drop_attrs().transpose("step", "token").chunk({"token": -1})
-    mean = measure(_mean, "s", pace.data, dtype=np.float64).rechunk(-1)
-    score = measure(_scores, "s", mean, window=window, dtype=np.float64)
-    speeds = Fact("f8", "mean speed of all tokens", f"{scan.units} per step")
-    scores = Fact("f8", "robust z-score of the change of log mean speed")
-    found = {
+    mean = measure(_mean, pace.data, dims=("step",), dtype=np.float64).rechunk(-1)
+    score = measure(_scores, mean, dims=("step",), window=window, dtype=np.float64)
+    speeds = ResultVariable("f8", "mean speed of all tokens", f"{scan.units} per step")
+    scores = ResultVariable("f8", "robust z-score of the change of log mean speed")
+    variables = {
         "mean_speed": ("step", mean, speeds),
         "discontinuity_score": ("step", score, scores),
         "discontinuity": (
             "step",
             abs(score) > threshold,
-            Fact("bool", "abrupt change of pace", None),
+            ResultVariable("bool", "abrupt change of pace", None),
         ),
     }
     coords = {name: values for name, values in pace.coords.items() if "token" not in values.dims}
-    return dataset(found, coords)
+    return dataset(variables, coords)

@@ -1,9 +1,4 @@
-"""Steps at which tokens stop moving, bit for bit.
-
-Default number of unchanged steps of a frozen token.
-
-Last element of each vector that moves.
-"""
+"""Steps at which tokens stop moving, bit for bit, and the elements that move last."""
 
 from __future__ import annotations
 
@@ -16,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import Array, measure
-from trajstore.analysis.scan.input_checks import Fact, dataset, record_of
+from trajstore.analysis.scan.block_tasks import DIMS, Array, along, fold, measure
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset, record_of
 from trajstore.analysis.scan.rows import (
     changed_vectors,
-    fold,
     moved_elements,
     moved_vectors,
     tiles,
@@ -33,9 +27,9 @@ from trajstore.populations import populations
 from trajstore.schema import MIN_UNCHANGED
 
 _NEVER = {-1: "never"}
-_LAST = Fact("i8", "last step with motion", flags=_NEVER)
-_LAST_OF_MEDIAN = Fact("i8", "last step with motion of the median element", flags=_NEVER)
-_SINCE = Fact("i8", "first recorded step after the last motion", flags={-1: "not_frozen"})
+_LAST = ResultVariable("i8", "last step with motion", flags=_NEVER)
+_LAST_OF_MEDIAN = ResultVariable("i8", "last step with motion of the median element", flags=_NEVER)
+_SINCE = ResultVariable("i8", "first recorded step after the last motion", flags={-1: "not_frozen"})
 
 
 def _follow(
@@ -166,19 +160,26 @@ def freeze(
     scan.require_rows(1, "freeze")
     steps = scan.steps
     coords: dict[Any, Any] = {}
-    found: dict[str, tuple[Any, da.Array, Fact]] = {}
+    variables: dict[str, tuple[Any, da.Array, ResultVariable]] = {}
     if per == "element":
         points = scan.points(lattice)
-        moved = measure(moved_elements, "sth", points, dtype=np.bool_, by_row=True)
+        moved = measure(moved_elements, points, dims=DIMS, dtype=np.bool_, by_row=True)
         last = measure(
-            _last_rows, "sth", moved, np.arange(scan.rows), dtype=np.int64, sizes={"s": 1}
+            _last_rows,
+            moved,
+            np.arange(scan.rows),
+            dims=DIMS,
+            dtype=np.int64,
+            sizes={"step": 1},
         ).max(0)
         last_motion, since = (
             last.map_blocks(functools.partial(np.take, table), dtype=np.int64)
             for table in _by_last_row(steps, min_unchanged)
         )
-        median = measure(_lower_median, "t", (last_motion, "th"), dtype=np.int64)
-        found["median_last_motion"] = "token", median, _LAST_OF_MEDIAN
+        median = measure(
+            _lower_median, along(last_motion, "token", "hidden"), dims=("token",), dtype=np.int64
+        )
+        variables["median_last_motion"] = "token", median, _LAST_OF_MEDIAN
         moving = moved.sum(-1)[1:]
         motion = scan.wrap(moving, points.variable, rows=slice(1, None))
         elements = scan.ds.sizes["hidden"]
@@ -195,15 +196,15 @@ def freeze(
             steps=steps,
             min_unchanged=min_unchanged,
         )
-        found["thaws"] = "token", thaws, Fact("i8", "motions after a freeze")
-        found["moves"] = "token", moves, Fact("i8", "rows with motion")
+        variables["thaws"] = "token", thaws, ResultVariable("i8", "motions after a freeze")
+        variables["moves"] = "token", moves, ResultVariable("i8", "rows with motion")
         moving, elements = motion.data, 1
     names, groups = populations(scan.ds)
-    dims, sizes = ("token", "hidden")[: since.ndim], {"p": len(names)}
+    dims, sizes = ("token", "hidden")[: since.ndim], {"population": len(names)}
     unchanged = measure(
         _unchanged_fraction,
-        "sp",
         moving.rechunk({1: -1}),
+        dims=("step", "population"),
         groups=groups,
         elements=elements,
         dtype=np.float64,
@@ -211,39 +212,39 @@ def freeze(
     )
     frozen = measure(
         _frozen_fraction,
-        "sp",
-        (since.rechunk(-1), "th"),
+        along(since.rechunk(-1), *dims),
+        dims=("step", "population"),
         steps=steps[1:],
         groups=groups,
         dtype=np.float64,
-        sizes={"s": len(steps) - 1, **sizes},
+        sizes={"step": len(steps) - 1, **sizes},
     )
-    still = Fact("f8", f"fraction of {per}s that did not move")
-    never = Fact("f8", f"fraction of {per}s that never move again")
-    found |= {
+    still = ResultVariable("f8", f"fraction of {per}s that did not move")
+    never = ResultVariable("f8", f"fraction of {per}s that never move again")
+    variables |= {
         "last_motion": (dims, last_motion, _LAST),
         "frozen_since": (dims, since, _SINCE),
         "unchanged_fraction": (("step", "population"), unchanged, still),
         "frozen_fraction": (("step", "population"), frozen, never),
     }
     coords |= {name: values for name, values in motion.coords.items() if values.ndim < 2}
-    result = dataset(found, {**coords, "population": names})
-    for name in {"frozen_since", "thaws", "frozen_fraction"} & set(found):
+    result = dataset(variables, {**coords, "population": names})
+    for name in {"frozen_since", "thaws", "frozen_fraction"} & set(variables):
         result[name].attrs["min_unchanged"] = min_unchanged
     return with_lattice_attributes(result, lattice)
 
 
 _FACTS = {
-    "last_moving_element": Fact("i8", "element that moved last", flags={-1: "never"}),
-    "last_motion": Fact("i8", "last step with motion", flags={-1: "never"}),
-    "moving_elements": Fact("i8", "elements that moved at the last motion"),
-    "last_moving_size": Fact("f8", "size of the element that moved last"),
+    "last_moving_element": ResultVariable("i8", "element that moved last", flags={-1: "never"}),
+    "last_motion": ResultVariable("i8", "last step with motion", flags={-1: "never"}),
+    "moving_elements": ResultVariable("i8", "elements that moved at the last motion"),
+    "last_moving_size": ResultVariable("f8", "size of the element that moved last"),
 }
 _NOTHING = np.array((-1, -1, 0, np.nan), record_of(_FACTS))
 
 
 def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.void]:
-    """Facts about the last motion of each token in consecutive rows, (1, token)."""
+    """Last motion of each token in consecutive rows, (1, token)."""
     rows, tokens, hidden = block.shape
     result = np.full((1, tokens), _NOTHING)
     for part in tiles(rows, tokens, hidden):
@@ -258,16 +259,16 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
         order = np.where(elements, np.nan_to_num(size, nan=np.inf), np.inf)
         none = np.isinf(order).all(-1)
         element = np.where(none, elements.argmax(-1), order.argmin(-1))
-        found = result[0, part]
-        found["last_motion"][at] = steps[row, 0, 0]
-        found["last_moving_element"][at] = element
-        found["moving_elements"][at] = elements.sum(-1)
-        found["last_moving_size"][at] = size[np.arange(at.size), element]
+        out = result[0, part]
+        out["last_motion"][at] = steps[row, 0, 0]
+        out["last_moving_element"][at] = element
+        out["moving_elements"][at] = elements.sum(-1)
+        out["last_moving_size"][at] = size[np.arange(at.size), element]
     return result
 
 
 def _latest(segments: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Facts of the rows in which each token moved last: (segment, token) to (token)."""
+    """Last motion of each token in all rows: (segment, token) to (token)."""
     last = segments["last_motion"].argmax(0)
     return np.asarray(segments[last, np.arange(segments.shape[1])])
 
@@ -312,13 +313,13 @@ def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
     points = scan.points(lattice)
     segments = measure(
         _last_moves,
-        "st",
         points,
         scan.steps,
+        dims=("step", "token"),
         dtype=_FACTS,
-        sizes={"s": 1},
+        sizes={"step": 1},
     )
-    found = measure(_latest, "t", segments.rechunk({0: -1}), dtype=_FACTS)
-    result = scan.of_tokens(found, _FACTS, points.variable, dims=("token",))
+    latest = measure(_latest, segments.rechunk({0: -1}), dims=("token",), dtype=_FACTS)
+    result = scan.of_tokens(latest, _FACTS, points.variable, dims=("token",))
     result["last_moving_size"].attrs["units"] = scan.units
     return with_lattice_attributes(result, lattice)

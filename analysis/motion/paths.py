@@ -1,7 +1,4 @@
-"""Paths of tokens: straightness, and radial and tangential motion.
-
-Autocorrelation of the velocity and position of tokens.
-"""
+"""Paths of tokens: straightness, radial and tangential motion, and autocorrelation."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
-from trajstore.analysis.scan.block_tasks import Array, Wide, in_parts, measure
-from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, Wide, along, fold, in_parts, measure
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.rows import fold
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations import chosen_populations, populations
@@ -129,12 +125,22 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         "window_start": ("window", steps[starts]),
     }
     dims = ("window", "token")
-    efficiency = measure(_straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
-    found = {
-        "path_efficiency": (dims, efficiency, Fact("f8", "displacement over length of the path")),
-        "path_length": (dims, both[1], Fact("f8", "length of the path", scan.units)),
+    efficiency = measure(
+        _straight,
+        along(both[0], "window", "token"),
+        along(both[1], "window", "token"),
+        dims=("window", "token"),
+        dtype=np.float64,
+    )
+    variables = {
+        "path_efficiency": (
+            dims,
+            efficiency,
+            ResultVariable("f8", "displacement over length of the path"),
+        ),
+        "path_length": (dims, both[1], ResultVariable("f8", "length of the path", scan.units)),
     }
-    return dataset(found, coords)
+    return dataset(variables, coords)
 
 
 def _straight(moved: Wide, path: Wide) -> Wide:
@@ -195,14 +201,17 @@ def radial_tangential(
     if about == "centroid":
         center = centroid(scan, population)["centroid"].data
         earlier = da.concatenate([center[:1], center[:-1]])
-        sources.append((earlier.rechunk((points.blocks.chunks[0], -1)), "sh"))
+        earlier = earlier.rechunk((points.blocks.chunks[0], -1))
+        sources.append(along(earlier, "step", "hidden"))
     kind, unit = result_dtype(points.blocks.dtype).str, f"{scan.units} per step"
-    facts = {
-        "radial_speed": Fact(kind, f"velocity away from the {about}", unit),
-        "tangential_speed": Fact(kind, f"velocity across the direction to the {about}", unit),
+    variables = {
+        "radial_speed": ResultVariable(kind, f"velocity away from the {about}", unit),
+        "tangential_speed": ResultVariable(
+            kind, f"velocity across the direction to the {about}", unit
+        ),
     }
-    found = measure(_split_motion, "st", *sources, dtype=facts, by_row=True)
-    return scan.of_tokens(found[1:], facts, "W", rows=slice(1, None))
+    speeds = measure(_split_motion, *sources, dims=("step", "token"), dtype=variables, by_row=True)
+    return scan.of_tokens(speeds[1:], variables, "W", rows=slice(1, None))
 
 
 LAGS = (1, 2, 5, 10, 20)
@@ -341,9 +350,14 @@ def autocorrelation(
     finish = functools.partial(_means, lags=every)
     means = fold(_follow, blocks, finish=finish, sizes=(len(every),), lags=every, of=of)
     names, groups = populations(scan.ds)
-    whole = (means.rechunk({1: -1}), "lt")
+    whole = along(means.rechunk({1: -1}), "lag", "token")
     together = measure(
-        _over_populations, "lp", whole, groups=groups, dtype=np.float64, sizes={"p": len(groups)}
+        _over_populations,
+        whole,
+        dims=("lag", "population"),
+        groups=groups,
+        dtype=np.float64,
+        sizes={"population": len(groups)},
     )
     coords = {
         **scan.coords("W", ("token",)),
@@ -352,15 +366,15 @@ def autocorrelation(
         "lag_steps": ("lag", np.array(chosen) * spacing),
     }
     text = f"autocorrelation of the {of}"
-    found = {
+    variables = {
         "token_autocorrelation": (
             ("lag", "token"),
             _ratio(means),
-            Fact("f8", f"{text} of a token"),
+            ResultVariable("f8", f"{text} of a token"),
         ),
-        "autocorrelation": (("lag", "population"), _ratio(together), Fact("f8", text)),
+        "autocorrelation": (("lag", "population"), _ratio(together), ResultVariable("f8", text)),
     }
-    return dataset(found, coords)
+    return dataset(variables, coords)
 
 
 def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:
@@ -397,7 +411,13 @@ def _in_pieces(blocks: da.Array) -> da.Array:
 
 def _ratio(means: da.Array) -> da.Array:
     """Mean product of each lag as a fraction of that of lag 0."""
-    return measure(_divide, "lt", (means[1:], "lt"), (means[:1], "lt"), dtype=np.float64)
+    return measure(
+        _divide,
+        along(means[1:], "lag", "token"),
+        along(means[:1], "lag", "token"),
+        dims=("lag", "token"),
+        dtype=np.float64,
+    )
 
 
 def _divide(above: Wide, below: Wide) -> Wide:

@@ -1,7 +1,4 @@
-"""Motion on the lattice of a type: hops, regimes, and the last step in each regime.
-
-Update-size heatmap: tokens × steps, with tokens in the order of their last motion.
-"""
+"""Motion on the lattice of a type: spacings, hops, regimes, and a heatmap of the hops."""
 
 from __future__ import annotations
 
@@ -15,10 +12,16 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.vectors import check_order, order_label
-from trajstore.analysis.scan.block_tasks import Array, measure, table
-from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, Fact, dataset, flag_attributes
+from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered, takes_scan
+from trajstore.analysis.scan.result_variables import (
+    NO_ROW_BEFORE,
+    ResultVariable,
+    dataset,
+    flag_attributes,
+    table,
+)
 from trajstore.analysis.scan.rows import (
     REGIMES,
     chosen_type,
@@ -34,7 +37,8 @@ from trajstore.values.native_types import NATIVE_TYPES, binade, ordinal, ordinal
 from trajstore.values.norms import ulp_hops
 
 _CROSSINGS = {
-    f"exponent_{way}": Fact("i8", f"elements whose exponent went {way}") for way in ("up", "down")
+    f"exponent_{way}": ResultVariable("i8", f"elements whose exponent went {way}")
+    for way in ("up", "down")
 }
 
 _PHASES = {
@@ -109,12 +113,12 @@ def _spacing_on_lattice(
 ) -> npt.NDArray[Any]:
     whole = np.ascontiguousarray(values).reshape(values.shape)
     points = on_lattice(whole, name, native, chosen)
-    found = spacing(points, chosen)
+    spacings = spacing(points, chosen)
     if direction == "up":
         power = binade(points, chosen)
         least = NATIVE_TYPES[chosen].least_normal  # the spacing below it is the same
-        found[(points == -power) & (power > least)] /= 2
-    return found
+        spacings[(points == -power) & (power > least)] /= 2
+    return spacings
 
 
 def _hops(
@@ -260,16 +264,16 @@ def regimes(
     if (neighbor, jump, far) != (1, None, None):
         regime, names = _by_thresholds(regime, scan, lattice, neighbor, jump, far)
     counts = count_by_population(regime, len(names), "regime_name").assign_coords(regime_name=names)
-    found = {"counts": counts.assign_attrs(long_name="tokens in each regime", units="1")}
+    variables = {"counts": counts.assign_attrs(long_name="tokens in each regime", units="1")}
     changes = _changes(regime)
     for number, name in ((2, "heated"), (0, "cooled")):
         changed = changes.isel(change=number)
-        found[name] = changed.assign_attrs(
+        variables[name] = changed.assign_attrs(
             long_name=f"tokens that {name} since the previous row",
             units="1",
             **flag_attributes({-1: NO_ROW_BEFORE}),
         )
-    return xr.Dataset({"regime": regime, **found})
+    return xr.Dataset({"regime": regime, **variables})
 
 
 def _changes(regime: xr.DataArray) -> xr.DataArray:
@@ -301,10 +305,10 @@ def _by_thresholds(
             f"got neighbor={neighbor}, jump={least:g} and far={far}, expected positive numbers of "
             "cells that increase"
         )
-    found = measure(
+    indices = measure(
         _other_regimes,
-        "st",
         points,
+        dims=("step", "token"),
         native=points.type,
         neighbor=neighbor,
         jump=least,
@@ -313,7 +317,7 @@ def _by_thresholds(
         by_row=True,
     )
     names = [*REGIMES] if far is None else [*REGIMES, "far"]
-    return usual.copy(data=found[1:]).assign_attrs(flag_attributes(names, np.int8)), names
+    return usual.copy(data=indices[1:]).assign_attrs(flag_attributes(names, np.int8)), names
 
 
 def _other_regimes(
@@ -366,8 +370,15 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """
     scan.require_rows(1, "exponent_crossings")
     points = scan.points(lattice)
-    found = measure(_exponents, "st", points, native=points.type, dtype=_CROSSINGS, by_row=True)
-    result = scan.of_tokens(found[1:], _CROSSINGS, points.variable, rows=slice(1, None))
+    counts = measure(
+        _exponents,
+        points,
+        dims=("step", "token"),
+        native=points.type,
+        dtype=_CROSSINGS,
+        by_row=True,
+    )
+    result = scan.of_tokens(counts[1:], _CROSSINGS, points.variable, rows=slice(1, None))
     return with_lattice_attributes(result, lattice)
 
 
@@ -408,20 +419,29 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     array([13, 16])
     """
     regime = _regime(scan, lattice)
-    sizes = {"s": 1, "p": len(_PHASES)}
-    blocks = measure(_last_steps, "spt", regime.data, scan.steps[1:], dtype=np.int64, sizes=sizes)
+    sizes = {"step": 1, "phase": len(_PHASES)}
+    blocks = measure(
+        _last_steps,
+        regime.data,
+        scan.steps[1:],
+        dims=("step", "phase", "token"),
+        dtype=np.int64,
+        sizes=sizes,
+    )
     last = blocks.max(0)
     coords = {name: values for name, values in regime.coords.items() if values.dims == ("token",)}
-    found = {}
+    variables = {}
     for number, (name, phase) in enumerate(_PHASES.items()):
         text = f"last step in the regime {' or '.join(phase)}"
-        found[name] = "token", last[number], Fact("i8", text, flags={-1: "never"})
-    return with_lattice_attributes(dataset(found, coords), lattice)
+        variables[name] = "token", last[number], ResultVariable("i8", text, flags={-1: "never"})
+    return with_lattice_attributes(dataset(variables, coords), lattice)
 
 
 _FACTS = {
-    "dead_fraction": Fact("f8", "fraction of dead tokens"),
-    "last_motion": Fact("i8", "last motion of any of its tokens", None, flags={-1: "never"}),
+    "dead_fraction": ResultVariable("f8", "fraction of dead tokens"),
+    "last_motion": ResultVariable(
+        "i8", "last motion of any of its tokens", None, flags={-1: "never"}
+    ),
 }
 
 
@@ -438,8 +458,8 @@ def _most_common(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.i
     firsts = np.repeat(np.arange(columns.size) * kinds, sizes)
     result = np.empty((rows.size, columns.size), np.int8)
     for number, group in enumerate(np.split(values, rows[1:])):
-        found = np.bincount((firsts + group).ravel(), minlength=kinds * columns.size)
-        longest_first = found.reshape(-1, kinds)[:, ::-1]
+        counts = np.bincount((firsts + group).ravel(), minlength=kinds * columns.size)
+        longest_first = counts.reshape(-1, kinds)[:, ::-1]
         result[number] = kinds - 1 - longest_first.argmax(1)
     return result
 
@@ -520,12 +540,12 @@ def heatmap(
     last = freeze(scan, lattice=lattice)["last_motion"]
     rows = _starts(values.sizes["step"], most_steps)
     columns = _starts(values.sizes["token"], most_groups)
-    sizes = {"r": rows.size, "g": columns.size}
+    sizes = {"row": rows.size, "group": columns.size}
     data = measure(
         _groups,
-        "rg",
         _whole(values.transpose("step", "token")),
-        (_whole(last), "t"),
+        along(_whole(last), "token"),
+        dims=("row", "group"),
         rows=rows,
         columns=columns,
         regime=regime,
@@ -535,12 +555,12 @@ def heatmap(
     dead = values.coords.get("is_dead", xr.zeros_like(last, bool)).values
     of_tokens = measure(
         _of_tokens,
-        "g",
-        (_whole(last), "t"),
+        along(_whole(last), "token"),
+        dims=("group",),
         columns=columns,
         members=dead,
         dtype=_FACTS,
-        sizes={"g": columns.size},
+        sizes={"group": columns.size},
     )
     coords = {
         "step": values["step"].values[rows],

@@ -1,9 +1,4 @@
-"""Other vectors in place of W: a gradient of each token, or one vector per step.
-
-Velocity, speed and acceleration, in units of W per optimizer step.
-
-Norms over the hidden dimension: gradients and displacements.
-"""
+"""Velocity, norms and displacement of vectors, and Datasets of other vectors in place of W."""
 
 from __future__ import annotations
 
@@ -16,9 +11,10 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, measure
-from trajstore.analysis.scan.input_checks import Fact, hold_only_changes
+from trajstore.analysis.scan.block_tasks import DIMS, Along, Array, along, measure
+from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable
 from trajstore.analysis.scan.rows import measure_rows
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
@@ -190,18 +186,18 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
     ds = row_vectors(ds)
     coords: dict[Any, Any]
     if of in OF_TOKENS:
-        found = _per_token(scan, of)
+        W = _per_token(scan, of)
         coords = {
             name: values for name, values in ds.coords.items() if set(values.dims) == {"token"}
         }
     else:
-        found, coords = _per_step(scan, of, population)
+        W, coords = _per_step(scan, of, population)
     if of not in OF_POPULATIONS and variable(of).row0 == "nan":
-        found = found.sel(step=found["step"].values[found["step"].values > 0])
+        W = W.sel(step=W["step"].values[W["step"].values > 0])
     others = ds.drop_vars([name for name, each in ds.variables.items() if "token" in each.dims])
     label = of if population is None else f"{of} of {population}"
-    result = others.sel(step=found["step"]).assign_coords(coords)
-    result = result.assign(W=found.variable).assign_attrs(vectors=label)
+    result = others.sel(step=W["step"]).assign_coords(coords)
+    result = result.assign(W=W.variable).assign_attrs(vectors=label)
     result.encoding = dict(ds.encoding)
     return result
 
@@ -210,18 +206,18 @@ def _per_token(scan: Scan, of: str) -> xr.DataArray:
     if of == "delta" and of not in scan.ds:
         points = scan.recorded()
         return scan.between_rows(points, displacements, np.float64).assign_attrs(units=scan.units)
-    input_checks.variables(scan.ds, of)
+    input_checks.require_variables(scan.ds, of)
     return scan.variable(of)
 
 
 def _per_step(scan: Scan, of: str, population: str | None) -> tuple[xr.DataArray, dict[str, Any]]:
     """One vector per step or population, (step, token, hidden), with its coordinates."""
     if of == "hidden_mean":
-        input_checks.variables(scan.ds, of)
-        found = scan.ds[of].transpose("step", "hidden").expand_dims(token=[0], axis=1)
+        input_checks.require_variables(scan.ds, of)
+        W = scan.ds[of].transpose("step", "hidden").expand_dims(token=[0], axis=1)
         # The unit of W is that of a weight; axes would be labeled with it.
-        found.attrs["units"] = of
-        return found, {"token": [0], "token_text": ("token", [of]), f"is_{of}": ("token", [True])}
+        W.attrs["units"] = of
+        return W, {"token": [0], "token_text": ("token", [of]), f"is_{of}": ("token", [True])}
     names, groups = populations(scan.ds)
     if population is not None:
         names, groups = chosen_populations(scan.ds, population)
@@ -231,16 +227,16 @@ def _per_step(scan: Scan, of: str, population: str | None) -> tuple[xr.DataArray
         names = names[:1]
     names = [name for name, group in zip(names, groups, strict=False) if group.any()] or names
     if of == "centroid":
-        found = centroid(scan, names)["centroid"]
+        W = centroid(scan, names)["centroid"]
     else:
         shape = f"({scan.variable('W').sizes['hidden']},)f8"
-        facts = {"vector": Fact(shape, "vector of the largest cluster", scan.units)}
-        found = per_population(scan, names, _largest_cluster_kernel, facts, motion=False)["vector"]
-    found = found.drop_vars("population").rename(population="token")
+        variables = {"vector": ResultVariable(shape, "vector of the largest cluster", scan.units)}
+        W = per_population(scan, names, _largest_cluster_kernel, variables, motion=False)["vector"]
+    W = W.drop_vars("population").rename(population="token")
     masks: dict[str, Any] = {}
     if population is None and "is_dead" in scan.ds.coords:
         masks = {"is_dead": ("token", [name == "dead" for name in names])}
-    return found, {"token": np.arange(len(names)), "token_text": ("token", names), **masks}
+    return W, {"token": np.arange(len(names)), "token_text": ("token", names), **masks}
 
 
 def vectors_named(ds: xr.Dataset, text: str | None) -> xr.Dataset:
@@ -269,12 +265,12 @@ def order_label(order: float) -> str:
     return "Linf" if np.isinf(order) else f"L{order:.0f}"
 
 
-def _measured(
-    scan: Scan, name: str, *reference: tuple[da.Array, str], order: float = 2
-) -> xr.DataArray:
+def _measured(scan: Scan, name: str, *reference: Along, order: float = 2) -> xr.DataArray:
     blocks = scan.blocks(name)
     dtype = result_dtype(blocks.dtype)
-    data = measure(measure_rows, "st", blocks, *reference, order=order, dtype=dtype)
+    data = measure(
+        measure_rows, blocks, *reference, dims=("step", "token"), order=order, dtype=dtype
+    )
     return scan.wrap(data, name)
 
 
@@ -325,7 +321,7 @@ def _cumulated(blocks: da.Array) -> da.Array:
     """Cumulative sum of the changes after the first row, in float64: W relative to it."""
     # The change that led to the first row is not part of the displacement from it.
     later = np.arange(len(blocks)) > 0
-    begin = measure(_without_first, "sth", blocks, later, dtype=np.float64)
+    begin = measure(_without_first, blocks, later, dims=DIMS, dtype=np.float64)
     return da.cumsum(begin, axis=0, method="sequential")
 
 
@@ -377,7 +373,7 @@ def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first"
         distance = (
             _by_changes(scan, row)
             if hold_only_changes(scan.ds)
-            else _measured(scan, "W", (scan.blocks("W")[row], "th"))
+            else _measured(scan, "W", along(scan.blocks("W")[row], "token", "hidden"))
         )
         origin = f"step {since}"
     return distance.rename("displacement").assign_attrs(
@@ -389,5 +385,12 @@ def _by_changes(scan: Scan, row: int) -> xr.DataArray:
     """Distance from a row, computed from recorded changes."""
     changes = scan.recorded()
     places = _cumulated(changes.blocks)
-    data = measure(measure_rows, "st", places, (places[row], "th"), order=2, dtype=np.float64)
+    data = measure(
+        measure_rows,
+        places,
+        along(places[row], "token", "hidden"),
+        dims=("step", "token"),
+        order=2,
+        dtype=np.float64,
+    )
     return scan.wrap(data.astype(result_dtype(changes.blocks.dtype)), changes.variable)

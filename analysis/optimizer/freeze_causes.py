@@ -13,9 +13,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, field, in_turn, measure
-from trajstore.analysis.scan.input_checks import Fact, dataset, flag_attributes
+from trajstore.analysis.scan.block_tasks import DIMS, Array, in_turn, measure
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset, field, flag_attributes
 from trajstore.analysis.scan.rows import changed_vectors, lattice_attributes, moved_vectors, tiles
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, argument
@@ -40,7 +40,7 @@ _EVIDENCE = np.dtype(
         for name in ("unchanged", "cell_unchanged", "no_gradient", "back", "stepped", "force")
     ]
 )
-"""Facts per token; ``stepped`` and ``force`` are facts of all tokens in a chunk's row."""
+"""Evidence per token; ``stepped`` and ``force`` are evidence of all tokens in a chunk's row."""
 
 _CHECKED_TOGETHER = 1 << 14
 """Elements per check, which ends when one element is found."""
@@ -63,7 +63,7 @@ def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
 
 
 def _learning_rates(scan: Scan) -> npt.NDArray[np.float64]:
-    input_checks.variables(scan.ds, "lr")
+    input_checks.require_variables(scan.ds, "lr")
     return np.asarray(scan.ds["lr"].values, np.float64)
 
 
@@ -142,7 +142,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half: unchanged
     array([0.63, 0.37], dtype=float32)
     """
-    input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
+    input_checks.require_variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "adam_update")
     rule, numbers = input_checks.adam_rule(scan.ds, optimizer)
     points = scan.rows_of("W")
@@ -150,7 +150,6 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     def update(in_ulp: bool) -> da.Array:
         return measure(
             _update_kernel,
-            "sth",
             points,
             scan.aligned("W", "exp_avg"),
             _second_moment(scan, rule),
@@ -158,6 +157,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
             steps_taken(scan, "adam_update"),
             _follows(scan),
             numbers,
+            dims=DIMS,
             rule=rule,
             native=points.type,
             in_ulp=in_ulp,
@@ -165,13 +165,15 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
         )[1:]
 
     dims = ("step", "token", "hidden")
-    change = Fact("f8", "update before rounding", scan.units)
-    hop = Fact("f8", "update before rounding, in spacings of W", f"{points.type} spacings")
-    found = {
+    change = ResultVariable("f8", "update before rounding", scan.units)
+    hop = ResultVariable(
+        "f8", "update before rounding, in spacings of W", f"{points.type} spacings"
+    )
+    variables = {
         "adam_update": (dims, update(in_ulp=False), change),
         "adam_update_ulp": (dims, update(in_ulp=True), hop),
     }
-    return dataset(found, scan.coords("W", dims, slice(1, None)))
+    return dataset(variables, scan.coords("W", dims, slice(1, None)))
 
 
 def _unchanged(before: Array, after: Array) -> npt.NDArray[np.bool_]:
@@ -184,13 +186,13 @@ def _rows_in_which(
 ) -> npt.NDArray[np.bool_]:
     """Rows in which a condition holds for any token, (row, 1); stops at the first match."""
     rows, tokens, hidden = blocks[0].shape
-    found = np.zeros(rows, bool)
+    matches = np.zeros(rows, bool)
     for part in tiles(rows, tokens, hidden, most=_CHECKED_TOGETHER):
-        left = np.nonzero(~found)[0]
+        left = np.nonzero(~matches)[0]
         if not left.size:
             break
-        found[left] = holds(*(block[left, part] for block in blocks)).any((1, 2))
-    return found[:, None]
+        matches[left] = holds(*(block[left, part] for block in blocks)).any((1, 2))
+    return matches[:, None]
 
 
 def _not_zero(values: Array) -> npt.NDArray[np.bool_]:
@@ -242,14 +244,16 @@ def _evidence_kernel(
         out["cell_unchanged"] = (
             unchanged if chosen == native else _unchanged(cast(W, chosen), cast(later, chosen))
         )
-        # Other facts are needed only for unchanged tokens.
+        # Other evidence is needed only for unchanged tokens.
         at = np.nonzero(unchanged)
-        kept, first = W[at], exp_avg[:, part][at]
+        weights, first = W[at], exp_avg[:, part][at]
         forces = [grad[:, part][at], first, exp_avg_sq[:, part][at]]
         out["no_gradient"][at] = ~np.any([_not_zero(each).any(-1) for each in forces], axis=0)
-        own, rate, count = (values[at[0], 0] for values in (numbers, lr, step))
-        change = rule.at(own).change(kept, first, second[:, part][at], rate, count, native)
-        out["back"][at] = (next_weights(kept, change, native) == kept).all(-1)
+        numbers_of_step, rate, count = (values[at[0], 0] for values in (numbers, lr, step))
+        change = rule.at(numbers_of_step).change(
+            weights, first, second[:, part][at], rate, count, native
+        )
+        out["back"][at] = (next_weights(weights, change, native) == weights).all(-1)
     return result
 
 
@@ -317,7 +321,7 @@ def freeze_cause(
     >>> lost_update.sum("token").sel(step=[12, 15, 18]).values
     array([  0,  10, 128])
     """
-    input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
+    input_checks.require_variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "freeze_cause")
     rule, numbers = input_checks.adam_rule(scan.ds, optimizer)
     lr = _learning_rates(scan)
@@ -326,7 +330,7 @@ def freeze_cause(
         functools.partial(
             measure,
             _evidence_kernel,
-            "st",
+            dims=("step", "token"),
             rule=rule,
             native=W.type,
             chosen=scan.lattice_type(lattice),
@@ -344,7 +348,9 @@ def freeze_cause(
     anywhere = (
         field(evidence, name).any(axis=1, keepdims=True)[..., None] for name in ("stepped", "force")
     )
-    cause = measure(_decide, "st", evidence, *anywhere, lr, _follows(scan), dtype=np.int8)
+    cause = measure(
+        _decide, evidence, *anywhere, lr, _follows(scan), dims=("step", "token"), dtype=np.int8
+    )
     return (
         scan.wrap(cause[1:], "W", rows=slice(1, None))
         .rename("freeze_cause")

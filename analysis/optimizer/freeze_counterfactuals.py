@@ -12,10 +12,11 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, chunks_of, measure
-from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, along, measure
+from trajstore.analysis.scan.dask_internals import chunks_of
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset
 from trajstore.analysis.scan.rows import chosen_type, moved_elements, tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.arguments import Count
@@ -107,10 +108,16 @@ def freeze_attribution(
     {'recorded': 0, 'exact_moments': 118}
     """
     _check_lattice(scan, lattice)
-    input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
+    input_checks.require_variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
-    facts = _facts(recurrence, window)[0]
-    attribution = measure(_outcome_kernel, "tc", (facts, "tf"), dtype=np.int8, sizes={"c": _KINDS})
+    states = _states_of_tokens(recurrence, window)[0]
+    attribution = measure(
+        _outcome_kernel,
+        along(states, "token", "number"),
+        dims=("token", "counterfactual"),
+        dtype=np.int8,
+        sizes={"counterfactual": _KINDS},
+    )
     counts = count_by_population(
         scan.wrap(attribution.T, "W", dims=("counterfactual", "token")),
         len(OUTCOMES),
@@ -118,14 +125,14 @@ def freeze_attribution(
     )
     units = f"{native_dtype(scan.ds['W'])} spacings; of float32 for float32_weights"
     dims = ("counterfactual", "token")
-    outcome = Fact("i1", "outcome of the counterfactual", None, OUTCOMES)
-    margin = Fact("f8", "largest update of the computed steps", units)
-    steps = Fact("i8", "computed steps after the last motion")
-    found = {
+    outcome = ResultVariable("i1", "outcome of the counterfactual", None, OUTCOMES)
+    margin = ResultVariable("f8", "largest update of the computed steps", units)
+    steps = ResultVariable("i8", "computed steps after the last motion")
+    variables = {
         "attribution": (dims, attribution.T, outcome),
-        "attribution_margin": (dims, facts[:, _MARGIN].T, margin),
-        "attribution_steps": ("token", facts[:, _TRIED].astype(np.int64), steps),
-        "attribution_counts": (counts.dims, counts.data, Fact("i8", "number of tokens")),
+        "attribution_margin": (dims, states[:, _MARGIN].T, margin),
+        "attribution_steps": ("token", states[:, _TRIED].astype(np.int64), steps),
+        "attribution_counts": (counts.dims, counts.data, ResultVariable("i8", "number of tokens")),
     }
     coords = {
         **scan.coords("W", ("token",)),
@@ -133,7 +140,7 @@ def freeze_attribution(
         "counterfactual": list(COUNTERFACTUALS),
         "outcome_name": list(OUTCOMES),
     }
-    return dataset(found, coords)
+    return dataset(variables, coords)
 
 
 def _check_lattice(scan: Scan, lattice: str) -> None:
@@ -147,7 +154,7 @@ def _check_lattice(scan: Scan, lattice: str) -> None:
         )
 
 
-def _facts(recurrence: Recurrence, window: int) -> da.Array:
+def _states_of_tokens(recurrence: Recurrence, window: int) -> da.Array:
     """State of each token after the last row: (1, token, fact).
 
     Each block of rows updates the state of the previous block, so that earlier blocks are freed.
@@ -174,14 +181,14 @@ def _facts(recurrence: Recurrence, window: int) -> da.Array:
     def compute(number: int, exact: Mapping[str, da.Array], known: list[da.Array]) -> da.Array:
         return measure(
             _fold_kernel,
-            "ztf",
             points.blocks.blocks[number],
-            ([nothing, *known][-1], "ztf"),
+            along([nothing, *known][-1], "end", "token", "number"),
             points.boundaries.blocks[number],
             *(recorded[moment].blocks[number] for moment in MOMENTS),
             *(exact[moment] for moment in MOMENTS),
             *(live[moment].blocks[number] for moment in MOMENTS),
             *(np.split(values, ends)[number] for values in by_row),
+            dims=("end", "token", "number"),
             rule=recurrence.rule,
             native=native_dtype(ds["W"]),
             peak=peak if np.isfinite(peak) else np.nan,
@@ -194,7 +201,7 @@ def _facts(recurrence: Recurrence, window: int) -> da.Array:
 
 def _fold_kernel(
     W: Array,
-    known: Array,
+    states: Array,
     W_boundary: Array,
     exp_avg: Array,
     exp_avg_sq: Array,
@@ -215,37 +222,37 @@ def _fold_kernel(
 ) -> Array:
     """Update the state, (1, token, fact), with a block of rows."""
     rows, tokens, hidden = W.shape
-    result = known.copy()
+    result = states.copy()
     for part in tiles(rows, tokens, hidden, _COMPUTED_TOGETHER):
-        facts = result[0, part]
+        state = result[0, part]
         before = np.concatenate([W_boundary[:, part], W[:-1, part]])
         unchanged = _unchanged_since(before, np.ascontiguousarray(W[:, part]))
-        facts[~unchanged[0]] = _NOTHING
-        facts[:, _UNCHANGED] += (unchanged & counts[..., 0]).sum(0)
+        state[~unchanged[0]] = _NOTHING
+        state[:, _UNCHANGED] += (unchanged & counts[..., 0]).sum(0)
         tried = unchanged & taken[..., 0]
-        tried &= facts[:, _TRIED] + np.cumsum(tried, axis=0) <= window
-        facts[:, _TRIED] += tried.sum(0)
+        tried &= state[:, _TRIED] + np.cumsum(tried, axis=0) <= window
+        state[:, _TRIED] += tried.sum(0)
         at = np.nonzero(tried)
         kept, rate, number = before[at], lr[at[0], 0], count[at[0], 0]
         step_rule = rule.at(numbers[at[0], 0])
-        own = exp_avg[:, part][at], exp_avg_sq[:, part][at]
+        recorded = exp_avg[:, part][at], exp_avg_sq[:, part][at]
         exact = exact_avg[:, part][at].astype(W.dtype), exact_avg_sq[:, part][at].astype(W.dtype)
         live = live_avg[at[0], 0], live_avg_sq[at[0], 0]
         highest = np.full_like(rate, peak)
         changes = (
-            (own, rate, native),
+            (recorded, rate, native),
             (exact, rate, native),
-            (own, highest, native),
+            (recorded, highest, native),
             (live, rate, native),
-            (own, rate, "float32"),
+            (recorded, rate, "float32"),
         )
         for kind, (moments, lrs, weights) in enumerate(changes):
             if weights == "float32" and native == "float64":
                 continue  # a float64 W is not converted to float32
             change = step_rule.change(kept, *moments, lrs, number, weights)
             moved, margin = _judge(kept, change, weights)
-            np.maximum.at(facts[:, _MOVED][:, kind], at[1], moved)
-            np.fmax.at(facts[:, _MARGIN][:, kind], at[1], margin)
+            np.maximum.at(state[:, _MOVED][:, kind], at[1], moved)
+            np.fmax.at(state[:, _MARGIN][:, kind], at[1], margin)
     return result
 
 
@@ -263,11 +270,11 @@ def _judge(W: Array, change: Array, native: str) -> tuple[npt.NDArray[np.bool_],
     return moved, np.fmax.reduce(hops, axis=-1)
 
 
-def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
+def _outcome_kernel(states: Array) -> npt.NDArray[np.int8]:
     """Index of `OUTCOMES`, (token, counterfactual)."""
-    moving = facts[:, _UNCHANGED, None] == 0
-    unknown = np.isnan(facts[:, _MARGIN])
-    moves = facts[:, _MOVED] > 0
+    moving = states[:, _UNCHANGED, None] == 0
+    unknown = np.isnan(states[:, _MARGIN])
+    moves = states[:, _MOVED] > 0
     cases = {"moving": moving, "unknown": unknown, "moves": moves}
     outcome = np.select(
         [np.broadcast_to(flags, moves.shape) for flags in cases.values()],
@@ -290,12 +297,19 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
         )
         return dict.fromkeys(MOMENTS, nothing)
     grad = recurrence.recorded("grad")
-    norms = measure(token_norm, "st", grad, dtype=result_dtype(grad.dtype))
+    norms = measure(token_norm, grad, dims=("step", "token"), dtype=result_dtype(grad.dtype))
     whole = norms.rechunk({1: -1})
-    typical = measure(_typical_kernel, "s", whole, live=live, dtype=np.int64)[:, None, None]
+    typical = measure(_typical_kernel, whole, dims=("step",), live=live, dtype=np.int64)[
+        :, None, None
+    ]
     return {
         moment: measure(
-            _pick_kernel, "sxh", array, (typical, "szy"), dtype=array.dtype, sizes={"x": 1}
+            _pick_kernel,
+            array,
+            along(typical, "step", "single_token", "single_element"),
+            dims=("step", "typical_token", "hidden"),
+            dtype=array.dtype,
+            sizes={"typical_token": 1},
         )
         for moment, array in recorded.items()
     }

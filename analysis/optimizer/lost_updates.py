@@ -1,9 +1,4 @@
-"""Fraction of intended changes that rounding discarded.
-
-Fraction of the updates of each parameter of the model that a step lost.
-
-The plane of √v and |m|, and the line below which updates are lost.
-"""
+"""Updates that rounding loses: of each token, of each parameter, and by the sizes of moments."""
 
 from __future__ import annotations
 
@@ -17,9 +12,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, intended_change, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, measure, table
-from trajstore.analysis.scan.input_checks import Fact, dataset
+from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.quantity import quantity, takes_scan
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset, table
 from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
@@ -32,9 +27,13 @@ _VARIABLES = (*MOMENTS, "W")
 
 _KIND = f"({len(_VARIABLES)},)f8"
 _FACTS = {
-    "meant_fraction": Fact(_KIND, "fraction of elements with an intended change"),
-    "stuck_fraction": Fact(_KIND, "fraction of these elements that rounding left unchanged"),
-    "update_lost": Fact("f8", "fraction of the norm of the update of W that rounding lost"),
+    "meant_fraction": ResultVariable(_KIND, "fraction of elements with an intended change"),
+    "stuck_fraction": ResultVariable(
+        _KIND, "fraction of these elements that rounding left unchanged"
+    ),
+    "update_lost": ResultVariable(
+        "f8", "fraction of the norm of the update of W that rounding lost"
+    ),
 }
 _COUNTS = np.dtype(
     [
@@ -151,33 +150,33 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     ('step', 'population')
     """
     ds = scan.ds
-    input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
+    input_checks.require_variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "moment_stuck")
     counts = measure(
         _count_kernel,
-        "st",
         recurrence.gradient,
         *(recurrence.rows_of(name) for name in _VARIABLES),
         np.asarray(ds["lr"].values, np.float64),
         steps_taken(recurrence.scan, "moment_stuck"),
         recurrence.taken,
         recurrence.numbers,
+        dims=("step", "token"),
         rule=recurrence.rule,
         dtype=_COUNTS,
     )
     names, groups = populations(ds)
-    found = measure(
+    fractions = measure(
         _fraction_kernel,
-        "sp",
         counts.rechunk({1: -1}),
+        dims=("step", "population"),
         groups=groups,
         hidden=ds.sizes["hidden"],
         dtype=_FACTS,
-        sizes={"p": len(groups)},
+        sizes={"population": len(groups)},
         by_row=True,
     )[1:]
     coords = {"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)}
-    return table(found, _FACTS, ("step", "population", "variable"), coords)
+    return table(fractions, _FACTS, ("step", "population", "variable"), coords)
 
 
 def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
@@ -204,9 +203,9 @@ def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
     for row in rows:
         pair = ds.isel(step=slice(row - 1, row + 1))
         pair = pair.assign(pair[small].load())  # once, not for each parameter
-        ones = [parameter_dataset(pair, name) for name in names]
-        counts.append(da.stack([_lost_counts(one) for one in ones]))
-        known.append([_is_taken(one) for one in ones])
+        parameters = [parameter_dataset(pair, name) for name in names]
+        counts.append(da.stack([_lost_counts(parameter) for parameter in parameters]))
+        known.append([_is_taken(parameter) for parameter in parameters])
     counted = xr.DataArray(da.stack(counts), dims=("row", "parameter", "kind"))
     wanted, lost, nan = (counted.isel(kind=kind) for kind in range(3))
     fraction: xr.DataArray = (lost / wanted.where(wanted > 0)).where((nan == 0) & np.array(known))
@@ -225,10 +224,10 @@ def _lost_counts(pair: xr.Dataset) -> da.Array:
     gradient = pair["grad"].data[1].rechunk(before.chunks)  # blocks are paired by position
     counts = measure(
         _lost_kernel,
-        "rck",
-        *((array, "rc") for array in (before, after, gradient)),
+        *(along(array, "row", "column") for array in (before, after, gradient)),
+        dims=("row", "column", "count"),
         dtype=np.int64,
-        sizes={"r": 1, "c": 1, "k": 3},
+        sizes={"row": 1, "column": 1, "count": 3},
     )
     return counts.sum((0, 1))
 
@@ -261,9 +260,11 @@ def _counts(first: Array, second: Array, groups: npt.NDArray[np.bool_]) -> npt.N
 
 def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.float64]:
     """Half of each quantile of the spacings times a factor per class: (quantile, class)."""
-    found = spacing(W, native).astype(np.float64)
-    found = found[np.isfinite(found)]
-    spacings = np.quantile(found, _LEVELS) if found.size else np.full(len(_LEVELS), np.nan)
+    spacings_of_W = spacing(W, native).astype(np.float64)
+    spacings_of_W = spacings_of_W[np.isfinite(spacings_of_W)]
+    spacings = (
+        np.quantile(spacings_of_W, _LEVELS) if spacings_of_W.size else np.full(len(_LEVELS), np.nan)
+    )
     return np.asarray(0.5 * spacings[:, None] * per_spacing)
 
 
@@ -311,7 +312,7 @@ def moment_plane(
     472
     """
     ds = scan.ds
-    input_checks.variables(ds, "W", "exp_avg", "exp_avg_sq", "lr")
+    input_checks.require_variables(ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "moment_plane")
     rule, numbers = input_checks.adam_rule(ds, optimizer)
     if rule.amsgrad:
@@ -327,41 +328,49 @@ def moment_plane(
     classes = _EDGES.size - 1
     counts = measure(
         _counts,
-        "pry",
-        (first, "th"),
-        (second, "th"),
+        along(first, "token", "hidden"),
+        along(second, "token", "hidden"),
+        dims=("population", "root_class", "size_class"),
         groups=groups,
         dtype=np.int64,
-        sizes={"p": len(names), "r": classes, "y": classes},
+        sizes={"population": len(names), "root_class": classes, "size_class": classes},
     )
-    at = int(steps_taken(scan, "moment_plane")[row])
+    steps_before = int(steps_taken(scan, "moment_plane")[row])
     rule = rule.at(numbers[row])
     middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
     with np.errstate(divide="ignore", invalid="ignore"):
-        correction, root = rule.corrections(at)
+        correction, root = rule.corrections(steps_before)
         below = correction / np.float64(ds["lr"].values[row]) * (middle / root + rule.eps)
     thresholds = measure(
         _thresholds,
-        "qr",
-        (W, "th"),
+        along(W, "token", "hidden"),
+        dims=("quantile", "root_class"),
         native=native_dtype(ds["W"]),
         per_spacing=below,
         dtype=np.float64,
-        sizes={"q": len(_LEVELS), "r": classes},
+        sizes={"quantile": len(_LEVELS), "root_class": classes},
     )
     elsewhere = groups.sum(-1) * ds.sizes["hidden"] - counts.sum((1, 2))
-    lost = Fact("f8", "|m| below which an update is lost", "nat")
-    found = {
-        "count": (("population", "root_class", "size_class"), counts, Fact("i8", "elements")),
-        "elsewhere": ("population", elsewhere, Fact("i8", "elements outside the classes")),
+    lost = ResultVariable("f8", "|m| below which an update is lost", "nat")
+    variables = {
+        "count": (
+            ("population", "root_class", "size_class"),
+            counts,
+            ResultVariable("i8", "elements"),
+        ),
+        "elsewhere": (
+            "population",
+            elsewhere,
+            ResultVariable("i8", "elements outside the classes"),
+        ),
         "threshold": (("quantile", "root_class"), thresholds, lost),
     }
     coords = {
-        "step": at,
+        "step": steps_before,
         "population": names,
         "quantile": list(_LEVELS),
         "root": ("root_class", middle),
         "lower": ("root_class", _EDGES[:-1]),
         "upper": ("root_class", _EDGES[1:]),
     }
-    return dataset(found, coords)
+    return dataset(variables, coords)

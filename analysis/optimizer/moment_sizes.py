@@ -1,6 +1,4 @@
-"""Sizes of Adam's moments of each token, with bias correction.
-
-Ratios of the recorded moments to the exact ones.
+"""Sizes of Adam's moments of each token, and ratios of the recorded moments to the exact ones.
 
 Exact quantiles of the ratios would need all elements of a row at once. Instead the distances of the
 ratios from 1 are counted in classes, 16 per factor of two. Counts can be added over any parts of
@@ -19,9 +17,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, measure, table
-from trajstore.analysis.scan.input_checks import Fact, Facts
+from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.result_variables import ResultVariable, ResultVariables, table
 from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import populations
@@ -30,9 +28,9 @@ from trajstore.values.norms import hidden_sum
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 _FACTS = {
-    "first_moment_size": Fact("f8", "mean of |m̂| over hidden", "nat"),
-    "second_moment_root": Fact("f8", "mean of √v̂ over hidden", "nat"),
-    "moment_ratio": Fact("f8", "mean of |m̂|/√v̂ over hidden"),
+    "first_moment_size": ResultVariable("f8", "mean of |m̂| over hidden", "nat"),
+    "second_moment_root": ResultVariable("f8", "mean of √v̂ over hidden", "nat"),
+    "moment_ratio": ResultVariable("f8", "mean of |m̂|/√v̂ over hidden"),
 }
 
 
@@ -87,21 +85,21 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     >>> sizes.moment_ratio.sel(step=1, token=ord("z")).values.round(2).item()
     1.0
     """
-    input_checks.variables(scan.ds, *MOMENTS)
+    input_checks.require_variables(scan.ds, *MOMENTS)
     rule, numbers = input_checks.adam_rule(scan.ds, optimizer)
     first, second = MOMENTS
-    found = measure(
+    sizes = measure(
         _sizes,
-        "st",
         scan.blocks(first),
         scan.aligned(first, second),
         steps_taken(scan, "moment_sizes"),
         numbers,
+        dims=("step", "token"),
         rule=rule,
         dtype=_FACTS,
         by_row=True,
     )
-    return scan.of_tokens(found, _FACTS, first)
+    return scan.of_tokens(sizes, _FACTS, first)
 
 
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
@@ -189,8 +187,8 @@ def _count_kernel(
             numerator, denominator = recorded[row, part].astype(np.float64), exact[row, part]
             ratio = numerator / denominator
             ratio[(numerator == 0) & (denominator == 0)] = 1
-            found = (ratio_classes(ratio) + first).ravel()
-            result[row, 0] += np.bincount(found, minlength=groups * CLASSES)
+            classes = (ratio_classes(ratio) + first).ravel()
+            result[row, 0] += np.bincount(classes, minlength=groups * CLASSES)
     return result
 
 
@@ -263,26 +261,28 @@ def moment_error(
     ('step',)
     """
     levels = input_checks.quantile_levels(quantiles)
-    input_checks.variables(scan.ds, "grad", "clip_coef", *MOMENTS)
+    input_checks.require_variables(scan.ds, "grad", "clip_coef", *MOMENTS)
     recurrence = Recurrence.of(scan, optimizer, "moment_error")
     names, groups = populations(scan.ds)
-    facts = {
-        "norm_ratio": Fact("f8", "norm of the recorded moment over norm of the exact moment"),
-        "ratio_quantiles": Fact(
+    variables = {
+        "norm_ratio": ResultVariable(
+            "f8", "norm of the recorded moment over norm of the exact moment"
+        ),
+        "ratio_quantiles": ResultVariable(
             f"({levels.size},)f8", "quantiles of the recorded over the exact moment, by element"
         ),
     }
-    errors = da.concatenate(_errors(recurrence, groups, levels, facts))
+    errors = da.concatenate(_errors(recurrence, groups, levels, variables))
     dims = ("step", "population", "moment", "quantile")
     coords = (scan.ds["step"], names, list(MOMENTS), levels)
-    return table(errors, facts, dims, dict(zip(dims, coords, strict=True)))
+    return table(errors, variables, dims, dict(zip(dims, coords, strict=True)))
 
 
 def _errors(
     recurrence: Recurrence,
     groups: npt.NDArray[np.bool_],
     levels: npt.NDArray[np.float64],
-    facts: Facts,
+    variables: ResultVariables,
 ) -> list[da.Array]:
     """Ratio of norms and quantiles in each block of rows, (step, population, moment)."""
     by_token = recurrence.gradient.chunks[1]
@@ -295,25 +295,25 @@ def _errors(
     def of_moment(recorded: da.Array, exact: da.Array) -> da.Array:
         counts = measure(
             _count_kernel,
-            "stc",
             recorded,
             exact,
-            (group, "ztx"),
+            along(group, "single_row", "token", "single_element"),
+            dims=("step", "token", "class"),
             groups=kinds,
             dtype=np.int64,
-            sizes={"t": 1, "c": kinds * CLASSES},
+            sizes={"token": 1, "class": kinds * CLASSES},
         )
-        squares = measure(_squares_kernel, "st", recorded, exact, dtype=_SQUARES)
+        squares = measure(_squares_kernel, recorded, exact, dims=("step", "token"), dtype=_SQUARES)
         return measure(
             _error_kernel,
-            "sp",
-            (counts.sum(axis=1), "sc"),
+            along(counts.sum(axis=1), "step", "class"),
             squares.rechunk({1: -1}),
+            dims=("step", "population"),
             groups=groups,
             members=members.astype(np.int64),
             levels=levels,
-            dtype=facts,
-            sizes={"p": len(groups)},
+            dtype=variables,
+            sizes={"population": len(groups)},
             by_row=True,
         )
 

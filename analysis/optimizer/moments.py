@@ -1,10 +1,8 @@
-"""Exact moments of Adam, computed from the recorded gradients.
-
-Adam's moments without rounding of their state: the recurrence in float64.
+"""Adam's moments without rounding of their state, computed from the recorded gradients in float64.
 
 m ← β₁·m + (1 − β₁)·g and v ← β₂·v + (1 − β₂)·g² (Kingma and Ba, arXiv:1412.6980, algorithm 1), of
-the gradient g as the optimizer takes it. The module uses NumPy, or a compiled loop over its arrays,
-but not dask.
+the gradient g as the optimizer takes it. `follow` is the recurrence on arrays of NumPy, with an
+optional compiled loop; `Recurrence` applies it to the blocks of a run.
 """
 
 from __future__ import annotations
@@ -24,8 +22,9 @@ from dask.highlevelgraph import HighLevelGraph
 
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
+    DIMS,
     Array,
-    Points,
+    ConsecutiveRows,
     Wide,
     last_row,
     last_rows,
@@ -117,6 +116,7 @@ def follow(
     gradient: Array,
     taken: npt.NDArray[np.bool_],
     out: Wide,
+    loop: CompiledLoop = _LOOP,
 ) -> None:
     """Compute a moment over several steps.
 
@@ -134,10 +134,12 @@ def follow(
         False for skipped steps, which leave the moment unchanged.
     out : ndarray of float64, (row, token, hidden)
         Receives the moment after each step.
+    loop : CompiledLoop
+        Of `follow_rows`.
     """
     known = gradient.dtype in (np.float32, np.float64)  # float types of numba
-    if known and _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
-        done = _LOOP.run(
+    if known and loop.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
+        done = loop.run(
             memory_of(gradient),
             gradient.strides[0] // gradient.itemsize,
             moment == "exp_avg_sq",
@@ -191,7 +193,6 @@ def _target(moment: str, gradient: Array, out: Wide) -> None:
 
 
 _COUNT = "step_count"
-_DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """Maximum bytes of the float64 result of a task."""
 
@@ -249,7 +250,7 @@ class Recurrence:
                 "got a run trained with amsgrad, which is not supported: it divides by the largest "
                 "second moment so far"
             )
-        input_checks.variables(ds, "grad", "clip_coef", *(["W"] if couples else []))
+        input_checks.require_variables(ds, "grad", "clip_coef", *(["W"] if couples else []))
         _require_every_step(scan.steps, quantity)
         taken = _taken(scan)
         clip = np.asarray(ds["clip_coef"].values)
@@ -267,7 +268,12 @@ class Recurrence:
             dtype = np.dtype(np.float64) if couples else gradient.dtype
             native = native_dtype(ds["grad"])
             gradient = read = measure(
-                _gradient_kernel, "sth", *sources, rule=rule, native=native, dtype=dtype
+                _gradient_kernel,
+                *sources,
+                dims=DIMS,
+                rule=rule,
+                native=native,
+                dtype=dtype,
             )
         return cls(scan=scan, rule=rule, numbers=numbers, gradient=gradient, read=read, taken=taken)
 
@@ -275,7 +281,7 @@ class Recurrence:
         """Blocks of a matrix with the chunks of the gradient."""
         return self.scan.blocks(name).rechunk(self.gradient.chunks)
 
-    def rows_of(self, name: str) -> Points:
+    def rows_of(self, name: str) -> ConsecutiveRows:
         """Rows of a matrix, and the row before each, with the chunks of the gradient."""
         return replace(self.scan.rows_of(name), blocks=self.recorded(name))
 
@@ -299,16 +305,16 @@ class Recurrence:
         zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
         name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, betas)}"
         follow = partial(_follow, moment=moment)
-        made: dict[Any, Any] = {}
-        for at, (block, part) in enumerate(parts):
-            before = (first.name, 0, at, 0)
+        tasks: dict[Any, Any] = {}
+        for number_of_piece, (block, part) in enumerate(parts):
+            before = (first.name, 0, number_of_piece, 0)
             start = 0
             for number, length in enumerate(by_step):
                 rows = slice(start, start + length)
                 start += length
-                made[name, number, at, 0] = (
+                tasks[name, number, number_of_piece, 0] = (
                     follow,
-                    (zeros.name, number, at, 0),
+                    (zeros.name, number, number_of_piece, 0),
                     (self.read.name, number, block, 0),
                     part,
                     before,
@@ -316,9 +322,9 @@ class Recurrence:
                     betas[rows],
                 )
                 if length:
-                    before = ("last-" + name, number, at, 0)
-                    made[before] = (last_row, (name, number, at, 0))
-        graph = HighLevelGraph.from_collections(name, made, [self.read, first, zeros])
+                    before = ("last-" + name, number, number_of_piece, 0)
+                    tasks[before] = (last_row, (name, number, number_of_piece, 0))
+        graph = HighLevelGraph.from_collections(name, tasks, [self.read, first, zeros])
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
     def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
@@ -328,7 +334,14 @@ class Recurrence:
         rows = slice(start, start + len(gradient))
         taken, betas = self.taken[rows], self.betas(moment)[rows]
         return measure(
-            _exact_kernel, "sth", gradient, before, taken, betas, moment=moment, dtype=np.float64
+            _exact_kernel,
+            gradient,
+            before,
+            taken,
+            betas,
+            dims=DIMS,
+            moment=moment,
+            dtype=np.float64,
         )
 
     def in_turn(
@@ -552,7 +565,7 @@ def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.
     recurrence = Recurrence.of(scan, optimizer, "exact_moments")
     return xr.Dataset(
         {
-            f"exact_{moment}": scan.wrap(blocks, "grad", dims=_DIMS).assign_attrs(
+            f"exact_{moment}": scan.wrap(blocks, "grad", dims=DIMS).assign_attrs(
                 long_name=f"{variable(moment).long_name}, without rounding",
                 units=variable(moment).units,
             )

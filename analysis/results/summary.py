@@ -17,8 +17,9 @@ from trajstore.analysis.motion.vectors import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_updates import lost_by_parameter
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array
-from trajstore.analysis.scan.input_checks import Fact, hold_only_changes
+from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
+from trajstore.analysis.scan.result_variables import ResultVariable
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
@@ -26,7 +27,7 @@ from trajstore.populations import populations, row_vectors
 from trajstore.store.reading.run_attributes import holds_all_parameters
 from trajstore.values.norms import vector_norm
 
-_FACTS = {"centroid_norm": Fact("f8", "norm of the centroid")}
+_FACTS = {"centroid_norm": ResultVariable("f8", "norm of the centroid")}
 _STATISTICS = ("mean", "min", "max", "median")
 
 
@@ -88,7 +89,7 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
             W=scan.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
         )
     if not hold_only_changes(ds):
-        input_checks.variables(ds, "W")
+        input_checks.require_variables(ds, "W")
     ds = with_mostly_dead(ds)
     names, groups = populations(ds)
     steps = ds["step"].values

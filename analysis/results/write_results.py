@@ -16,7 +16,7 @@ import numpy as np
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import Report, compute_all
-from trajstore.analysis.scan.input_checks import flags_of, is_category
+from trajstore.analysis.scan.result_variables import flags_of, is_category
 from trajstore.errors import InvalidArgument, RunExists, argument, needs_extra
 from trajstore.formats.safetensors import begin_safetensors
 from trajstore.installation import __version__

@@ -1,8 +1,8 @@
-"""Kernels applied to blocks of rows or to single rows, last rows, and the order of tasks.
+"""Kernels applied to blocks of rows or to single rows, folds over blocks, and the order of tasks.
 
-Types of NumPy arrays.
-
-Computation with progress reports, on dask's local schedulers and on clusters.
+`measure` applies a kernel; `fold` passes a state from block to block; `compute_all` computes
+several results in one pass. dask starts tasks whose inputs are ready in an order of its own. The
+functions that split, combine or delay tasks keep only few blocks in memory at once.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import string
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
-from dask._task_spec import DataNode, Task, TaskRef, convert_legacy_graph
-from dask.base import clone_key, get_scheduler, unpack_collections
+from dask.base import tokenize
 from dask.callbacks import Callback
-from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
-from dask.tokenize import tokenize
 
-from trajstore.analysis.scan.input_checks import Facts, dataset, record_of
+from trajstore.analysis.scan.dask_internals import (
+    chunks_of,
+    compute_on_cluster,
+    current_client,
+)
+from trajstore.analysis.scan.result_variables import ResultVariables, record_of
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -37,45 +37,73 @@ Numbers = npt.NDArray[np.int64]
 Groups = npt.NDArray[np.bool_]
 """Members of each population, (population, token), or other flags."""
 
+DIMS = ("step", "token", "hidden")
+"""Dimensions of a matrix."""
+
 # Pairs of vectors per task: rows with few tokens are combined to limit dask's overhead.
 _PAIRS_OF_A_TASK = 1 << 24
 
 
+class Along(NamedTuple):
+    """An array whose dimensions are not the first of `DIMS`, with their names; see `along`."""
+
+    array: da.Array
+    dims: tuple[str, ...]
+
+
+def along(array: da.Array, *dims: str) -> Along:
+    """Name the dimensions of a source of `measure`."""
+    return Along(array, dims)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Points:
+class ConsecutiveRows:
     """A matrix whose rows are positions, or displacements between them, and the row before each.
 
     Attributes
     ----------
+    blocks : dask Array, (step, token, hidden) or (step, token)
     variable : str
         Source of the values, such as ``W``, ``cells`` or ``delta``.
     type : str
         Type that defines the lattice of the values.
-    blocks : dask Array, (step, token, hidden)
     are_changes : bool
         True if a row is the displacement from the previous row, not a position.
     first : dask Array, (1, token, hidden), optional
         Row before the first block. Default: its own first row.
     """
 
-    variable: str
-    type: str
     blocks: da.Array
+    variable: str = ""
+    type: str = ""
     are_changes: bool = False
     first: da.Array | None = None
 
     @functools.cached_property
     def boundaries(self) -> da.Array:
-        """Row before each block, (1 per block, token, hidden); see `rows_before`."""
-        return rows_before(self.blocks, self.first)
+        """Row before each block, (1 per block, token, hidden)."""
+        first = self.blocks[:1] if self.first is None else self.first
+        return da.concatenate([first, last_rows(self.blocks)[:-1]])
+
+
+Source: TypeAlias = ConsecutiveRows | da.Array | Array | Along
+"""What `measure` passes to a kernel, block by block."""
+
+
+class _Argument(NamedTuple):
+    """An array that a kernel gets; `kind` says which part of it belongs to a row."""
+
+    array: da.Array
+    dims: tuple[str, ...]
+    kind: str
 
 
 def measure(
     kernel: Callable[..., Any],
-    dims: str,
     /,
-    *sources: Points | da.Array | Array | tuple[da.Array, str],
-    dtype: npt.DTypeLike | Facts,
+    *sources: Source,
+    dims: Sequence[str],
+    dtype: npt.DTypeLike | ResultVariables,
     sizes: Mapping[str, int] | None = None,
     by_row: bool = False,
     **options: Any,
@@ -86,61 +114,49 @@ def measure(
     ----------
     kernel : callable
         Function of a block of every source that returns an array, or a mapping with an array for
-        each of the facts. Along a dimension that the result lacks, a source has one chunk, or the
-        kernel gets nested lists of chunks. `dask.array.map_blocks` with ``drop_axis`` would copy
-        every such block to concatenate them.
-    dims : str
-        One letter per dimension of the result: s for step, t for token, h for hidden, or any other.
-    *sources : Points, dask Array, ndarray, or tuple of dask Array and str
-        The first has all its chunks. Along each dimension, others have as many chunks, of any
-        length, or one. The string holds their dimensions; default: the first letters of "sth". An
-        ndarray has one value per row, and its blocks are (row, 1, 1). For `Points` the kernel gets
-        two arguments: a block, and the row before it.
-    dtype : dtype, or mapping of str to Fact
-        Type of the result, or the facts that it holds.
+        each of the variables. Along a dimension that the result lacks, a source has one chunk, or
+        the kernel gets nested lists of chunks. `dask.array.map_blocks` with ``drop_axis`` would
+        copy every such block to concatenate them.
+    *sources : dask Array, Along, ndarray or ConsecutiveRows
+        A dask Array has the first of the dimensions (step, token, hidden), or the dimensions that
+        `along` names. An ndarray holds one value per row; its blocks are (row, 1, 1).
+        `ConsecutiveRows` are two arguments: a block, and the row before it. The first source has
+        all its chunks. Along each dimension, others have as many chunks, of any length, or one.
+    dims : sequence of str
+        Names of the dimensions of the result.
+    dtype : dtype, or mapping of str to ResultVariable
+        Type of the result, or the variables that it holds.
     sizes : mapping of str to int, optional
         Length of each dimension that only the result has, or of each block of the result.
     by_row : bool
         True for a kernel of one row of each source; with all tokens, if the result has none. A
-        source without steps is passed whole, an ndarray as one number. For `Points` the kernel gets
-        the row and the row before it, which is zero for changes.
+        source without steps is passed whole, an ndarray as one number. For `ConsecutiveRows` the
+        kernel gets the row and the row before it, which is zero for changes.
     **options
         Passed to `kernel`. Arrays become one task each, not a copy in each task.
     """
-    arrays: list[da.Array] = []
-    letters: list[str] = []
-    kinds: list[str] = []
+    arguments: list[_Argument] = []
     for source in sources:
-        array, own = source if isinstance(source, tuple) else (source, "sth")
-        parts = [(array, "row" if own[0] == "s" else "whole")]
-        if isinstance(array, Points):
-            parts = [(array.blocks, "row"), (array.boundaries, "row_before")]
-            if by_row and array.are_changes:
-                parts = [(array.blocks, "change")]
-        elif isinstance(array, np.ndarray):
-            parts, own = [(per_row(arrays[0], array), "number")], "sTH"
-        for part, kind in parts:
-            arrays.append(part)
-            letters.append(own[: part.ndim])
-            kinds.append(kind)
-    known = "".join(letters)
-    changed = dict(sizes or {})
-    record = record_of(cast(Facts, dtype)) if isinstance(dtype, Mapping) else np.dtype(dtype)
+        arguments += _arguments_of(source, arguments[0].array if arguments else None, by_row)
+    record = (
+        record_of(cast(ResultVariables, dtype)) if isinstance(dtype, Mapping) else np.dtype(dtype)
+    )
     run: Callable[..., Array] = functools.partial(_of_blocks, kernel, record, len(dims))
+    sizes = sizes or {}
     if by_row:
-        lengths = [
-            changed[letter] if letter in changed else _place(letter, letters) for letter in dims[1:]
-        ]
+        lengths = [sizes[dim] if dim in sizes else _place(dim, arguments) for dim in dims[1:]]
+        kinds = [argument.kind for argument in arguments]
         run = functools.partial(_row_by_row, kernel, record, lengths, kinds)
+    known = {dim for argument in arguments for dim in argument.dims}
     return da.blockwise(
         run,
         dims,
-        *itertools.chain(*zip(arrays, letters, strict=True)),
+        *itertools.chain.from_iterable((array, names) for array, names, _ in arguments),
         dtype=record,
         meta=np.empty((0,) * len(dims), record),
         align_arrays=False,
-        new_axes={letter: size for letter, size in changed.items() if letter not in known},
-        adjust_chunks={letter: size for letter, size in changed.items() if letter in known},
+        new_axes={dim: size for dim, size in sizes.items() if dim not in known},
+        adjust_chunks={dim: size for dim, size in sizes.items() if dim in known},
         **{
             name: shared(value) if isinstance(value, np.ndarray) else value
             for name, value in options.items()
@@ -148,9 +164,30 @@ def measure(
     )
 
 
-def _place(letter: str, letters: Sequence[str]) -> tuple[int, int]:
-    """Array, and its dimension, with the given letter."""
-    return next((at, own.index(letter)) for at, own in enumerate(letters) if letter in own)
+def _arguments_of(source: Source, first: da.Array | None, by_row: bool) -> list[_Argument]:
+    """Arguments that a kernel gets for a source; `first` is the array of the first source."""
+    if isinstance(source, ConsecutiveRows):
+        dims = DIMS[: source.blocks.ndim]
+        if by_row and source.are_changes:
+            return [_Argument(source.blocks, dims, "change")]
+        return [
+            _Argument(source.blocks, dims, "row"),
+            _Argument(source.boundaries, dims, "row_before"),
+        ]
+    if isinstance(source, np.ndarray):
+        array = per_row(first, source)
+        return [_Argument(array, ("step", "single_token", "single_element"), "number")]
+    array, dims = source if isinstance(source, Along) else along(source, *DIMS[: source.ndim])
+    return [_Argument(array, dims, "row" if dims[0] == "step" else "whole")]
+
+
+def _place(dim: str, arguments: Sequence[_Argument]) -> tuple[int, int]:
+    """Number of the first argument that has a dimension, and the place of the dimension in it."""
+    return next(
+        (number, argument.dims.index(dim))
+        for number, argument in enumerate(arguments)
+        if dim in argument.dims
+    )
 
 
 def _of_blocks(
@@ -158,11 +195,11 @@ def _of_blocks(
 ) -> Array:
     """Result of a kernel of the only blocks: `dask.array.blockwise` passes nested lists."""
     with np.errstate(all="ignore"):  # NaN and infinity are valid results
-        found = kernel(*map(_only_block, blocks), **options)
-    if not isinstance(found, Mapping):
-        return np.asarray(found)
-    result = np.empty(found[next(iter(found))].shape[:ndim], record)
-    for name, values in found.items():
+        measured = kernel(*map(_only_block, blocks), **options)
+    if not isinstance(measured, Mapping):
+        return np.asarray(measured)
+    result = np.empty(measured[next(iter(measured))].shape[:ndim], record)
+    for name, values in measured.items():
         result[name] = values
     return result
 
@@ -186,13 +223,13 @@ def _row_by_row(
 ) -> Array:
     """Results of a kernel of single rows."""
     values: list[Iterable[Any]] = []
-    for at, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
+    for number, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
         if kind == "whole":
             values.append(itertools.repeat(_only_block(block)))
         elif kind == "number":
             values.append(_only_block(block)[:, 0, 0])
         elif kind == "row_before":
-            values.append(itertools.chain(_rows(block), _rows(blocks[at - 1])))
+            values.append(itertools.chain(_rows(block), _rows(blocks[number - 1])))
         else:
             values.append(_rows(block))
         if kind == "change":
@@ -203,13 +240,13 @@ def _row_by_row(
     )
     result = np.empty((len(chunks_of(blocks[0])[0]), *shape), record)
     # The first array ends first: the row before the next block is not the last one.
-    for row, given in enumerate(zip(*values, strict=False)):
-        found = kernel(*given, **options)
-        if isinstance(found, Mapping):
-            for name, each in found.items():
+    for row, arguments in enumerate(zip(*values, strict=False)):
+        measured = kernel(*arguments, **options)
+        if isinstance(measured, Mapping):
+            for name, each in measured.items():
                 result[name][row] = each
         else:
-            result[row] = found
+            result[row] = measured
     return result
 
 
@@ -221,49 +258,6 @@ def _rows(nested: Any) -> Iterable[Array]:
         if others
         else map(np.ascontiguousarray, first)
     )
-
-
-def field(measured: da.Array, name: str) -> da.Array:
-    """One field of structured blocks, contiguous. A field with a shape adds dimensions.
-
-    Parameters
-    ----------
-    measured : dask Array of a structured dtype
-    name : str
-    """
-    kind = measured.dtype[name]
-    ndim = measured.ndim + len(kind.shape)
-    return measured.map_blocks(
-        _field,
-        name,
-        dtype=kind.base,
-        new_axis=list(range(measured.ndim, ndim)) or None,
-        chunks=(*measured.chunks, *((length,) for length in kind.shape)),
-        meta=np.empty((0,) * ndim, kind.base),
-        token=f"field-{name}",
-    )
-
-
-def _field(measured: npt.NDArray[np.void], name: str) -> Array:
-    return np.ascontiguousarray(measured[name])
-
-
-def table(
-    measured: da.Array, facts: Facts, dims: Sequence[str], coords: Mapping[Any, Any]
-) -> xr.Dataset:
-    """Dataset of measured facts, with their attributes.
-
-    Parameters
-    ----------
-    measured : dask Array of `record_of` these facts
-    facts : mapping of str to Fact
-    dims : sequence of str
-        Dimensions of the array, and the one that a type with a shape adds.
-    coords : mapping
-    """
-    arrays = {name: field(measured, name) for name in facts}
-    variables = {name: (dims[: data.ndim], data, facts[name]) for name, data in arrays.items()}
-    return dataset(variables, coords)
 
 
 def shared(values: Array) -> Any:
@@ -303,15 +297,10 @@ def in_halves(blocks: da.Array) -> da.Array:
     return blocks.rechunk({0: tuple(part for pair in halves for part in pair if part)})
 
 
-def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
-    """Row before each block, (1 per block, …). For the first: `first`, or its own first row."""
-    first = blocks[:1] if first is None else first
-    return da.concatenate([first, last_rows(blocks)[:-1]])
-
-
 def last_rows(blocks: da.Array) -> da.Array:
     """Last row of each block of rows, (1 per block, token, hidden)."""
-    return measure(last_row, "sth"[: blocks.ndim], blocks, dtype=blocks.dtype, sizes={"s": 1})
+    dims = DIMS[: blocks.ndim]
+    return measure(last_row, blocks, dims=dims, dtype=blocks.dtype, sizes={"step": 1})
 
 
 def last_row(block: Array) -> Array:
@@ -330,49 +319,20 @@ def waiting(row: da.Array, *others: da.Array) -> da.Array:
     Otherwise dask would first compute all steps of some tokens, and hold the other tokens of each
     block in memory.
     """
-    letters = iter(string.ascii_uppercase)
-    awaited = ((other, "".join(next(letters) for _ in other.shape)) for other in others)
-    return measure(_first_of, "sth", row, *awaited, dtype=row.dtype)
+    # Dimensions of their own, so that every task waits for all blocks.
+    awaited = (
+        along(other, *(f"{axis} of {number}" for axis in range(other.ndim)))
+        for number, other in enumerate(others)
+    )
+    return measure(_first_of, row, *awaited, dims=DIMS, dtype=row.dtype)
 
 
 def _first_of(row: Array, *others: Any) -> Array:
     return row
 
 
-def read_again(blocks: da.Array, after: da.Array) -> da.Array:
-    """The array from separate tasks that run after another array is computed.
-
-    `dask.graph_manipulation.bind` does not clone the source of a slice, so the source would stay in
-    memory (dask 2025.9 to 2026.8). The task classes of dask are in a private module.
-
-    Parameters
-    ----------
-    blocks : dask Array
-    after : dask Array
-        An array of a single chunk.
-    """
-    nodes = convert_legacy_graph(dict(blocks.dask))
-    made = {key for key, node in nodes.items() if not isinstance(node, DataNode)}
-    renamed = {key: clone_key(key, after.name) for key in nodes}
-    (known,) = flatten(after.__dask_keys__())
-    tasks: dict[Any, Any] = {}
-    for key, own in renamed.items():
-        node = nodes[key].substitute(renamed, key=own)
-        if isinstance(node, Task) and not nodes[key].dependencies & made:
-            waited = TaskRef(known)
-            node = Task(own, _call_after, waited, node.func, *node.args, **node.kwargs)
-        tasks[own] = node
-    name = clone_key(blocks.name, after.name)
-    graph = HighLevelGraph.from_collections(name, tasks, [after])
-    return da.Array(graph, name, blocks.chunks, meta=blocks._meta)
-
-
-def _call_after(_: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return function(*args, **options)
-
-
 def in_turn(
-    measure: Callable[..., da.Array], points: Points, *others: Points | da.Array | Array
+    measure_block: Callable[..., da.Array], rows: ConsecutiveRows, *others: Source
 ) -> da.Array:
     """Measure blocks of rows in sequence: the row before each waits for the previous result.
 
@@ -380,38 +340,116 @@ def in_turn(
 
     Parameters
     ----------
-    measure : callable
+    measure_block : callable
         From a block of each source to one block of the result.
-    points : Points
+    rows : ConsecutiveRows
         Its boundaries wait.
-    *others : Points, dask Array or ndarray
-        An ndarray has one value per row, and is split as `points`.
+    *others : ConsecutiveRows, dask Array or ndarray
+        An ndarray has one value per row, and is split as `rows`.
     """
-    ends = np.cumsum(points.blocks.chunks[0])[:-1]
+    ends = np.cumsum(rows.blocks.chunks[0])[:-1]
     measured: list[da.Array] = []
-    for number in range(points.blocks.numblocks[0]):
-        own = [
-            np.split(each, ends)[number]
-            if isinstance(each, np.ndarray)
-            else _block_of(each, number)
-            for each in others
-        ]
-        part = _block_of(points, number)
-        waited = replace(part, first=waiting(part.first, *measured[-1:]))
-        measured.append(measure(waited, *own))
+    for number in range(rows.blocks.numblocks[0]):
+        block = _block_of(rows, number, ends)
+        first = waiting(block.first, *measured[-1:])
+        others_of_block = (_block_of(other, number, ends) for other in others)
+        measured.append(measure_block(replace(block, first=first), *others_of_block))
     return da.concatenate(measured)
 
 
-def _block_of(source: Any, number: int) -> Any:
-    if not isinstance(source, Points):
+def _block_of(source: Any, number: int, ends: Numbers) -> Any:
+    """A block of a source of `in_turn`."""
+    if isinstance(source, np.ndarray):
+        return np.split(source, ends)[number]
+    if not isinstance(source, ConsecutiveRows):
         return source.blocks[number]
     first = source.boundaries.blocks[number]
     return replace(source, blocks=source.blocks.blocks[number], first=first)
 
 
-def chunks_of(nested: Any) -> list[Array]:
-    """The chunks of a block, as a kernel gets them: one array, or nested lists."""
-    return list(flatten([nested]))
+def _call(kernel: Callable[..., Any], options: dict[str, Any], *blocks: Any) -> Any:
+    with np.errstate(all="ignore"):  # NaN and infinity are valid results
+        return kernel(*blocks, **options)
+
+
+def fold(
+    kernel: Callable[..., Any],
+    first: da.Array,
+    *others: da.Array | Array,
+    finish: Callable[[Any], Array],
+    sizes: tuple[int, ...],
+    dtype: npt.DTypeLike = np.float64,
+    prepare: Callable[..., Any] | None = None,
+    whole_rows: bool = False,
+    **options: Any,
+) -> da.Array:
+    """Fold all rows, in order, to a result per token, or to one result of whole rows.
+
+    Parameters
+    ----------
+    kernel : callable
+        From the state (None at first) and a block of each array, or the result of `prepare`, to
+        the next state. It must not change the state, because dask may run a task twice.
+    first : dask Array, (step, token, …)
+        With one chunk along other dimensions, and at least one block.
+    *others : dask Array or ndarray
+        With as many chunks along step, and as many or one along token. An ndarray has one value per
+        row, as for `measure`.
+    finish : callable
+        From the last state to the result.
+    sizes : tuple of int
+        Sizes of the dimensions of the result, before token.
+    dtype : dtype
+        Type of the result.
+    prepare : callable, optional
+        From a block of each array to the input of `kernel`. It does the work that needs no state,
+        so that all workers are busy. Idle workers would read blocks ahead of the state and hold
+        them in memory.
+    whole_rows : bool
+        True for a single state and a result without tokens. A block is then a list of its chunks
+        along token.
+    **options
+        Passed to `prepare`; without it, to `kernel`. One task, not a copy in each task.
+    """
+    arrays = [
+        first,
+        *(per_row(first, each) if isinstance(each, np.ndarray) else each for each in others),
+    ]
+    names = [array.name for array in arrays]
+    name = f"fold-{tokenize(names, kernel, finish, sizes, prepare, whole_rows, options)}"
+    rows, pieces = first.numblocks[:2]
+    shared: Any = f"options-{name}"
+    tasks: dict[Any, Any] = {shared: options}
+    for piece in range(1 if whole_rows else pieces):
+        last: Any = None
+        for number in range(rows):
+            blocks: list[Any] = [
+                [(array.name, number, part, 0) for part in range(pieces)]
+                if whole_rows
+                else _key(array, number, piece)
+                for array in arrays
+            ]
+            task_options = shared
+            if prepare is not None:
+                prepared = (f"prepared-{name}", number, piece)
+                tasks[prepared] = (_call, prepare, shared, *blocks)
+                blocks, task_options = [prepared], {}
+            tasks[f"state-{name}", number, piece] = (_call, kernel, task_options, last, *blocks)
+            last = (f"state-{name}", number, piece)
+        tasks[(name, *(0 for _ in sizes), *(() if whole_rows else (piece,)))] = (
+            _call,
+            finish,
+            {},
+            last,
+        )
+    graph = HighLevelGraph.from_collections(name, tasks, arrays)
+    chunks = (*((size,) for size in sizes), *(() if whole_rows else (first.chunks[1],)))
+    return da.Array(graph, name, chunks, dtype=dtype)
+
+
+def _key(array: da.Array, number: int, piece: int) -> tuple[Any, ...]:
+    """Key of a block of rows, and of one of its chunks along token, or the only one."""
+    return (array.name, number, min(piece, array.numblocks[1] - 1), *(0 for _ in array.shape[2:]))
 
 
 Report = Callable[[int, int], None]
@@ -443,27 +481,11 @@ def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any,
     report : callable, optional
         Called with the numbers of finished and of all tasks.
     """
-    client = _client()
-    if client is None or report is None:
-        with progress_of_tasks(report):
-            return tuple(dask.compute(*lazy))
-    from distributed.diagnostics.progressbar import ProgressBar
-
-    forward: Report = report
-
-    class Bar(ProgressBar):  # type: ignore[misc]
-        def _draw_bar(self, remaining: int, all: int, **_: Any) -> None:
-            forward(all - remaining, all)
-
-    collections, repack = unpack_collections(*lazy)
-    futures = client.compute(collections)
-    try:
-        if futures:
-            client.sync(Bar(futures, client.scheduler.address).listen)
-        return tuple(repack(client.gather(futures)))
-    except BaseException:
-        client.cancel(futures)
-        raise
+    client = current_client()
+    if client is not None and report is not None:
+        return compute_on_cluster(client, lazy, report)
+    with progress_of_tasks(report):
+        return tuple(dask.compute(*lazy))
 
 
 def return_memory() -> None:
@@ -476,9 +498,3 @@ def return_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
         if trim is not None:
             trim(0)
-
-
-def _client() -> Any | None:
-    """Client of the current dask cluster; None for a local scheduler."""
-    owner = getattr(get_scheduler(), "__self__", None)
-    return owner if hasattr(owner, "scheduler_info") else None

@@ -1,14 +1,9 @@
-"""Checks of the input: a single run, its variables, steps and optimizer.
-
-Tables of the variables of a result: their types and attributes.
-
-Values that are categories or have a special meaning, with CF attributes.
-"""
+"""Checks of the input: a single run, its variables, steps and optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,16 +36,16 @@ def with_own_attributes(ds: xr.Dataset) -> xr.Dataset:
     """Restore the own attributes of a run selected from several; else return it unchanged."""
     if RUN in ds.dims or RUN not in ds.coords or OF_RUN not in ds.attrs:
         return ds
-    own = ds.attrs[OF_RUN].get(str(ds[RUN].values))
-    if own is None:
+    recorded = ds.attrs[OF_RUN].get(str(ds[RUN].values))
+    if recorded is None:
         return ds
     shared = {name: value for name, value in ds.attrs.items() if name != OF_RUN}
     single = ds.assign_attrs({})
-    single.attrs = {**shared, **own["attributes"]}
-    for name, attributes in own["variables"].items():
+    single.attrs = {**shared, **recorded["attributes"]}
+    for name, attributes in recorded["variables"].items():
         if name in single.variables:
             single[name].attrs = dict(attributes)
-    single.encoding["source"] = own["source"]
+    single.encoding["source"] = recorded["source"]
     return single
 
 
@@ -69,14 +64,14 @@ def check_every_step(steps: npt.NDArray[np.int64]) -> None:
     """
     gaps = np.flatnonzero(np.diff(steps) != 1)
     if gaps.size:
-        at = int(gaps[0])
+        row = int(gaps[0])
         raise InvalidArgument(
-            f"delta is the change per step, so consecutive steps are required; step {steps[at]} is "
-            f"followed by step {steps[at + 1]}; select consecutive steps"
+            "delta is the change per step, so consecutive steps are required; "
+            f"step {steps[row]} is followed by step {steps[row + 1]}; select consecutive steps"
         )
 
 
-def variables(ds: xr.Dataset, *names: str) -> None:
+def require_variables(ds: xr.Dataset, *names: str) -> None:
     """Check that the run holds the required variables.
 
     Raises
@@ -108,24 +103,30 @@ def available(
     questions: Mapping[str, Callable[[], xr.Dataset]],
 ) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     """Answers by name, and the reason for those that the run does not give."""
-    found: dict[str, xr.Dataset] = {}
+    answers: dict[str, xr.Dataset] = {}
     unknown: dict[str, str] = {}
     for name, question in questions.items():
         try:
-            found[name] = question()
+            answers[name] = question()
         except (VariableNotRecorded, InvalidArgument) as error:
             unknown[name] = str(error)
-    return found, unknown
+    return answers, unknown
 
 
 def _recording_of(names: Sequence[str]) -> str:
     """Value of ``variables`` for these variables; empty if one of them cannot be recorded."""
     if not set(names) <= set(RECORDED):
         return ""
-    in_tiers = {name for held in TIERS.values() for name in held} - set(OF_EXAMPLES)
+    in_tiers = {name for names_of_tier in TIERS.values() for name in names_of_tier} - set(
+        OF_EXAMPLES
+    )
     by_name = [name for name in names if name not in in_tiers]
     tier = next(
-        (tier for tier, held in TIERS.items() if set(names) - set(by_name) <= set(held)),
+        (
+            tier
+            for tier, names_of_tier in TIERS.items()
+            if set(names) - set(by_name) <= set(names_of_tier)
+        ),
         "matrix,norms",
     )
     return ",".join([tier if len(by_name) < len(names) else "matrix", *by_name])
@@ -239,95 +240,3 @@ def rows_of_steps(ds: xr.Dataset, steps: Sequence[int] | int | None) -> npt.NDAr
     if steps is None:
         return np.arange(ds.sizes["step"])
     return np.array([row_of_step(ds, step) for step in np.atleast_1d(steps).tolist()], np.int64)
-
-
-NO_ROW_BEFORE = "no_row_before"
-"""Meaning of −1 in the first row of a quantity of changes between rows."""
-
-
-def flag_attributes(
-    meanings: Mapping[int, str] | Sequence[str], dtype: npt.DTypeLike = np.int64
-) -> dict[str, Any]:
-    """CF attributes with the meanings of some values of a variable.
-
-    Parameters
-    ----------
-    meanings : mapping of int to str, or sequence of str
-        Words without spaces, by value, or by position in a sequence. If all flagged values are
-        negative, the other values of the variable are numbers; otherwise all values are flags.
-    dtype : dtype
-        Type of the variable.
-
-    Examples
-    --------
-    >>> flag_attributes({-1: "never"})
-    {'flag_values': array([-1]), 'flag_meanings': 'never'}
-    """
-    known = meanings if isinstance(meanings, Mapping) else dict(enumerate(meanings))
-    return {
-        "flag_values": np.array([*known], dtype),
-        "flag_meanings": " ".join(known.values()),
-    }
-
-
-def flags_of(array: xr.DataArray) -> dict[int, str]:
-    """Meanings of flagged values; empty if all values are numbers."""
-    if "flag_values" not in array.attrs:
-        return {}
-    values = np.atleast_1d(array.attrs["flag_values"]).tolist()
-    return dict(zip(values, array.attrs["flag_meanings"].split(), strict=True))
-
-
-def is_category(array: xr.DataArray) -> bool:
-    """True if every value of a variable is a flag."""
-    return max(flags_of(array), default=-1) >= 0
-
-
-def with_flag(array: xr.DataArray, value: int, meaning: str) -> xr.DataArray:
-    """The variable with one additional flag."""
-    known = {value: meaning, **flags_of(array)}
-    return array.assign_attrs(flag_attributes(known, array.dtype))
-
-
-class Fact(NamedTuple):
-    """One variable of a result.
-
-    Attributes
-    ----------
-    type : str
-        NumPy type of one value. A type with a shape adds dimensions.
-    long_name : str
-    units : str, optional
-        Default: 1. None: no units.
-    flags : mapping of int to str, or sequence of str
-        As for `flag_attributes`.
-    """
-
-    type: str
-    long_name: str
-    units: str | None = "1"
-    flags: Mapping[int, str] | Sequence[str] = ()
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """CF attributes of the variable."""
-        units = {} if self.units is None else {"units": self.units}
-        flags = flag_attributes(self.flags, np.dtype(self.type).base) if self.flags else {}
-        return {"long_name": self.long_name, **units, **flags}
-
-
-Facts = Mapping[str, Fact]
-"""Variables of a result by name."""
-
-
-def record_of(facts: Facts) -> np.dtype[Any]:
-    """Structured type with one field per variable."""
-    return np.dtype([(name, fact.type) for name, fact in facts.items()])
-
-
-def dataset(
-    variables: Mapping[str, tuple[Any, Any, Fact]], coords: Mapping[Any, Any]
-) -> xr.Dataset:
-    """Dataset of variables: dimensions, data, and the fact that gives the attributes."""
-    found = {name: (dims, data, fact.attributes) for name, (dims, data, fact) in variables.items()}
-    return xr.Dataset(found, coords)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.input_checks import flags_of
+from trajstore.analysis.scan.result_variables import flags_of
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations import chosen_populations, members, own_masks, populations
@@ -47,7 +47,7 @@ def over_groups(
     dtype: npt.DTypeLike,
     **options: Any,
 ) -> xr.DataArray:
-    """Facts about the tokens of each group, (…, population, `dim`), lazy if `da` is.
+    """Statistics of the tokens of each group, (…, population, `dim`), lazy if `da` is.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def over_groups(
         Length of `dim`.
     dtype : dtype
     """
-    facts: xr.DataArray = xr.apply_ufunc(
+    statistics: xr.DataArray = xr.apply_ufunc(
         kernel,
         da.chunk({"token": -1}) if da.chunks is not None else da,
         groups,  # an argument: a keyword would be copied into each task
@@ -73,7 +73,7 @@ def over_groups(
         dask_gufunc_kwargs={"output_sizes": {"population": len(names), dim: size}},
         keep_attrs=False,
     )
-    return facts.assign_coords(population=names)
+    return statistics.assign_coords(population=names)
 
 
 def _count(

@@ -1,30 +1,23 @@
-"""One pass over a block of rows for all measures of the change between rows.
+"""Measures of the rows of a block: changes between rows, norms, and values on a chosen lattice.
 
-The pass works on tiles that fit in the processor's cache. Regimes of 16-bit types are computed for
-all vectors at once. Other measures are computed only for vectors whose bits changed. The module
-uses NumPy only, not dask.
+`measure_pairs` measures all changes in one pass, on tiles that fit in the processor's cache.
+Regimes of 16-bit types are computed for all vectors at once. Other measures are computed only for
+vectors whose bits changed. No function needs dask.
 
-W on a chosen lattice: values checked against their type, and rounded to another.
-
-Rounding equals a cast in torch. Thus float32 master weights on the lattice of bfloat16 are the
-values that the forward pass uses under autocast.
-
-Folds over blocks of rows, with a state that is passed from block to block.
+Rounding to a lattice equals a cast in torch. Thus float32 master weights on the lattice of bfloat16
+are the values that the forward pass uses under autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
-from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph
 
-from trajstore.analysis.scan.block_tasks import Array, measure, per_row
+from trajstore.analysis.scan.block_tasks import Array
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import LATTICES
 from trajstore.values.native_types import (
@@ -32,7 +25,6 @@ from trajstore.values.native_types import (
     binade,
     cast,
     is_of_type,
-    is_within,
     lattice_type,
     ordinal,
     ordinal_dtype,
@@ -124,9 +116,9 @@ def measure_pairs(
     result = np.zeros((rows, tokens), pair_dtype(measures, block.dtype))
     block, boundary = _in_vectors(block), _in_vectors(boundary)
     for part in tiles(rows, tokens, hidden):
-        here, found = block[:, part], result[:, part]
-        _measure_tile(boundary[:, part], here[:1], measures, native, found[:1])
-        _measure_tile(here[:-1], here[1:], measures, native, found[1:])
+        here, out = block[:, part], result[:, part]
+        _measure_tile(boundary[:, part], here[:1], measures, native, out[:1])
+        _measure_tile(here[:-1], here[1:], measures, native, out[1:])
     return result
 
 
@@ -280,13 +272,13 @@ def regime_of_hops(
     """
     l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
     # From jump to unchanged, so that NaN, for which every comparison is false, stays a jump.
-    found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
-    found[l2 > far] += 1
-    found[l2 <= (np.sqrt(hops.shape[-1]) if jump is None else jump)] = REGIMES.index("local")
-    found[linf <= neighbor] = REGIMES.index("neighbor")
-    found[l1 <= 1] = REGIMES.index("single")
-    found[l1 == 0] = REGIMES.index("unchanged")
-    return found
+    regime = np.full(l1.shape, REGIMES.index("jump"), np.int8)
+    regime[l2 > far] += 1
+    regime[l2 <= (np.sqrt(hops.shape[-1]) if jump is None else jump)] = REGIMES.index("local")
+    regime[linf <= neighbor] = REGIMES.index("neighbor")
+    regime[l1 <= 1] = REGIMES.index("single")
+    regime[l1 == 0] = REGIMES.index("unchanged")
+    return regime
 
 
 def _regime_of_short_hops(
@@ -403,16 +395,6 @@ def on_lattice(values: Array, variable: str, native: str, chosen: str) -> Array:
     return values if chosen == native else cast(values, chosen)
 
 
-def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) -> da.Array:
-    """Lazy `on_lattice` of blocks; the blocks themselves if no check or rounding is needed."""
-    if chosen == native and is_within(blocks.dtype, native):
-        return blocks
-    dtype = blocks.dtype if chosen == native else NATIVE_TYPES[chosen].stored
-    return measure(
-        on_lattice, "sth", blocks, variable=variable, native=native, chosen=chosen, dtype=dtype
-    )
-
-
 def with_lattice_attributes(result: xr.Dataset, lattice: str, **others: str) -> xr.Dataset:
     """Add the lattice and other attributes to all variables of a result.
 
@@ -427,88 +409,3 @@ def with_lattice_attributes(result: xr.Dataset, lattice: str, **others: str) -> 
 def lattice_attributes(lattice: str) -> dict[str, str]:
     """Attributes for the lattice of a result; empty for the native lattice."""
     return {} if lattice == "native" else {"lattice": lattice}
-
-
-def _call(kernel: Callable[..., Any], options: dict[str, Any], *blocks: Any) -> Any:
-    with np.errstate(all="ignore"):  # NaN and infinity are valid results
-        return kernel(*blocks, **options)
-
-
-def fold(
-    kernel: Callable[..., Any],
-    first: da.Array,
-    *others: da.Array | Array,
-    finish: Callable[[Any], Array],
-    sizes: tuple[int, ...],
-    dtype: npt.DTypeLike = np.float64,
-    prepare: Callable[..., Any] | None = None,
-    whole_rows: bool = False,
-    **options: Any,
-) -> da.Array:
-    """Fold all rows, in order, to facts per token, or to one result of whole rows.
-
-    Parameters
-    ----------
-    kernel : callable
-        From the state (None at first) and a block of each array, or the result of `prepare`, to
-        the next state. It must not change the state, because dask may run a task twice.
-    first : dask Array, (step, token, …)
-        With one chunk along other dimensions, and at least one block.
-    *others : dask Array or ndarray
-        With as many chunks along step, and as many or one along token. An ndarray has one value per
-        row, as for `measure`.
-    finish : callable
-        From the last state to the result.
-    sizes : tuple of int
-        Sizes of the dimensions of the result, before token.
-    dtype : dtype
-        Type of the result.
-    prepare : callable, optional
-        From a block of each array to the input of `kernel`. It does the work that needs no state,
-        so that all workers are busy. Idle workers would read blocks ahead of the state and hold
-        them in memory.
-    whole_rows : bool
-        True for a single state and a result without tokens. A block is then a list of its chunks
-        along token.
-    **options
-        Passed to `prepare`; without it, to `kernel`. One task, not a copy in each task.
-    """
-    arrays = [
-        first,
-        *(per_row(first, each) if isinstance(each, np.ndarray) else each for each in others),
-    ]
-    names = [array.name for array in arrays]
-    name = f"fold-{tokenize(names, kernel, finish, sizes, prepare, whole_rows, options)}"
-    rows, pieces = first.numblocks[:2]
-    shared: Any = f"options-{name}"
-    tasks: dict[Any, Any] = {shared: options}
-    for at in range(1 if whole_rows else pieces):
-        last: Any = None
-        for number in range(rows):
-            blocks: list[Any] = [
-                [(array.name, number, part, 0) for part in range(pieces)]
-                if whole_rows
-                else _key(array, number, at)
-                for array in arrays
-            ]
-            own = shared
-            if prepare is not None:
-                prepared = (f"prepared-{name}", number, at)
-                tasks[prepared] = (_call, prepare, shared, *blocks)
-                blocks, own = [prepared], {}
-            tasks[f"state-{name}", number, at] = (_call, kernel, own, last, *blocks)
-            last = (f"state-{name}", number, at)
-        tasks[(name, *(0 for _ in sizes), *(() if whole_rows else (at,)))] = (
-            _call,
-            finish,
-            {},
-            last,
-        )
-    graph = HighLevelGraph.from_collections(name, tasks, arrays)
-    chunks = (*((size,) for size in sizes), *(() if whole_rows else (first.chunks[1],)))
-    return da.Array(graph, name, chunks, dtype=dtype)
-
-
-def _key(array: da.Array, number: int, at: int) -> tuple[Any, ...]:
-    """Key of a block of rows, and of one of its chunks along token, or the only one."""
-    return (array.name, number, min(at, array.numblocks[1] - 1), *(0 for _ in array.shape[2:]))

@@ -1,9 +1,7 @@
-"""A Dataset prepared for scans: blocks of rows, and the row before each block.
+"""A Dataset prepared for scans: blocks of rows, the row before each block, and a window of steps.
 
 Quantities that are computed together share one `Scan`. It creates each dask node once, so each
 chunk is read once.
-
-Windows of steps: the steps to return, or the only steps to use.
 """
 
 from __future__ import annotations
@@ -19,24 +17,25 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import block_tasks, input_checks
-from trajstore.analysis.scan.block_tasks import Array, Points, field, measure, table
+from trajstore.analysis.scan.block_tasks import DIMS, Array, ConsecutiveRows, measure
 from trajstore.analysis.scan.input_checks import (
-    Facts,
     check_every_step,
     check_single_run,
     hold_only_changes,
     with_own_attributes,
 )
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
+from trajstore.analysis.scan.result_variables import ResultVariables, field, table
 from trajstore.analysis.scan.rows import (
     chosen_type,
     measure_pairs,
     measure_rows,
+    on_lattice,
     pair_dtype,
-    place_on_lattice,
 )
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations import check_dataset, row_vectors
+from trajstore.values.native_types import NATIVE_TYPES, is_within
 from trajstore.values.norms import result_dtype
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
-_DIMS = ("step", "token", "hidden")
 _BLOCK_BYTES = 32 << 20
 
 
@@ -103,7 +101,7 @@ class Scan:
         check_dataset(ds)
         check_single_run(ds)
         self.ds = ds = with_mostly_dead(with_own_attributes(row_vectors(ds)))
-        input_checks.variables(ds, "step")
+        input_checks.require_variables(ds, "step")
         if ds["step"].dims != ("step",):
             raise InvalidArgument(
                 "the dimension step is missing; select rows with a list or a slice, such as "
@@ -177,14 +175,14 @@ class Scan:
         InvalidArgument
             If it has other dimensions.
         """
-        input_checks.variables(self.ds, name)
+        input_checks.require_variables(self.ds, name)
         array = self.ds[name]
-        if set(array.dims) != set(_DIMS):
+        if set(array.dims) != set(DIMS):
             raise InvalidArgument(
                 f"{name} has dimensions {', '.join(map(str, array.dims))}, "
-                f"expected {', '.join(_DIMS)}"
+                f"expected {', '.join(DIMS)}"
             )
-        return array.transpose(*_DIMS)
+        return array.transpose(*DIMS)
 
     def blocks(self, name: str) -> da.Array:
         """Blocks of a matrix, (step, token, hidden), with one chunk along hidden."""
@@ -200,16 +198,16 @@ class Scan:
         """Blocks of a matrix, with the chunks of another."""
         return self.blocks(name).rechunk(self.blocks(like).chunks)
 
-    def rows_of(self, name: str, like: str | None = None) -> Points:
+    def rows_of(self, name: str, like: str | None = None) -> ConsecutiveRows:
         """Rows of a matrix, and the row before each, with the chunks of itself or another.
 
         The first row counts as its own previous row, so that nothing moves in row 0. Results leave
         out row 0.
         """
         native = native_dtype(self.variable(name))
-        return Points(variable=name, type=native, blocks=self.aligned(like or name, name))
+        return ConsecutiveRows(variable=name, type=native, blocks=self.aligned(like or name, name))
 
-    def points(self, lattice: str = "native") -> Points:
+    def points(self, lattice: str = "native") -> ConsecutiveRows:
         """W, rounded to a lattice of `trajstore.schema.LATTICES`.
 
         On the lattice of bfloat16, the recorded ``cells`` replace a missing W. The computation
@@ -226,9 +224,9 @@ class Scan:
         name = "cells" if chosen and "W" not in self.ds else "W"
         native = native_dtype(self.variable(name))
         blocks = place_on_lattice(self.blocks(name), name, native, chosen)
-        return Points(variable=name, type=chosen, blocks=blocks)
+        return ConsecutiveRows(variable=name, type=chosen, blocks=blocks)
 
-    def recorded(self) -> Points:
+    def recorded(self) -> ConsecutiveRows:
         """W as stored, of any type; without W, the recorded changes.
 
         Raises
@@ -294,8 +292,8 @@ class Scan:
             points = self.recorded() if measures == ("step_norm",) else self.points(lattice)
             measured = block_tasks.measure(
                 measure_pairs,
-                "st",
                 points,
+                dims=("step", "token"),
                 measures=measures,
                 native=points.type,
                 dtype=pair_dtype(measures, points.blocks.dtype),
@@ -310,7 +308,7 @@ class Scan:
         like: str,
         *,
         rows: slice | npt.NDArray[np.int64] = slice(None),
-        dims: Iterable[str] = _DIMS[:2],
+        dims: Iterable[str] = DIMS[:2],
     ) -> xr.DataArray:
         """DataArray with those coordinates of a variable that have dimensions in `dims`."""
         dims = tuple(dims)
@@ -326,18 +324,18 @@ class Scan:
     def of_tokens(
         self,
         measured: da.Array,
-        facts: Facts,
+        variables: ResultVariables,
         like: str,
         *,
         rows: slice | npt.NDArray[np.int64] = slice(None),
-        dims: Sequence[str] = _DIMS[:2],
+        dims: Sequence[str] = DIMS[:2],
     ) -> xr.Dataset:
         """Variables of each token, from the results of a kernel.
 
         Parameters
         ----------
-        measured : dask Array of `record_of` the facts, (step, token)
-        facts : mapping of str to Fact
+        measured : dask Array of `record_of` the variables, (step, token)
+        variables : mapping of str to ResultVariable
         like : str
             Variable with their coordinates.
         rows : slice or ndarray of int
@@ -345,13 +343,13 @@ class Scan:
         dims : sequence of str
             Dimensions of the result.
         """
-        return table(measured, facts, dims, self.coords(like, dims, rows))
+        return table(measured, variables, dims, self.coords(like, dims, rows))
 
     @property
     def units(self) -> str:
         """Units of W."""
-        held = next((name for name in ("W", "delta") if name in self.ds), None)
-        return "1" if held is None else str(self.ds[held].attrs.get("units", "1"))
+        source = next((name for name in ("W", "delta") if name in self.ds), None)
+        return "1" if source is None else str(self.ds[source].attrs.get("units", "1"))
 
     @property
     def _every_row(self) -> bool:
@@ -377,7 +375,7 @@ class Scan:
         """Measure of each recorded change, except that of the first row."""
         self.require_rows(1, "a quantity of motion")
         points = self.recorded()
-        measured = measure(kernel, "st", points.blocks, dtype=dtype)
+        measured = measure(kernel, points.blocks, dims=("step", "token"), dtype=dtype)
         return self.wrap(measured[1:], points.variable, rows=slice(1, None))
 
     def ulp_l1(self, lattice: str = "native") -> xr.DataArray:
@@ -395,8 +393,8 @@ class Scan:
 
     def _stored_hops(self, lattice: str) -> xr.DataArray | None:
         """Stored ``W_ulp_l1``, which is valid only on the native lattice."""
-        own = self._own_name(lattice) == "native"
-        stored = self._stored("W_ulp_l1") if own else None
+        is_native = self._own_name(lattice) == "native"
+        stored = self._stored("W_ulp_l1") if is_native else None
         if stored is None:
             self.lattice_type(lattice)
         return stored
@@ -411,7 +409,7 @@ class Scan:
 
     def between_rows(
         self,
-        points: Points,
+        points: ConsecutiveRows,
         kernel: Callable[[Array, Array], Array],
         dtype: npt.DTypeLike,
     ) -> xr.DataArray:
@@ -419,7 +417,7 @@ class Scan:
 
         Parameters
         ----------
-        points : Points
+        points : ConsecutiveRows
             Values of W.
         kernel : callable
             Function of (later, earlier), both (token, hidden).
@@ -432,8 +430,8 @@ class Scan:
             One row fewer than the Dataset.
         """
         self.require_rows(1, "a quantity of motion")
-        data = measure(kernel, "sth", points, dtype=dtype, by_row=True)[1:]
-        return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
+        data = measure(kernel, points, dims=DIMS, dtype=dtype, by_row=True)[1:]
+        return self.wrap(data, points.variable, rows=slice(1, None), dims=DIMS)
 
 
 def rows_of_window(ds: xr.Dataset, steps: Steps) -> xr.Dataset:
@@ -477,3 +475,19 @@ def windowed_scan(
         return Scan(ds, measures)
     part = rows_of_window(ds, steps)
     return Scan(part, measures) if within else Scan(ds, measures, part["step"].values)
+
+
+def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) -> da.Array:
+    """Lazy `on_lattice` of blocks; the blocks themselves if no check or rounding is needed."""
+    if chosen == native and is_within(blocks.dtype, native):
+        return blocks
+    dtype = blocks.dtype if chosen == native else NATIVE_TYPES[chosen].stored
+    return measure(
+        on_lattice,
+        blocks,
+        dims=DIMS,
+        variable=variable,
+        native=native,
+        chosen=chosen,
+        dtype=dtype,
+    )

@@ -16,7 +16,7 @@ from bits_and_calls import nightly_but
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.registry import ALONE, QUANTITIES, answer
 from trajstore.analysis.results.write_results import describe
-from trajstore.analysis.scan.input_checks import NO_ROW_BEFORE, flags_of, with_flag
+from trajstore.analysis.scan.result_variables import NO_ROW_BEFORE, flags_of, with_flag
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
 from trajstore.exchange.selection import select_part

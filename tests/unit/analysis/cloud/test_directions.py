@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import numpy as np
@@ -90,7 +88,7 @@ def test_a_wrong_vector_or_quantile_is_refused(run):
 
 
 @pytest.fixture(params=["wandering", "one token", "one step", "not finite"])
-def run_of_projections(request, make_run, walk) -> xr.Dataset:
+def projected_run(request, make_run, walk) -> xr.Dataset:
     bits = walk(9, 7, 4)
     if request.param == "one token":
         bits = bits[:, :1]
@@ -101,10 +99,10 @@ def run_of_projections(request, make_run, walk) -> xr.Dataset:
     return make_run(bits, steps=np.arange(len(bits)) * 2, chunks=(4, 3, -1))
 
 
-def test_projection_on_given_axes(run_of_projections: xr.Dataset) -> None:
-    W = run_of_projections.W.values.astype(np.float64)
+def test_projection_on_given_axes(projected_run: xr.Dataset) -> None:
+    W = projected_run.W.values.astype(np.float64)
     axes = np.array([[1.0, 2, 0, -1], [1, 2, 0, -1.5], [2, 4, 0, -2]])  # axes 0 and 2 are parallel
-    got = analysis.projection(run_of_projections, axes).compute()
+    got = analysis.projection(projected_run, axes).compute()
     with np.errstate(invalid="ignore"):
         along = W @ (axes / np.linalg.norm(axes, axis=1, keepdims=True)).T
         Q, _ = np.linalg.qr(axes[:2].T)
@@ -113,19 +111,19 @@ def test_projection_on_given_axes(run_of_projections: xr.Dataset) -> None:
     np.testing.assert_allclose(got.across, across, rtol=1e-7, atol=1e-12)
 
 
-def test_projection_on_an_axis_of_each_step(run_of_projections: xr.Dataset) -> None:
-    W = run_of_projections.W.values.astype(np.float64)
+def test_projection_on_an_axis_of_each_step(projected_run: xr.Dataset) -> None:
+    W = projected_run.W.values.astype(np.float64)
     mean = W.mean(1)
-    got = analysis.projection(run_of_projections).compute()
+    got = analysis.projection(projected_run).compute()
     with np.errstate(invalid="ignore"):
         along = np.einsum("sth,sh->st", W, mean / np.linalg.norm(mean, axis=1, keepdims=True))
     np.testing.assert_allclose(got.projection.sel(axis="centroid"), along, rtol=1e-9)
-    h = run_of_projections.assign(hidden_mean=(("step", "hidden"), mean))
+    h = projected_run.assign(hidden_mean=(("step", "hidden"), mean))
     h.hidden_mean[0] = np.nan
     reported = analysis.projection(h, "hidden_mean").compute()
     assert reported.projection[0].isnull().all()
     np.testing.assert_allclose(reported.projection[1:], got.projection[1:], rtol=1e-9)
-    given = analysis.projection(run_of_projections, h.hidden_mean.drop_vars("step")).compute()
+    given = analysis.projection(projected_run, h.hidden_mean.drop_vars("step")).compute()
     np.testing.assert_array_equal(given.across, reported.across)
 
 

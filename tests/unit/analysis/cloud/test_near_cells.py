@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from near_histories import near_histories
 
 from trajstore import analysis
-from trajstore.analysis.cloud import near_vectors
+from trajstore.analysis.cloud.near_vectors import near_pairs
 from trajstore.analysis.registry import answer
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.native_types import ordinal
@@ -106,23 +106,19 @@ NUMBERS = st.integers(-4, 4).flatmap(
     st.sampled_from([1, 7, 1 << 19]),
 )
 def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(near_vectors, "_COMPARED", compared)
-        patch.setattr(near_vectors, "_FEW", 2)
-        found = [tuple(sorted(pair)) for part in near_vectors._pairs(cells, k) for pair in part]
+    batches = near_pairs(cells, k, compared=compared, few=2)
+    pairs = [tuple(sorted(pair)) for batch in batches for pair in batch]
     apart = np.abs(cells[:, None] - cells[None]).max(2)
     expected = np.argwhere(np.triu(apart <= k, 1)).tolist()
-    assert sorted(found) == [tuple(pair) for pair in expected]
+    assert sorted(pairs) == [tuple(pair) for pair in expected]
 
 
-def test_small_parts_give_the_same_graph(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
-    ds = make_run(bits, is_dead=np.arange(60) % 3 == 0)
-    graph = analysis.adjacency(ds).compute()
-    assert int(graph.edges.max()) > 100
-    monkeypatch.setattr(near_vectors, "_PAIRS", 10)
-    monkeypatch.setattr(near_vectors, "_COMPARED", 70)
-    xr.testing.assert_identical(analysis.adjacency(ds).compute(), graph)
+def test_more_pairs_than_fit_in_memory_at_once(make_run) -> None:
+    numbers = np.arange(1500, dtype=np.uint16)  # both groups together have more than 2²¹ pairs
+    bits = np.concatenate([numbers, numbers + 0x3000])[None, :, None]
+    graph = analysis.adjacency(make_run(bits), k=1500, population="all").compute()
+    assert (graph.degree == 1499).all()
+    assert (graph.edges.item(), graph.components.item()) == (1500 * 1499, 2)
 
 
 def test_steps_of_choice(make_run, walk) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from near_histories import near_histories
 
 from trajstore import analysis
-from trajstore.analysis.cloud import near_vectors
 from trajstore.errors import StepNotFound
 
 
@@ -44,12 +43,14 @@ def test_nearest_distance(ds: xr.Dataset) -> None:
             np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
 
 
-def test_small_parts_give_the_same_distances(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
-    ds = make_run(bits)
-    nearest = analysis.nearest_distance(ds).compute()
-    monkeypatch.setattr(near_vectors, "_DISTANCES", 70)
-    xr.testing.assert_identical(analysis.nearest_distance(ds).compute(), nearest)
+def test_more_distances_than_fit_in_memory_at_once(make_run) -> None:
+    rng = np.random.default_rng(1)
+    places = np.cumsum(rng.integers(1, 9, 3000)).astype(np.float64)
+    gaps = np.diff(places, prepend=-np.inf, append=np.inf)
+    order = rng.permutation(places.size)
+    ds = make_run(places[None, order, None], native="float64")
+    distances = analysis.nearest_distance(ds).nearest_distance[0]
+    np.testing.assert_array_equal(distances, np.minimum(gaps[:-1], gaps[1:])[order])
 
 
 def test_the_nearest_of_many_that_products_cannot_tell_apart(make_run) -> None:

@@ -241,7 +241,7 @@ ADAM = {
 
 
 @pytest.fixture
-def run_of_lost_update_line(make_run):
+def moments_run(make_run):
     rng = np.random.default_rng(0)
     shape = (6, 12, 4)
     m = (10 ** rng.uniform(-8, -1, shape)).astype(np.float32)
@@ -258,10 +258,10 @@ def run_of_lost_update_line(make_run):
     ).assign_attrs(optimizer=ADAM)
 
 
-def test_counts_of_the_moment_plane(run_of_lost_update_line):
-    found = analysis.moment_plane(run_of_lost_update_line, step=5).compute()
+def test_counts_of_the_moment_plane(moments_run):
+    found = analysis.moment_plane(moments_run, step=5).compute()
     edges = np.append(found.lower, found.upper[-1])
-    last = run_of_lost_update_line.isel(step=-1)
+    last = moments_run.isel(step=-1)
     for population, members in (("dead", slice(0, 5)), ("live", slice(5, None))):
         root = np.sqrt(last.exp_avg_sq.values[members].astype(np.float64)).ravel()
         size = abs(last.exp_avg.values[members].astype(np.float64)).ravel()
@@ -269,11 +269,11 @@ def test_counts_of_the_moment_plane(run_of_lost_update_line):
         np.testing.assert_array_equal(found["count"].sel(population=population), expected)
     assert found.elsewhere.sel(population="dead") == 1
     assert found.elsewhere.sel(population="live") == 0
-    assert analysis.moment_plane(run_of_lost_update_line).step == 5
+    assert analysis.moment_plane(moments_run).step == 5
 
 
-def test_below_the_line_updates_are_less_than_half_a_spacing(run_of_lost_update_line):
-    found = analysis.moment_plane(run_of_lost_update_line, step=3).compute()
+def test_below_the_line_updates_are_less_than_half_a_spacing(moments_run):
+    found = analysis.moment_plane(moments_run, step=3).compute()
     line = found.threshold.sel(quantile=0.5)
     assert (found.threshold == line).all()  # all of W is 1.5
     for root, threshold in zip(found.root.values, line.values, strict=True):
@@ -281,17 +281,17 @@ def test_below_the_line_updates_are_less_than_half_a_spacing(run_of_lost_update_
         np.testing.assert_allclose(update, 2.0**-8)
 
 
-def test_the_threshold_without_a_learning_rate(run_of_lost_update_line):
-    still = run_of_lost_update_line.assign(lr=run_of_lost_update_line.lr * 0)
+def test_the_threshold_without_a_learning_rate(moments_run):
+    still = moments_run.assign(lr=moments_run.lr * 0)
     assert np.isinf(analysis.moment_plane(still).threshold).all()
-    assert np.isnan(analysis.moment_plane(run_of_lost_update_line, step=0).threshold).all()
+    assert np.isnan(analysis.moment_plane(moments_run, step=0).threshold).all()
 
 
-def test_moment_plane_names_what_is_missing(run_of_lost_update_line):
+def test_moment_plane_names_what_is_missing(moments_run):
     with pytest.raises(StepNotFound, match="nearest recorded one is 5"):
-        analysis.moment_plane(run_of_lost_update_line, step=9)
+        analysis.moment_plane(moments_run, step=9)
     with pytest.raises(VariableNotRecorded, match="exp_avg"):
-        analysis.moment_plane(run_of_lost_update_line.drop_vars("exp_avg"))
+        analysis.moment_plane(moments_run.drop_vars("exp_avg"))
     hyper = {**ADAM["hyperparameters"], "amsgrad": True}
     with pytest.raises(InvalidArgument, match="amsgrad"):
-        analysis.moment_plane(run_of_lost_update_line, optimizer={**ADAM, "hyperparameters": hyper})
+        analysis.moment_plane(moments_run, optimizer={**ADAM, "hyperparameters": hyper})

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from trajstore.analysis.results.write_results import describe, write_result
-from trajstore.analysis.scan.input_checks import flag_attributes
+from trajstore.analysis.scan.result_variables import flag_attributes
 from trajstore.errors import InvalidArgument, RunExists
 
 

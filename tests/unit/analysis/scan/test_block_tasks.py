@@ -6,15 +6,9 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from trajstore.analysis.scan.block_tasks import (
-    Points,
-    chunks_of,
-    in_turn,
-    measure,
-    read_again,
-    table,
-)
-from trajstore.analysis.scan.input_checks import Fact
+from trajstore.analysis.scan.block_tasks import ConsecutiveRows, along, in_turn, measure
+from trajstore.analysis.scan.dask_internals import chunks_of, read_again
+from trajstore.analysis.scan.result_variables import ResultVariable, table
 
 
 @pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
@@ -29,10 +23,10 @@ def test_a_kernel_gets_one_block_of_every_array(chunks: tuple[int, ...]) -> None
 
     result = measure(
         kernel,
-        "st",
         da.from_array(values, chunks=chunks),
-        (da.from_array(weights, chunks=chunks[1:]), "th"),
+        along(da.from_array(weights, chunks=chunks[1:]), "token", "hidden"),
         da.from_array(factors, chunks=(chunks[0], 1, 1)),
+        dims=("step", "token"),
         dtype=np.float64,
         offset=1.0,
     )
@@ -54,12 +48,12 @@ def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None
     groups = np.array([[True, False, False, True], [False, True, True, False]])
     result = measure(
         kernel,
-        "sp",
         da.from_array(values, chunks=(5, 3, 3)),
         factors,
+        dims=("step", "population"),
         groups=groups,
         dtype=np.float64,
-        sizes={"p": 2},
+        sizes={"population": 2},
     )
     assert result.chunks == ((5, 2), (2,))
     expected = (values.sum(-1) * factors[:, None]) @ groups.T
@@ -69,15 +63,18 @@ def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None
 @pytest.mark.parametrize("are_changes", [False, True])
 def test_a_kernel_of_rows_gets_whole_rows_and_the_row_before(are_changes: bool) -> None:
     values, weights = np.arange(42.0).reshape(7, 3, 2) ** 2, np.arange(1.0, 3)
-    facts = {"sum": Fact("f8", "weighted sum", "nat"), "change": Fact("(2,)f8", "change")}
+    facts = {
+        "sum": ResultVariable("f8", "weighted sum", "nat"),
+        "change": ResultVariable("(2,)f8", "change"),
+    }
 
     def kernel(now, before, number, weight):  # type: ignore[no-untyped-def]
         return {"sum": (now * weight).sum() + number, "change": (now - before).sum(0)}
 
     blocks = da.from_array(values, chunks=(3, 2, 2))
-    points = Points(variable="W", type="float64", blocks=blocks, are_changes=are_changes)
-    sources = points, np.arange(7), (da.from_array(weights, chunks=-1), "h")
-    measured = measure(kernel, "s", *sources, dtype=facts, by_row=True)
+    points = ConsecutiveRows(variable="W", type="float64", blocks=blocks, are_changes=are_changes)
+    sources = points, np.arange(7), along(da.from_array(weights, chunks=-1), "hidden")
+    measured = measure(kernel, *sources, dims=("step",), dtype=facts, by_row=True)
     found = table(measured, facts, ("step", "hidden"), {"step": range(7)})
     np.testing.assert_array_equal(found["sum"], (values * weights).sum((1, 2)) + np.arange(7))
     change = values if are_changes else np.diff(values, axis=0, prepend=values[:1])
@@ -87,7 +84,9 @@ def test_a_kernel_of_rows_gets_whole_rows_and_the_row_before(are_changes: bool) 
 
 def test_a_block_of_the_result_may_be_shorter_than_that_of_the_array() -> None:
     blocks = da.from_array(np.arange(14).reshape(7, 2), chunks=(3, 1))
-    last = measure(lambda block: block[-1:], "st", blocks, dtype=np.int64, sizes={"s": 1})
+    last = measure(
+        lambda block: block[-1:], blocks, dims=("step", "token"), dtype=np.int64, sizes={"step": 1}
+    )
     assert last.chunks == ((1, 1, 1), (1, 1))
     assert last.compute().tolist() == [[4, 5], [10, 11], [12, 13]]
 
@@ -104,7 +103,7 @@ def test_blocks_are_not_copied() -> None:
         return made[block_id[0]]
 
     blocks = da.map_blocks(make, chunks=((2, 2), (3,), (2,)), dtype=float, meta=made[0][:0])
-    measure(kernel, "st", blocks, dtype=np.float64).compute(scheduler="sync")
+    measure(kernel, blocks, dims=("step", "token"), dtype=np.float64).compute(scheduler="sync")
     assert seen == [True, True]
 
 
@@ -128,8 +127,8 @@ def test_blocks_are_read_one_after_the_other() -> None:
         make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
     )
     result = in_turn(
-        lambda points: measure(kernel, "st", points, dtype=np.float64),
-        Points(variable="W", type="float64", blocks=blocks),
+        lambda points: measure(kernel, points, dims=("step", "token"), dtype=np.float64),
+        ConsecutiveRows(variable="W", type="float64", blocks=blocks),
     )
     sums = result[1:].compute(scheduler="sync")
     np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)

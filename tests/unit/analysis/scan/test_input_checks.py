@@ -22,15 +22,15 @@ from trajstore.errors import StepNotFound, VariableNotRecorded
 )
 def test_what_to_record(missing, recorded, make_run, walk):
     with pytest.raises(VariableNotRecorded, match=f"; record it with variables='{recorded}'$"):
-        input_checks.variables(make_run(walk(2, 2, 2)), *missing)
+        input_checks.require_variables(make_run(walk(2, 2, 2)), *missing)
 
 
 def test_missing_coordinates_have_no_advice_to_record(make_run, walk):
     run = make_run(walk(2, 2, 2))
     with pytest.raises(VariableNotRecorded, match=r"which the run does not hold$"):
-        input_checks.variables(run, "parameter")
+        input_checks.require_variables(run, "parameter")
     with pytest.raises(VariableNotRecorded, match="because the imported file does not"):
-        input_checks.variables(run.assign_attrs(imported={}), "hidden_mean")
+        input_checks.require_variables(run.assign_attrs(imported={}), "hidden_mean")
 
 
 @pytest.mark.parametrize(
