@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, field, measure, table
 from trajstore.analysis.scan.input_checks import RUN, Fact, flag_attributes, with_own_attributes
+from trajstore.analysis.scan.quantity import registered
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
@@ -36,6 +38,7 @@ R = TypeVar("R")
 _ARRAY = "result"
 
 
+@public(each_run=False)
 @checks_types
 def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     """Runs of a Dataset, each as returned by `trajstore.open_run`.
@@ -68,6 +71,7 @@ def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     ]
 
 
+@public(each_run=False)
 @checks_types
 def over_runs(
     ds: xr.Dataset,
@@ -220,6 +224,7 @@ _OTHER_DEAD = (
 )
 
 
+@registered(place=420, across_runs=True)
 @checks_types
 def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
     """Distance of W between the first run and the others, per step and population.
@@ -408,6 +413,7 @@ def _loss_difference(a: xr.Dataset, b: xr.Dataset, over: float) -> dict[str, xr.
     }
 
 
+@public()
 @checks_types
 def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Dataset:
     """First step at which two runs differ in any bit, per variable, and their distance.

@@ -107,7 +107,7 @@ def _nearest_kernel(values: Array, members: Numbers) -> Wide:
     return result
 
 
-@quantity()
+@quantity(place=80)
 def nearest_distance(
     scan: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:
@@ -328,7 +328,7 @@ def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, .
     )
 
 
-@quantity()
+@quantity(place=70)
 def adjacency(
     scan: Scan,
     k: Count = 1,

@@ -138,7 +138,7 @@ def _measure(
         "cause": lambda: freeze_cause(scan).to_dataset(name="cause"),
     }
     for name in ("heatmap", "freeze", "loss", "grad_norms", "displacement"):
-        questions[name] = partial(FIGURES[name].collect, scan, Options())
+        questions[name] = partial(FIGURES[name].computation.collect, scan, Options())
     lazy, unknown = input_checks.available(questions)
     found: dict[str, xr.Dataset] = {}
     # Causes need four matrices at once: a separate reading keeps fewer blocks in memory.

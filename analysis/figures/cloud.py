@@ -20,7 +20,14 @@ from trajstore.analysis.figures.axes_marks import (
     named,
     with_units,
 )
-from trajstore.analysis.figures.figure import Options, after_first_row, figure, with_members
+from trajstore.analysis.figures.figure import (
+    CURVES,
+    MEANS,
+    Options,
+    after_first_row,
+    figure,
+    with_members,
+)
 from trajstore.analysis.figures.style import Look, population_color, shades, token_names
 from trajstore.analysis.motion import collective
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes
@@ -35,7 +42,7 @@ def _centroid(scan: Scan, options: Options) -> xr.Dataset:
     return collective.centroid(scan, shown)[["centroid_norm", "mean_radius"]]
 
 
-@figure(_centroid, rows=1, reading="rows", overlays=True, averages=True)
+@figure(_centroid, place=140, rows=1, reading="rows", runs=MEANS)
 def centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Norm of the tokens' centroid, and their mean distance from it."""
     labels = {"centroid_norm": "norm of the centroid", "mean_radius": "mean distance from it"}
@@ -58,7 +65,7 @@ def _spectra(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset(found).assign_coords(population=shown)
 
 
-@figure(_spectra, rows=1, overlays=True, of_window=True, reading="plane")
+@figure(_spectra, place=170, rows=1, of_window=True, reading="plane", runs=CURVES)
 def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Variance of the tokens along their principal axes."""
     values = data[[*_ROWS]].to_array()
@@ -91,7 +98,14 @@ def _clusters(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"vectors": vectors, "largest": largest})
 
 
-@figure(_clusters, rows=1, on_lattice=True, overlays=True, averages=True, reading="identical")
+@figure(
+    _clusters,
+    place=220,
+    rows=1,
+    reading="identical",
+    options=("population", "lattice", "log"),
+    runs=MEANS,
+)
 def clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Tokens with identical vectors."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -140,7 +154,7 @@ def _thinned(data: xr.Dataset) -> xr.Dataset:
     return data.isel(step=slice(None, None, every)).assign_attrs(every=every)
 
 
-@figure(_trajectory, rows=1, scales=False, reading="plane")
+@figure(_trajectory, place=150, rows=1, reading="plane", options=("population",))
 def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Paths of the tokens in a plane."""
     look.note("the axes have different scales")
@@ -196,7 +210,7 @@ def _moment_tracks(scan: Scan, options: Options) -> xr.Dataset:
     return _thinned(with_members(named, scan, options))
 
 
-@figure(_moment_tracks, scales=False, reading="moments")
+@figure(_moment_tracks, place=210, reading="moments", options=("population",))
 def moment_tracks(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Paths of the tokens in the plane of Adam's moments."""
     zeros = int((data["position"] == 0).any("component").sum())
@@ -236,7 +250,15 @@ def _sky(scan: Scan, options: Options) -> xr.Dataset:
     )
 
 
-@figure(_sky, rows=1, scales=False, reading="plane", projection="mollweide")
+@figure(
+    _sky,
+    place=160,
+    place_in_list=215,
+    rows=1,
+    reading="plane",
+    options=("population",),
+    projection="mollweide",
+)
 def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Directions of the tokens about an axis."""
     # A displacement has no direction at the first row.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xarray as xr
 
@@ -241,6 +241,87 @@ class Options:
         return [self.population]
 
 
+class Drawing(Protocol):
+    """A method of ``ds.traj.plot``; figures lack the options that they do not depend on."""
+
+    def __call__(
+        self,
+        ax: Axes | None = None,
+        *,
+        other: xr.Dataset | None = None,
+        style: str = "light",
+        log: str | None = None,
+        labels: Sequence[str] | None = None,
+        title: str | None = None,
+        size: tuple[float, float] | None = None,
+        population: str | None = None,
+        also: Sequence[str] = (),
+        lattice: str = "native",
+        color: str = "regime",
+        plane: str = "principal",
+        steps: Steps = None,
+        within: bool = False,
+        min_unchanged: int = MIN_UNCHANGED,
+        metric: str = "frobenius",
+        parameters: str | None = None,
+    ) -> Axes:
+        """Draw the figure, as `Figure` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Data of a figure, and what their computation needs.
+
+    Attributes
+    ----------
+    collect : callable
+        Takes a `Scan` and `Options`, and with `SeveralRuns.between` the first run's `Scan`; returns
+        lazy data.
+    rows : int
+        Smallest number of rows.
+    measures : tuple of str
+        Measures between consecutive rows, as for a `Quantity`.
+    of_window : bool
+        True if it is computed from the rows of a window alone, as for `Quantity`.
+    reading : str
+        Name of the pass over the run that computes it. Figures that need much memory have a pass
+        of their own.
+    """
+
+    collect: Callable[..., xr.Dataset]
+    rows: int = 2
+    measures: tuple[str, ...] = ()
+    of_window: bool = False
+    reading: str = "blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralRuns:
+    """How a figure shows several runs.
+
+    Attributes
+    ----------
+    overlays : bool
+        True if one axes shows several runs; else each run has a panel.
+    averages : bool
+        True if it can show the mean and spread of many runs.
+    bounds : tuple of float
+        Smallest and largest possible value, at which a spread ends.
+    between : bool
+        True if it compares runs with the first.
+    """
+
+    overlays: bool = False
+    averages: bool = False
+    bounds: tuple[float, float] = (0, math.inf)
+    between: bool = False
+
+
+PANELS = SeveralRuns()
+CURVES = SeveralRuns(overlays=True)
+MEANS = SeveralRuns(overlays=True, averages=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One kind of figure.
@@ -250,56 +331,29 @@ class Figure:
     Attributes
     ----------
     name, title : str
-    collect : callable
-        Takes a `Scan` and `Options`; returns lazy data.
+    computation : Computation
     draw : callable
         Takes an Axes, the computed data and a `Look`.
-    rows : int
-        Smallest number of rows.
-    measures : tuple of str
-        Measures between consecutive rows, as for a `Quantity`.
-    on_lattice : bool
-        True if it depends on a lattice.
-    overlays : bool
-        True if one axes shows several runs; else each run has a panel.
-    averages : bool
-        True if it can show the mean and spread of many runs.
-    bounds : tuple of float
-        Smallest and largest possible value, at which a spread ends.
-    between : bool
-        True if it compares runs with the first, which `collect` takes as third argument.
-    scales : bool
-        True if users can choose the scales of its axes.
-    of_populations : bool
-        True if it can show a single population.
-    of_layers : bool
-        True if it has a metric, and can show chosen parameters.
-    of_window : bool
-        True if it is computed from the rows of a window alone, as for `Quantity`.
-    reading : str
-        Name of the pass over the run that computes it. Figures that need much memory have a pass
-        of their own.
+    options : tuple of str
+        Those of the options that not all figures have: ``population``, ``lattice``, ``metric`` (of
+        layers, with ``parameters``), ``log``.
+    runs : SeveralRuns
     projection : str
         Projection of its axes, one of matplotlib's.
     """
 
     name: str
     title: str
-    collect: Callable[..., xr.Dataset]
+    computation: Computation
     draw: Callable[[Axes, xr.Dataset, Look], None]
-    rows: int = 2
-    measures: tuple[str, ...] = ()
-    on_lattice: bool = False
-    overlays: bool = False
-    averages: bool = False
-    bounds: tuple[float, float] = (0, math.inf)
-    between: bool = False
-    scales: bool = True
-    of_populations: bool = True
-    of_layers: bool = False
-    of_window: bool = False
-    reading: str = "blocks"
+    options: tuple[str, ...] = ("population", "log")
+    runs: SeveralRuns = PANELS
     projection: str = "rectilinear"
+
+    def has(self, option: str) -> bool:
+        """True if this option of drawing has an effect on the figure."""
+        needed = {"also": "population", "parameters": "metric"}.get(option, option)
+        return needed in self.options or needed not in ("population", "lattice", "metric")
 
     def data(self, scans: Sequence[Scan], options: Options) -> list[xr.Dataset]:
         """Lazy data of each run, or of each run but the first how it differs from the first.
@@ -311,13 +365,14 @@ class Figure:
         VariableNotRecorded
             If a run lacks a variable.
         """
+        rows = self.computation.rows
         for scan in scans:
-            if scan.window.size < self.rows:
+            if scan.window.size < rows:
                 of = "the window" if scan.has_window else "the run"
                 raise InvalidArgument(
-                    f"{self.name} needs at least {self.rows} rows, and {of} has {scan.window.size}"
+                    f"{self.name} needs at least {rows} rows, and {of} has {scan.window.size}"
                 )
-        if not self.between:
+        if not self.runs.between:
             return [self._one(scan, options) for scan in scans]
         first, *others = scans
         if not others:
@@ -325,12 +380,13 @@ class Figure:
         return [self._one(scan, options, first) for scan in others]
 
     def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
-        found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
-        if options.within or (self.of_window and scan.has_window):
-            found.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+        of_window = self.computation.of_window
+        data = self.computation.collect(scan.of_window() if of_window else scan, options, *first)
+        if options.within or (of_window and scan.has_window):
+            data.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
         if is_of_parameter(scan.ds):
-            found.attrs[_OF_PARAMETER] = True
-        return found
+            data.attrs[_OF_PARAMETER] = True
+        return data
 
     def __call__(
         self,
@@ -414,7 +470,9 @@ class Figure:
         one_each = all(len(group.members) == 1 for group in groups)
         if len(groups) == 1 and one_each:
             return True
-        return self.overlays and len(groups) <= MOST_CURVES and (one_each or self.averages)
+        return (
+            self.runs.overlays and len(groups) <= MOST_CURVES and (one_each or self.runs.averages)
+        )
 
     def check(self, options: Options, *, log: str | None = None) -> None:
         """Check that the figure has these options.
@@ -424,22 +482,25 @@ class Figure:
         InvalidArgument
             For a population, a lattice, a metric or scales that the figure lacks.
         """
-        if options.population is not None and not self.of_populations:
+        if options.population is not None and "population" not in self.options:
             raise InvalidArgument(
                 f"{self.name} has no populations, got {options.population!r}; select tokens instead"
             )
-        if options.lattice != "native" and not self.on_lattice:
+        if options.lattice != "native" and "lattice" not in self.options:
             raise InvalidArgument(
                 f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
             )
-        if not self.of_layers and (options.metric, options.parameters) != ("frobenius", None):
+        if "metric" not in self.options and (options.metric, options.parameters) != (
+            "frobenius",
+            None,
+        ):
             raise InvalidArgument(
                 f"{self.name} is not a figure of layers, got metric={options.metric!r} and "
                 f"parameters={options.parameters!r}; leave them out"
             )
         if log is not None and log not in LOGS:
             raise InvalidArgument(f"got log={log!r}, expected one of {', '.join(LOGS)}")
-        if log is not None and not self.scales:
+        if log is not None and "log" not in self.options:
             raise InvalidArgument(f"{self.name} has fixed scales, got log={log!r}; leave out log")
 
     def draw_groups(
@@ -452,7 +513,7 @@ class Figure:
         log: str | None = None,
     ) -> None:
         """Draw computed data: each run, or the mean of a group."""
-        shown = _after_the_first(groups) if self.between else groups
+        shown = _after_the_first(groups) if self.runs.between else groups
         runs = len(groups) if len(shown) > 1 else 1
         curves: list[xr.Dataset] = []
         drawn: dict[str, list[Artist]] = {}
@@ -461,7 +522,7 @@ class Figure:
         for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
             if len(group.members) > 1:
-                data, band = mean_and_spread([found[at] for at in group.members], self.bounds)
+                data, band = mean_and_spread([found[at] for at in group.members], self.runs.bounds)
             same = next((at for at, other in enumerate(curves, 1) if other.equals(data)), None)
             curves.append(data)
             label = group.label if same is None else f"{group.label} (same as no. {same})"
@@ -500,21 +561,52 @@ def _after_the_first(groups: Sequence[Group]) -> list[Group]:
     return [group for group in moved if group.members]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A registered figure, and its places on a sheet of all figures and in a list of names."""
+
+    figure: Figure
+    place: int
+    place_in_list: int
+
+
+LISTED: list[Listed] = []
+"""Figures of the modules that have been imported."""
+
+
 def figure(
-    collect: Callable[..., xr.Dataset], **traits: Any
+    collect: Callable[..., xr.Dataset],
+    *,
+    place: int,
+    place_in_list: int | None = None,
+    rows: int = 2,
+    measures: tuple[str, ...] = (),
+    of_window: bool = False,
+    reading: str = "blocks",
+    **traits: Any,
 ) -> Callable[[Callable[[Axes, xr.Dataset, Look], None]], Figure]:
     """Make a `Figure` of a drawing function, with its name, and its docstring as the title.
 
     Parameters
     ----------
-    collect : callable
+    collect, rows, measures, of_window, reading
+        As for `Computation`.
+    place : int
+        Place on a sheet of all figures.
+    place_in_list : int, optional
+        Place in the list of names of ``trajstore plot --help``, if it is another one.
     **traits
         Other attributes of `Figure`.
     """
+    computation = Computation(
+        collect=collect, rows=rows, measures=measures, of_window=of_window, reading=reading
+    )
 
     def decorate(draw: Callable[[Axes, xr.Dataset, Look], None]) -> Figure:
         title = (draw.__doc__ or "").rstrip(".")
-        return Figure(name=draw.__name__, title=title, collect=collect, draw=draw, **traits)
+        made = Figure(name=draw.__name__, title=title, computation=computation, draw=draw, **traits)
+        LISTED.append(Listed(figure=made, place=place, place_in_list=place_in_list or place))
+        return made
 
     return decorate
 
@@ -557,8 +649,8 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     """Scan that reads each block once for all these figures."""
     measures: dict[str, tuple[str, ...]] = {}
     for figure in figures:
-        lattice = options.lattice if figure.on_lattice else "native"
-        measures[lattice] = (*measures.get(lattice, ()), *figure.measures)
+        lattice = options.lattice if "lattice" in figure.options else "native"
+        measures[lattice] = (*measures.get(lattice, ()), *figure.computation.measures)
     return windowed_scan(ds, options.steps, within=options.within, measures=measures)
 
 

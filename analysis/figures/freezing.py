@@ -21,7 +21,7 @@ from trajstore.analysis.figures.axes_marks import (
     shade_region,
     step_edges,
 )
-from trajstore.analysis.figures.figure import Options, figure, with_members
+from trajstore.analysis.figures.figure import CURVES, Options, SeveralRuns, figure, with_members
 from trajstore.analysis.figures.style import (
     CAUSE_COLORS,
     REGIME_COLORS,
@@ -75,7 +75,13 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     return _with_end(facts, scan, options)
 
 
-@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True, bounds=(0, 1))
+@figure(
+    _freeze,
+    place=50,
+    measures=("moved",),
+    options=("population", "lattice", "log"),
+    runs=SeveralRuns(overlays=True, averages=True, bounds=(0, 1)),
+)
 def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Fraction of the tokens that never move again."""
     labels = {
@@ -96,7 +102,13 @@ def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(facts[["last_motion"]], scan, options)
 
 
-@figure(_last_motion, measures=("moved",), on_lattice=True, overlays=True)
+@figure(
+    _last_motion,
+    place=60,
+    measures=("moved",),
+    options=("population", "lattice", "log"),
+    runs=CURVES,
+)
 def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Step at which each token moved last."""
     first, last = int(data["first_step"]), int(data["last_step"])
@@ -141,7 +153,7 @@ def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(ulp_motion.lifecycle(scan, options.lattice), scan, options)
 
 
-@figure(_lifecycle, measures=("regime",), on_lattice=True)
+@figure(_lifecycle, place=70, measures=("regime",), options=("population", "lattice", "log"))
 def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Fraction of the tokens past their last jump, local move and small hop."""
     first = int(data["first_step"])
@@ -167,7 +179,7 @@ def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
     return ulp_motion.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
-@figure(_heatmap, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False)
+@figure(_heatmap, place=110, measures=("regime", "moved"), options=("lattice",))
 def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Update-size heatmap: tokens sorted by their last motion."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
@@ -262,7 +274,7 @@ def _regimes(scan: Scan, options: Options) -> xr.Dataset:
     return _counts(ulp_motion.regimes(scan, options.lattice)["counts"], scan, options)
 
 
-@figure(_regimes, measures=("regime",), on_lattice=True, scales=False)
+@figure(_regimes, place=80, measures=("regime",), options=("population", "lattice"))
 def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Tokens by regime of motion."""
     _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
@@ -275,7 +287,7 @@ def _freeze_cause(scan: Scan, options: Options) -> xr.Dataset:
     return found.assign({"lr": scan.ds["lr"].sel(step=found["step"])})
 
 
-@figure(_freeze_cause, on_lattice=True, reading="moments", scales=False)
+@figure(_freeze_cause, place=90, reading="moments", options=("population", "lattice"))
 def freeze_cause(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Tokens by cause of an unchanged step."""
     _draw(ax, data, CAUSE_COLORS, {})

@@ -7,7 +7,6 @@ Distance between runs, from the first step at which they differ.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,14 @@ from trajstore.analysis.figures.axes_marks import (
     step_edges,
     with_units,
 )
-from trajstore.analysis.figures.figure import Figure, Options, after_first_row, figure
+from trajstore.analysis.figures.figure import (
+    CURVES,
+    MEANS,
+    Options,
+    SeveralRuns,
+    after_first_row,
+    figure,
+)
 from trajstore.analysis.figures.style import Look, population_color, run_name, shades
 from trajstore.analysis.motion import collective, crossings, ulp_motion, vectors
 from trajstore.analysis.motion.paths import autocorrelation as autocorrelation_at
@@ -86,12 +92,30 @@ def _grad_norms(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(_bands(lengths, scan, options), scan)
 
 
+@figure(_grad_norms, place=20, reading="moments", runs=MEANS)
+def grad_norms(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Gradient norm per token."""
+    _draw_bands(ax, data, look)
+
+
 def _displacement(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(_bands(vectors.displacement(scan), scan, options), scan)
 
 
+@figure(_displacement, place=30, runs=MEANS)
+def displacement(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Distance of the tokens from their start."""
+    _draw_bands(ax, data, look)
+
+
 def _speed(scan: Scan, options: Options) -> xr.Dataset:
     return _bands(vectors.speed(scan), scan, options)
+
+
+@figure(_speed, place=40, measures=("step_norm",), runs=MEANS)
+def speed(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Speed of the tokens."""
+    _draw_bands(ax, data, look)
 
 
 _MARKERS = {"dead": "o", "live": "^", "all": "s", "mostly_dead": "D"}
@@ -102,7 +126,7 @@ def _bulk_thermal(scan: Scan, options: Options) -> xr.Dataset:
     return collective.bulk_thermal(scan, shown)[["bulk_speed", "thermal_speed"]]
 
 
-@figure(_bulk_thermal, reading="rows")
+@figure(_bulk_thermal, place=120, reading="rows")
 def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Bulk speed against thermal speed."""
     steps = data["step"].values
@@ -177,7 +201,7 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
     return found[["autocorrelation"]].sel(population=shown)
 
 
-@figure(_autocorrelation, rows=3, overlays=True, of_window=True, reading="lags")
+@figure(_autocorrelation, place=180, rows=3, of_window=True, reading="lags", runs=CURVES)
 def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Autocorrelation of the velocity."""
     draw_curves(ax, data, look, {"autocorrelation": ""}, "lag_steps", marker=".", ms=4)
@@ -197,7 +221,7 @@ def _discontinuities(scan: Scan, options: Options) -> xr.Dataset:
     return crossings.discontinuities(scan, threshold=_THRESHOLD)
 
 
-@figure(_discontinuities, measures=("step_norm",), scales=False, of_populations=False)
+@figure(_discontinuities, place=260, measures=("step_norm",), options=())
 def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Discontinuities: steps at which the mean speed jumps."""
     steps, scores = data["step"].values, data["discontinuity_score"].values
@@ -220,17 +244,6 @@ def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
     shown = ", ".join(map(str, steps[at][:12])) + (", …" if at.size > 12 else "")
     look.note(f"discontinuities at step {shown}" if at.size else "no discontinuity")
 
-
-_of_bands = partial(Figure, draw=_draw_bands, overlays=True, averages=True)
-grad_norms = _of_bands(
-    name="grad_norms", title="Gradient norm per token", collect=_grad_norms, reading="moments"
-)
-displacement = _of_bands(
-    name="displacement", title="Distance of the tokens from their start", collect=_displacement
-)
-speed = _of_bands(
-    name="speed", title="Speed of the tokens", collect=_speed, measures=("step_norm",)
-)
 
 _COLUMNS = 1000
 """Most columns of a map: about one per dot."""
@@ -309,7 +322,13 @@ def _lattice_displacement(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=distance.attrs["units"])
 
 
-@figure(_lattice_displacement, measures=("ulp_1",), on_lattice=True, overlays=True)
+@figure(
+    _lattice_displacement,
+    place=100,
+    measures=("ulp_1",),
+    options=("population", "lattice", "log"),
+    runs=CURVES,
+)
 def lattice_displacement(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Lengths of the hops between consecutive steps."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
@@ -375,7 +394,7 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=pace.attrs["units"])
 
 
-@figure(_speed_density, measures=("step_norm",))
+@figure(_speed_density, place=130, measures=("step_norm",))
 def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Distribution of the tokens' speeds at every step."""
     counts, width = pooled_steps(data["count"])
@@ -401,7 +420,13 @@ def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
     return scan.in_window(apart).assign_attrs(first=run_name(first.ds))
 
 
-@figure(_divergence, rows=1, reading="runs", overlays=True, averages=True, between=True)
+@figure(
+    _divergence,
+    place=270,
+    rows=1,
+    reading="runs",
+    runs=SeveralRuns(overlays=True, averages=True, between=True),
+)
 def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Distance of W from the first run, since their first difference."""
     steps = data["step"].values

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby, product
@@ -27,7 +28,16 @@ from trajstore.analysis.figures.axes_marks import (
     named,
     with_units,
 )
-from trajstore.analysis.figures.figure import MOST_CURVES, Figure, Options, after_first_row, figure
+from trajstore.analysis.figures.figure import (
+    MEANS,
+    MOST_CURVES,
+    PANELS,
+    Computation,
+    Figure,
+    Options,
+    after_first_row,
+    figure,
+)
 from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
 from trajstore.analysis.model import predictions
 from trajstore.analysis.model.layers import CIRCUITS, METRICS, recorded_norm
@@ -54,7 +64,7 @@ def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(predictions.logit_stats(scan), scan)
 
 
-@figure(_logit_stats, scales=False, of_populations=False)
+@figure(_logit_stats, place=230, options=())
 def logit_stats(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Range of the logits, and the entropy of their softmax."""
     steps = data["step"].values
@@ -86,7 +96,7 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
-@figure(_moments, of_window=True, reading="last row")
+@figure(_moments, place=190, of_window=True, reading="last row")
 def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Adam's moments, and the threshold of lost updates."""
     counts = data["count"].transpose("size_class", "root_class").values
@@ -133,7 +143,7 @@ _MOMENT_LABELS = {
 }
 
 
-@figure(_moment_sizes, overlays=True, averages=True, reading="moments")
+@figure(_moment_sizes, place=200, reading="moments", runs=MEANS)
 def moment_sizes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Sizes of Adam's moments, with bias correction."""
     draw_curves(ax, data, look, _MOMENT_LABELS)
@@ -179,7 +189,7 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
     return scan.in_window(scan.ds[["loss"]])
 
 
-@figure(_loss, rows=1, overlays=True, averages=True, of_populations=False)
+@figure(_loss, place=10, rows=1, options=("log",), runs=MEANS)
 def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Training loss."""
     _curve(ax, data, look, "loss")
@@ -215,14 +225,10 @@ def variable(name: str, ds: xr.Dataset) -> Figure:
     return Figure(
         name=name,
         title=str(ds[name].attrs.get("long_name", name)),
-        collect=partial(_rows, name=name),
+        computation=Computation(collect=partial(_rows, name=name), rows=1),
         draw=partial(_draw, name=name),
-        rows=1,
-        overlays=rows == 1,
-        averages=rows == 1,
-        bounds=(-math.inf, math.inf),
-        scales=rows <= MOST_CURVES,
-        of_populations=False,
+        options=("log",) if rows <= MOST_CURVES else (),
+        runs=replace(MEANS, bounds=(-math.inf, math.inf)) if rows == 1 else PANELS,
     )
 
 
@@ -289,7 +295,7 @@ def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
 
-@figure(_param_update_lost, scales=False, of_populations=False)
+@figure(_param_update_lost, place=240, options=())
 def param_update_lost(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Fraction of each parameter's elements that a step left unchanged."""
     _map(ax, data, look, "lost", "fraction of unchanged elements (lost updates)", vmin=0, vmax=1)
@@ -350,7 +356,7 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-@figure(_layers, rows=1, scales=False, of_populations=False, of_layers=True, reading="layers")
+@figure(_layers, place=250, rows=1, reading="layers", options=("metric",))
 def layers(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Layers of the model."""
     from matplotlib.colors import LogNorm

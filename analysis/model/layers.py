@@ -21,6 +21,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, Points, Wide, measure, table
 from trajstore.analysis.scan.input_checks import Fact
@@ -239,6 +240,7 @@ CIRCUITS = {"ov": ("value", "output"), "qk": ("query", "key")}
 _LAYER = "{layer}"
 
 
+@public(is_method=False)
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """Names and layout of the attention weights of a model.
@@ -406,7 +408,7 @@ def recorded_norm(ds: xr.Dataset, of: str) -> str | None:
     return name if is_held or "parameters" not in ds.attrs else None
 
 
-@registered(alone=True)
+@registered(place=410, alone=True)
 @takes_scan
 def layers(
     scan: Scan,

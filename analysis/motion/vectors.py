@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
+from trajstore.analysis.public import Public, public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, measure
 from trajstore.analysis.scan.input_checks import Fact, hold_only_changes
@@ -49,7 +50,7 @@ def _result(da: xr.DataArray, scan: Scan, name: str, long_name: str) -> xr.DataA
     )
 
 
-@quantity()
+@quantity(place=230)
 def velocity(scan: Scan) -> xr.DataArray:
     """Change of W per optimizer step, ΔW_t/(s_t − s_{t−1}).
 
@@ -71,7 +72,7 @@ def velocity(scan: Scan) -> xr.DataArray:
     return _result(_velocity(scan), scan, "velocity", "change of W per step")
 
 
-@quantity(measures=("step_norm",))
+@quantity(place=240, measures=("step_norm",))
 def speed(scan: Scan) -> xr.DataArray:
     """Length of the velocity, ‖ΔW_t‖₂/(s_t − s_{t−1}).
 
@@ -99,7 +100,7 @@ def speed(scan: Scan) -> xr.DataArray:
     )
 
 
-@quantity()
+@quantity(place=250)
 def acceleration(scan: Scan) -> xr.DataArray:
     """Change of the velocity from one recorded row to the next.
 
@@ -128,7 +129,7 @@ def acceleration(scan: Scan) -> xr.DataArray:
 
 OF_TOKENS = ("grad", "exp_avg", "exp_avg_sq", "delta")
 OF_POPULATIONS = ("centroid", "largest_cluster")
-VECTORS = (*OF_TOKENS, "hidden_mean", *OF_POPULATIONS)
+VECTORS: Public[tuple[str, ...]] = (*OF_TOKENS, "hidden_mean", *OF_POPULATIONS)
 
 
 def _largest_cluster_kernel(now: Array) -> dict[str, Any]:
@@ -140,6 +141,7 @@ def _largest_cluster_kernel(now: Array) -> dict[str, Any]:
     return {"vector": now[first[largest]].astype(np.float64) * (np.nan if alone else 1)}
 
 
+@public()
 @checks_types
 def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Dataset:
     """A Dataset with another vector in place of W, for every quantity and figure of W.
@@ -278,7 +280,7 @@ def _measured(
     return scan.wrap(data, name)
 
 
-@quantity()
+@quantity(place=190)
 def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
     """Norm of each token's gradient, ‖grad_t,i‖.
 
@@ -335,7 +337,7 @@ def _without_first(block: Array, later: Array) -> Array:
     return wide
 
 
-@quantity()
+@quantity(place=200)
 def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first") -> xr.DataArray:
     """Distance of each token from a reference row, ‖W_t − W_since‖₂.
 

@@ -159,7 +159,7 @@ def _facts(
 ) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
-    alone = [figure for figure in FIGURES.values() if not figure.between]
+    alone = [figure for figure in FIGURES.values() if not figure.runs.between]
     pictures, left_out = drawn([ds], alone, options, report)
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
@@ -368,7 +368,7 @@ def _runs_facts(
     attributes = [ds.attrs for ds in whole.values()]
     labels = dict(zip(runs, run_labels(attributes, runs), strict=True))
     differing = list(short_names(attributes, differing_settings(attributes)).values())
-    figures = [figure for figure in FIGURES.values() if figure.overlays]
+    figures = [figure for figure in FIGURES.values() if figure.runs.overlays]
     pictures, left_out = drawn(list(whole.values()), figures, options, report)
     opened = {
         run: rows_of_window(ds, options.steps) if options.within else ds

@@ -24,6 +24,7 @@ import xarray as xr
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
+from trajstore.analysis.public import Public
 from trajstore.analysis.scan.block_tasks import Array, measure, per_row
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import LATTICES
@@ -64,7 +65,7 @@ MEASURES = (
 lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
 """
 
-REGIMES = ("unchanged", "single", "neighbor", "local", "jump")
+REGIMES: Public[tuple[str, ...]] = ("unchanged", "single", "neighbor", "local", "jump")
 """In the order of their flag values, from unchanged to the longest hops."""
 
 # A tile and its temporaries fit in the last-level cache. Smaller tiles are not faster, and threads
