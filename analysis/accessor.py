@@ -162,14 +162,16 @@ class TrajAccessor(Methods):
                 "with trajstore annotate, or select ids"
             )
         texts = ds["token_text"].values.tolist()
-        ids = [i for i, one in zip(ds["token"].values.tolist(), texts, strict=True) if one == text]
+        ids = [
+            i for i, known in zip(ds["token"].values.tolist(), texts, strict=True) if known == text
+        ]
         if len(ids) > 1:
             raise InvalidArgument(
                 f"got text={text!r}, which {len(ids)} tokens have: {', '.join(map(str, ids[:9]))}; "
                 "select one by its id: ds.sel(token=ID)"
             )
         if not ids:
-            near = [one for one in texts if str(one).strip() == str(text).strip()]
+            near = [known for known in texts if str(known).strip() == str(text).strip()]
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise InvalidArgument(
                 f"got text={text!r}{hint}, expected the text of a token; ds.token_text has all"
@@ -219,7 +221,7 @@ class TrajAccessor(Methods):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = [one for one in dir(type(self)) if not one.startswith("_")]
+            known = [method for method in dir(type(self)) if not method.startswith("_")]
             raise AttributeError(
                 f"ds.traj has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}"
             )

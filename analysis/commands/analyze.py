@@ -1,7 +1,4 @@
-"""The command `analyze`.
-
-Options that choose a parameter or vectors, and the unchanged steps of a frozen token.
-"""
+"""The command `analyze`, and options that it shares with `plot` and `report`."""
 
 from __future__ import annotations
 
@@ -236,7 +233,7 @@ def print_description(facts: dict[str, Any]) -> None:
     """Print the result of `describe`, one line per population."""
     rows, flags = [], []
     for name, fact in facts.items():
-        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
+        parts = {f"{name} {population}": part for population, part in fact["populations"].items()}
         dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
         sizes = " × ".join(f"{dim} {size}" for dim, size in dims.items())
         for row, part in (parts or {name: fact}).items():

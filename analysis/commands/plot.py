@@ -1,4 +1,4 @@
-"""The command `plot`, which draws figures of one run or several."""
+"""The command `plot`."""
 
 from __future__ import annotations
 
@@ -225,13 +225,13 @@ def plot(
         out.print(f"Wrote {target}: film.")
         return
     with AnalysisProgress() as progress:
-        found = collect(
+        collected = collect(
             runs,
             figures,
             options,
             leave_out="all" in kinds,
             report=progress.show,
         )
-    save(draw_sheet(found, style=style), target, overwrite=overwrite)
-    out.print(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}.")
-    print_notes(f"{name} is left out: {why}" for name, why in found.left_out.items())
+    save(draw_sheet(collected, style=style), target, overwrite=overwrite)
+    out.print(f"Wrote {target}: {', '.join(figure.name for figure in collected.figures)}.")
+    print_notes(f"{name} is left out: {why}" for name, why in collected.left_out.items())

@@ -1,8 +1,6 @@
-"""Figures of the page, drawn with HoloViews on Bokeh.
+"""What the page shows: the history of a run in memory, a list of its tokens, and their figures.
 
-The part of a run that stays in memory: quantities of many rows and many tokens.
-
-Tokens of a run: a searchable list, and the history of one token.
+HoloViews draws the figures on Bokeh.
 """
 
 from __future__ import annotations
@@ -140,11 +138,11 @@ def _measure(
     for name in ("heatmap", "freeze", "loss", "grad_norms", "displacement"):
         questions[name] = partial(FIGURES[name].computation.collect, scan, Options())
     lazy, unknown = input_checks.available(questions)
-    found: dict[str, xr.Dataset] = {}
+    measured: dict[str, xr.Dataset] = {}
     # Causes need four matrices at once: a separate reading keeps fewer blocks in memory.
     for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):
-        found |= zip(names, compute_together([lazy[name] for name in names]), strict=True)
-    return found, unknown
+        measured |= zip(names, compute_together([lazy[name] for name in names]), strict=True)
+    return measured, unknown
 
 
 MANY = 3000
@@ -161,13 +159,13 @@ _WIDTH = 1000  # cells of the heatmap along the steps
 
 def limits(history: RunHistory) -> tuple[Limits, Limits]:
     """Limits of both axes that contain all tokens at all steps."""
-    found = []
+    ranges = []
     for axis in range(2):
         values = history.position.values[..., axis]
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = 0.04 * (high - low) or 1.0
-        found.append((low - margin, high + margin))
-    return found[0], found[1]
+        ranges.append((low - margin, high + margin))
+    return ranges[0], ranges[1]
 
 
 def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> Any:
@@ -451,19 +449,19 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
         recorded; ``cause``, int8, if available, −1 at the first row; all (step).
     """
     names = [name for name in ("W", "grad") if name in ds]
-    one = ds[names].isel(token=slice(at, at + 1), step=slice(history.rows)).load()
-    scan = Scan(one)
-    steps = one["step"]
-    found = {
+    part = ds[names].isel(token=slice(at, at + 1), step=slice(history.rows)).load()
+    scan = Scan(part)
+    steps = part["step"]
+    quantities = {
         "position": scores_along_axes(scan, history.plane).astype(np.float32),
         "hop": lattice_displacement(scan, ord=1).reindex(step=steps),
     }
-    if "grad" in one:
-        found["gradient"] = grad_norms(scan)
+    if "grad" in part:
+        quantities["gradient"] = grad_norms(scan)
     if "cause" in history.data:
         cause = history.data["cause"]["cause"].isel(token=slice(at, at + 1))
-        found["cause"] = cause.reindex(step=steps, fill_value=-1)
-    return xr.Dataset({name: array.isel(token=0) for name, array in found.items()}).compute()
+        quantities["cause"] = cause.reindex(step=steps, fill_value=-1)
+    return xr.Dataset({name: array.isel(token=0) for name, array in quantities.items()}).compute()
 
 
 def cause_sentences(token: xr.Dataset) -> list[str]:

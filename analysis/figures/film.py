@@ -1,4 +1,4 @@
-"""The film of a run: its tokens in a plane that does not move, frame by frame, and the loss."""
+"""The film of a run: its tokens in a fixed plane, frame by frame, above the loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""When tokens stop moving, and in which order.
-
-Counts of tokens by regime of motion, and by cause of an unchanged step.
-"""
+"""Figures of when tokens stop moving, in which order, and why."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import CURVES, SeveralRuns
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_curves,
@@ -21,12 +19,12 @@ from trajstore.analysis.figures.axes_marks import (
     shade_region,
     step_edges,
 )
-from trajstore.analysis.figures.figure import CURVES, Options, SeveralRuns, figure, with_members
+from trajstore.analysis.figures.figure import Options, figure, with_members
 from trajstore.analysis.figures.style import (
     CAUSE_COLORS,
     REGIME_COLORS,
     REGIME_MEANINGS,
-    Look,
+    RunStyle,
     population_color,
 )
 from trajstore.analysis.motion import freezing, ulp_motion
@@ -59,7 +57,7 @@ def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     return facts.assign_attrs(run_end=int(scan.steps[-1]), min_unchanged=options.min_unchanged)
 
 
-def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) -> None:
+def _shade_end(ax: Axes, data: xr.Dataset, look: RunStyle, first: int, last: int) -> None:
     """Shade the steps that leave too few others to count a token as frozen."""
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
     if last <= end - min_unchanged:
@@ -82,7 +80,7 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     options=("population", "lattice", "log"),
     runs=SeveralRuns(overlays=True, averages=True, bounds=(0, 1)),
 )
-def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def freeze(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of the tokens that never move again."""
     labels = {
         "frozen_fraction": "never move again",
@@ -109,7 +107,7 @@ def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
     options=("population", "lattice", "log"),
     runs=CURVES,
 )
-def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def last_motion(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Step at which each token moved last."""
     first, last = int(data["first_step"]), int(data["last_step"])
     width = max(1, -(-(last - first + 1) // _BINS))
@@ -154,7 +152,7 @@ def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
 
 
 @figure(_lifecycle, place=70, measures=("regime",), options=("population", "lattice", "log"))
-def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def lifecycle(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of the tokens past their last jump, local move and small hop."""
     first = int(data["first_step"])
     for population in data["population"].values.tolist():
@@ -180,7 +178,7 @@ def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
 
 
 @figure(_heatmap, place=110, measures=("regime", "moved"), options=("lattice",))
-def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def heatmap(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Update-size heatmap: tokens sorted by their last motion."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
 
@@ -275,7 +273,7 @@ def _regimes(scan: Scan, options: Options) -> xr.Dataset:
 
 
 @figure(_regimes, place=80, measures=("regime",), options=("population", "lattice"))
-def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def regimes(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens by regime of motion."""
     _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
 
@@ -283,12 +281,12 @@ def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
 def _freeze_cause(scan: Scan, options: Options) -> xr.Dataset:
     causes_of = freeze_causes.freeze_cause(scan, lattice=options.lattice)
     counts = count_by_population(causes_of, len(freeze_causes.CAUSES), "cause")
-    found = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
-    return found.assign({"lr": scan.ds["lr"].sel(step=found["step"])})
+    counts_by_cause = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
+    return counts_by_cause.assign({"lr": scan.ds["lr"].sel(step=counts_by_cause["step"])})
 
 
 @figure(_freeze_cause, place=90, reading="moments", options=("population", "lattice"))
-def freeze_cause(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def freeze_cause(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens by cause of an unchanged step."""
     _draw(ax, data, CAUSE_COLORS, {})
     right = ax.twinx()

@@ -1,7 +1,4 @@
-"""Figures computed in one pass, drawn on a sheet, and written to a file.
-
-All kinds of figures by name.
-"""
+"""All figures by name, and several figures on one sheet: computed in one pass, drawn, written."""
 
 from __future__ import annotations
 
@@ -15,18 +12,17 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import Group, run_groups
 from trajstore.analysis.figures.axes_marks import set_title
 from trajstore.analysis.figures.figure import (
     LISTED,
     SIZE,
     Figure,
-    Group,
     Options,
     check_matplotlib,
     compute_together,
     in_style,
     prepared,
-    run_groups,
     worded,
 )
 from trajstore.analysis.figures.style import run_name, titled_runs
@@ -214,7 +210,9 @@ def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
         for groups in shown:
             label = f"\n{groups[0].label}" if len(shown) > 1 else ""
             curves = [replace(groups[0], label="")] if len(shown) > 1 else groups
-            draw = partial(figure.draw_groups, found=data, groups=curves, style=style, log=log)
+            draw = partial(
+                figure.draw_groups, data_of_runs=data, groups=curves, style=style, log=log
+            )
             panels.append((f"{worded(figure.title, data[0])}{label}", draw, figure.projection))
     if len(panels) > _MOST_PANELS:
         raise InvalidArgument(

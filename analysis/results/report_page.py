@@ -1,7 +1,4 @@
-"""The page: facts, verdicts, tables and figures of a run, in one file.
-
-Report on several runs: their comparison in tables, sentences and figures.
-"""
+"""Reports in one HTML file: facts, verdicts, tables and figures of a run, or of several runs."""
 
 from __future__ import annotations
 
@@ -131,10 +128,10 @@ def write_page(
     return target
 
 
-def seen(text: object) -> str:
+def visible(text: object) -> str:
     """Text with visible symbols in place of control characters.
 
-    >>> seen("a\\x1b[31mb\\n")
+    >>> visible("a\\x1b[31mb\\n")
     'a␛[31mb\\n'
     """
     shown = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)}
@@ -148,7 +145,7 @@ def _template() -> Any:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["seen"] = seen
+    environment.filters["visible"] = visible
     return environment.from_string(
         files("trajstore.analysis.results").joinpath("report_page.html").read_text()
     )
@@ -164,16 +161,16 @@ def _facts(
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
     lazy, unknown = evidence(scan, options.min_unchanged)
-    found = dict(zip(lazy, compute_together(list(lazy.values()), report), strict=True))
+    computed = dict(zip(lazy, compute_together(list(lazy.values()), report), strict=True))
     names, groups = populations(scan.ds)
     sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
     verdict_parts = [
         {"title": f"{number:,} {name.replace('_', ' ')} tokens", "sentences": sentences}
         for name, number in sizes.items()
         if number and (name != "all" or len(sizes) == 1)
-        if (sentences := verdicts(found, name, options.min_unchanged))
+        if (sentences := verdicts(computed, name, options.min_unchanged))
     ]
-    general = [sentence for sentence in (_loss(ds), discontinuity_verdict(found)) if sentence]
+    general = [sentence for sentence in (_loss(ds), discontinuity_verdict(computed)) if sentence]
     general += [f"Not computed: {name}, because {why}." for name, why in unknown.items()]
     steps = info["steps"]
     span = f"{info['committed_rows']:,} rows"
@@ -189,7 +186,7 @@ def _facts(
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
         "tables": [
             *summaries(lambda: summary_tables(summary(ds).compute(), ".4e")),
-            *_token_tables(found, ds),
+            *_token_tables(computed, ds),
             _array_table(info),
         ],
         "figures": pictures,
@@ -222,37 +219,37 @@ def drawn(
 ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
     """Pictures of figures with their titles, and the reason for each figure left out, by name."""
     try:
-        found = collect(runs, figures, options, leave_out=True, report=report)
+        collected = collect(runs, figures, options, leave_out=True, report=report)
     except InvalidArgument as error:  # no figure at all, as of a run without rows
         return [], {"all": str(error)}
     made = []
-    left_out = dict(found.left_out)
-    for number, figure in enumerate(found.figures):
+    left_out = dict(collected.left_out)
+    for number, figure in enumerate(collected.figures):
         if report is not None:
-            report(number, len(found.figures))
-        one = replace(found, figures=[figure])
+            report(number, len(collected.figures))
+        single = replace(collected, figures=[figure])
         try:
-            pictures = _pictures(one)
+            pictures = _pictures(single)
         except InvalidArgument as error:  # a mean over runs with different steps
             left_out[figure.name] = str(error)
             continue
-        made.append({"title": f"{figure.title}: {found.title}", **pictures})
+        made.append({"title": f"{figure.title}: {collected.title}", **pictures})
     return made, left_out
 
 
-def _pictures(one: Collected) -> dict[str, Any]:
+def _pictures(collected: Collected) -> dict[str, Any]:
     """PNG files of one figure in both styles, base64; `wide` if it has several panels."""
-    found: dict[str, Any] = {}
+    pictures: dict[str, Any] = {}
     for style in ("light", "dark"):
-        title = one.figures[0].title
-        canvas = draw_sheet(one, style=style, title=title, size=_SIZE)
-        found["wide"] = len(canvas.subfigs) > 1
-        if found["wide"]:
-            canvas = draw_sheet(one, style=style, title=title)
+        title = collected.figures[0].title
+        canvas = draw_sheet(collected, style=style, title=title, size=_SIZE)
+        pictures["wide"] = len(canvas.subfigs) > 1
+        if pictures["wide"]:
+            canvas = draw_sheet(collected, style=style, title=title)
         content = io.BytesIO()
         canvas.savefig(content, format="png", dpi=_DPI)
-        found[style] = base64.b64encode(content.getvalue()).decode("ascii")
-    return found
+        pictures[style] = base64.b64encode(content.getvalue()).decode("ascii")
+    return pictures
 
 
 def _loss(ds: xr.Dataset) -> str:
@@ -284,9 +281,9 @@ def summaries(tables: Callable[[], Iterable[Table]]) -> list[dict[str, Any]]:
         return [html_table("Summary", ["not available"], [[str(error)]])]
 
 
-def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
-    if "freezing" in found:
-        rows = [list(row.values()) for row in latest(found["freezing"], ds, _TOKENS)]
+def _token_tables(computed: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
+    if "freezing" in computed:
+        rows = [list(row.values()) for row in latest(computed["freezing"], ds, _TOKENS)]
         columns = ["id", "text", "kind", "count in text", "last change", "changed rows"]
         yield html_table("Tokens with the latest change", columns, rows) | {"text": 1}
 
@@ -318,14 +315,17 @@ def verified(run: Location, check: bool) -> dict[str, Any]:
     if not check:
         nothing = "Not verified. To verify every stored byte, run trajstore report --verify."
         return {"verified": nothing, "problems": []}
-    found = verify(run)
-    verdict = "sound" if found.clean else f"{len(found.problems):,} problems"
+    result = verify(run)
+    verdict = "sound" if result.clean else f"{len(result.problems):,} problems"
     sentence = (
-        f"Every stored byte was compared with its checksum: {verdict}; {found.rows:,} rows, "
-        f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. "
+        f"Every stored byte was compared with its checksum: {verdict}; {result.rows:,} rows, "
+        f"{result.shards:,} shards, {result.chunks:,} chunks, {format_bytes(result.bytes)}. "
         "To replay the steps, run trajstore verify --replay."
     )
-    return {"verified": sentence, "problems": [problem.message for problem in found.problems]}
+    return {
+        "verified": sentence,
+        "problems": [problem.message for problem in result.problems],
+    }
 
 
 def write_runs_report(
@@ -364,7 +364,7 @@ def _runs_facts(
     report: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
     whole = {run: open_run(run) for run in runs}
-    found = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
+    information_of = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
     attributes = [ds.attrs for ds in whole.values()]
     labels = dict(zip(runs, run_labels(attributes, runs), strict=True))
     differing = list(short_names(attributes, differing_settings(attributes)).values())
@@ -374,7 +374,7 @@ def _runs_facts(
         run: rows_of_window(ds, options.steps) if options.within else ds
         for run, ds in whole.items()
     }
-    statuses = Counter(run_status(facts) for facts in found.values())
+    statuses = Counter(run_status(facts) for facts in information_of.values())
     checked = {run: verified(location(run), check) for run in runs}
     sentences = {run: facts["verified"] for run, facts in checked.items()}
     if len(set(sentences.values())) == 1:
@@ -388,7 +388,7 @@ def _runs_facts(
         "findings": [{"title": "Divergence", "sentences": _apart(opened, labels)}],
         "advice": [],
         "tables": [
-            html_table("Runs", *run_table(found)),
+            html_table("Runs", *run_table(information_of)),
             *summaries(
                 lambda: [
                     summary_table({name: summary(ds).compute() for name, ds in opened.items()})
@@ -417,15 +417,15 @@ def _apart(runs: dict[str, xr.Dataset], labels: dict[str, str]) -> list[str]:
     sentences = []
     for run, ds in others:
         try:
-            found = divergence(first, ds).sel(population="all").compute()
+            distances = divergence(first, ds).sel(population="all").compute()
         except (VariableNotRecorded, InvalidArgument) as error:
             sentences.append(f"{labels[run]}: not compared with {name}: {error}.")
             continue
-        begin = int(found["first_difference"])
+        begin = int(distances["first_difference"])
         if begin < 0:
             sentences.append(f"{labels[run]}: W equals that of {name} at every step, bit for bit.")
             continue
-        last = found.isel(step=-1)
+        last = distances.isel(step=-1)
         sentences.append(
             f"{labels[run]}: W differs from that of {name} since step {begin:,}. At step "
             f"{int(last['step']):,}, {last['differing'].item():.1%} of its elements differ; the "
