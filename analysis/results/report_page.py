@@ -67,6 +67,7 @@ def write_report(
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
+    figures: Iterable[Figure] = tuple(FIGURES.values()),
 ) -> Path:
     """Write a report about a run: one HTML file that loads nothing from the network.
 
@@ -89,6 +90,8 @@ def write_report(
         Replace an existing page.
     report : callable, optional
         Called with the number of finished tasks and of all tasks.
+    figures : iterable of Figure
+        Figures to draw, as far as they show one run.
 
     Raises
     ------
@@ -102,7 +105,7 @@ def write_report(
     options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
 
     def facts() -> dict[str, Any]:
-        return _facts(location(run), options, check, report)
+        return _facts(location(run), options, check, report, figures)
 
     return write_page(path, facts, overwrite=overwrite)
 
@@ -152,11 +155,15 @@ def _template() -> Any:
 
 
 def _facts(
-    run: Location, options: Options, check: bool, report: Callable[[int, int], None] | None
+    run: Location,
+    options: Options,
+    check: bool,
+    report: Callable[[int, int], None] | None,
+    figures: Iterable[Figure],
 ) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
-    alone = [figure for figure in FIGURES.values() if not figure.runs.between]
+    alone = [figure for figure in figures if not figure.runs.between]
     pictures, left_out = drawn([ds], alone, options, report)
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
@@ -338,6 +345,7 @@ def write_runs_report(
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
+    figures: Iterable[Figure] = tuple(FIGURES.values()),
 ) -> Path:
     """Write a report that compares runs: one HTML file that loads nothing from the network.
 
@@ -345,7 +353,7 @@ def write_runs_report(
     ----------
     runs : sequence of str
         At least two. Recordings in progress are fine.
-    path, steps, within, min_unchanged, check, overwrite, report
+    path, steps, within, min_unchanged, check, overwrite, report, figures
         As for `trajstore.analysis.results.report_page.write_report`.
 
     Raises
@@ -354,7 +362,9 @@ def write_runs_report(
         As `trajstore.analysis.results.report_page.write_report`.
     """
     options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
-    return write_page(path, lambda: _runs_facts(runs, options, check, report), overwrite=overwrite)
+    return write_page(
+        path, lambda: _runs_facts(runs, options, check, report, figures), overwrite=overwrite
+    )
 
 
 def _runs_facts(
@@ -362,14 +372,15 @@ def _runs_facts(
     options: Options,
     check: bool,
     report: Callable[[int, int], None] | None,
+    figures: Iterable[Figure],
 ) -> dict[str, Any]:
     whole = {run: open_run(run) for run in runs}
     information_of = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
     attributes = [ds.attrs for ds in whole.values()]
     labels = dict(zip(runs, run_labels(attributes, runs), strict=True))
     differing = list(short_names(attributes, differing_settings(attributes)).values())
-    figures = [figure for figure in FIGURES.values() if figure.runs.overlays]
-    pictures, left_out = drawn(list(whole.values()), figures, options, report)
+    overlaid = [figure for figure in figures if figure.runs.overlays]
+    pictures, left_out = drawn(list(whole.values()), overlaid, options, report)
     opened = {
         run: rows_of_window(ds, options.steps) if options.within else ds
         for run, ds in whole.items()

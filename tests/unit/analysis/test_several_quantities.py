@@ -285,7 +285,7 @@ def test_a_run_without_rows_has_empty_results_or_a_sentence(name, tmp_path):
 
 
 @pytest.fixture
-def run_of_registry_types(make_run, walk):
+def token_run(make_run, walk):
     return make_run(walk(5, 4, 3), is_dead=[True, False, False, True])
 
 
@@ -321,46 +321,42 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(
     ("name", "option", "value"), [*((*option, object()) for option in OPTIONS), *WRONG_VALUES]
 )
-def test_quantities_refuse_an_option_of_a_wrong_type_or_value(
-    name, option, value, run_of_registry_types
-):
+def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, value, token_run):
     required = (QUANTITIES | ALONE)[name].required if name != "heatmap" else ()
     with pytest.raises(TrajstoreError) as reported:
-        getattr(analysis, name)(
-            run_of_registry_types, **{**dict.fromkeys(required, 1), option: value}
-        )
+        getattr(analysis, name)(token_run, **{**dict.fromkeys(required, 1), option: value})
     assert isinstance(reported.value, InvalidArgument), reported.value
     assert option in str(reported.value)
     if (name, option, value) in WRONG_VALUES:
         assert f"got {option}={value!r}, expected" in str(reported.value)
 
 
-def test_from_the_accessor_and_as_text(run_of_registry_types):
+def test_from_the_accessor_and_as_text(token_run):
     with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
-        run_of_registry_types.traj.clusters("dead", ranks="a")
+        token_run.traj.clusters("dead", ranks="a")
     with pytest.raises(InvalidArgument, match="optimizer='adam', expected a mapping of strings"):
-        compute_named(run_of_registry_types, ["adam_update"], ["optimizer=adam"])
+        compute_named(token_run, ["adam_update"], ["optimizer=adam"])
     with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
-        compute_named(run_of_registry_types, ["clusters"], ["population=dead,live"])
+        compute_named(token_run, ["clusters"], ["population=dead,live"])
     with pytest.raises(InvalidArgument, match=r"got k=1.5, expected a whole number"):
-        run_of_registry_types.traj.adjacency(k=1.5)
+        token_run.traj.adjacency(k=1.5)
 
 
 @pytest.mark.parametrize("source", ["run.zarr", None, "W"])
-def test_quantities_refuse_other_objects_than_datasets(source, run_of_registry_types):
-    given = run_of_registry_types.W if source == "W" else source
+def test_quantities_refuse_other_objects_than_datasets(source, token_run):
+    given = token_run.W if source == "W" else source
     for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
         with pytest.raises(InvalidArgument, match="Dataset"):
             quantity(given)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)
-def test_quantities_refuse_a_dataset_without_tokens(name, run_of_registry_types):
+def test_quantities_refuse_a_dataset_without_tokens(name, token_run):
     with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
-        getattr(run_of_registry_types.isel(token=slice(0)).traj, name)()
+        getattr(token_run.isel(token=slice(0)).traj, name)()
 
 
 @pytest.mark.parametrize("names", [3, [3], [["freeze"]]])
-def test_names_are_texts(names, run_of_registry_types):
+def test_names_are_texts(names, token_run):
     with pytest.raises(InvalidArgument, match="expected names of quantities"):
-        analysis.compute(run_of_registry_types, names)
+        analysis.compute(token_run, names)
