@@ -29,9 +29,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.units import format_bytes
 
-POSITION_BYTES = 512 << 20
-MAP_BYTES = 2 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
@@ -79,7 +76,13 @@ class RunHistory:
         return int(np.flatnonzero(order == at)[0])
 
 
-def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
+def prepare(
+    ds: xr.Dataset,
+    report: Report | None = None,
+    *,
+    position_bytes: int = 512 << 20,
+    map_bytes: int = 2 << 30,
+) -> RunHistory:
     """Read a run block by block: once for the plane, once for causes, once for everything else.
 
     Parameters
@@ -88,6 +91,10 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
         A run with ``W``, opened with dask.
     report : callable, optional
         Called with the number of finished tasks and of all tasks.
+    position_bytes : int
+        Memory for the positions; those of a longer run are of every nth row.
+    map_bytes : int
+        Memory for the maps of tokens and steps.
 
     Raises
     ------
@@ -100,13 +107,13 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
     rows, tokens = ds.sizes["step"], ds.sizes["token"]
     if rows < 2:
         raise InvalidArgument(f"explore needs at least 2 rows, got {rows}; wait for more rows")
-    if 2 * rows * tokens > MAP_BYTES:
+    if 2 * rows * tokens > map_bytes:
         raise InvalidArgument(
             f"explore keeps two bytes per token and step: {format_bytes(2 * rows * tokens)} for "
-            f"{rows:,} rows of {tokens:,} tokens, expected at most {format_bytes(MAP_BYTES)}; "
+            f"{rows:,} rows of {tokens:,} tokens, expected at most {format_bytes(map_bytes)}; "
             "export a smaller run with trajstore export --select"
         )
-    every = -(-rows * tokens * 8 // POSITION_BYTES)
+    every = -(-rows * tokens * 8 // position_bytes)
     with progress_of_tasks(report):
         (made,) = compute_together(
             [pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]]
