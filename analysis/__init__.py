@@ -19,21 +19,23 @@ if TYPE_CHECKING:
     __all__: list[str]
 
     from trajstore.analysis.accessor import TrajAccessor as TrajAccessor
-    from trajstore.analysis.functions import *  # noqa: F403
+    from trajstore.analysis.typed import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     # Import functions on first use: commands import this package for their help.
     import importlib
 
-    if name == "TrajAccessor":
-        return importlib.import_module("trajstore.analysis.accessor").TrajAccessor
-    functions = importlib.import_module("trajstore.analysis.functions")
+    from trajstore.analysis.names import MODULES
+
     if name == "__all__":
-        return [*functions.__all__, "TrajAccessor"]
-    if name not in functions.__all__:
+        return [*MODULES, "TrajAccessor"]
+    modules = MODULES | {"TrajAccessor": "trajstore.analysis.accessor"}
+    if name not in modules:
         raise AttributeError(f"module 'trajstore.analysis' has no attribute {name!r}")
-    return getattr(functions, name)
+    value = getattr(importlib.import_module(modules[name]), name)
+    importlib.import_module("trajstore.installation").register_accessors()
+    return value
 
 
 def __dir__() -> list[str]:

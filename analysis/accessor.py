@@ -8,25 +8,28 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from trajstore.analysis import functions
+from trajstore.analysis.public import FUNCTIONS, import_functions
+from trajstore.analysis.scan.population_statistics import by_population
 from trajstore.analysis.several_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
-from trajstore.schema import EVALUATION, MIN_UNCHANGED
+from trajstore.schema import EVALUATION
 from trajstore.store.reading.run_attributes import parameter_dataset
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
 
-    from trajstore.exchange.selection import Steps
+    from trajstore.analysis.figures.figure import Drawing
+    from trajstore.analysis.typed import Drawings, Methods
+else:
+    Drawings = Methods = object
 
 
-class TrajAccessor:
+class TrajAccessor(Methods):
     """Analyses of a run as methods of its Dataset.
 
     Every function of `analysis` that takes a Dataset is a method: ``ds.traj.freeze()`` is
@@ -122,7 +125,7 @@ class TrajAccessor:
             for name, coordinate in self._ds.coords.items()
             if coordinate.dims == ("token",) and coordinate.dtype == bool
         }
-        return functions.by_population(da.assign_coords(masks), **options)
+        return by_population(da.assign_coords(masks), **options)
 
     def token(self, text: str) -> int:
         """Vocabulary id of the token with a text, for ``ds.W.sel(token=ds.traj.token("e"))``.
@@ -159,14 +162,16 @@ class TrajAccessor:
                 "with trajstore annotate, or select ids"
             )
         texts = ds["token_text"].values.tolist()
-        ids = [i for i, one in zip(ds["token"].values.tolist(), texts, strict=True) if one == text]
+        ids = [
+            i for i, known in zip(ds["token"].values.tolist(), texts, strict=True) if known == text
+        ]
         if len(ids) > 1:
             raise InvalidArgument(
                 f"got text={text!r}, which {len(ids)} tokens have: {', '.join(map(str, ids[:9]))}; "
                 "select one by its id: ds.sel(token=ID)"
             )
         if not ids:
-            near = [one for one in texts if str(one).strip() == str(text).strip()]
+            near = [known for known in texts if str(known).strip() == str(text).strip()]
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise InvalidArgument(
                 f"got text={text!r}{hint}, expected the text of a token; ds.token_text has all"
@@ -213,96 +218,22 @@ class TrajAccessor:
             )
         return self._ds["is_dead"].values
 
-    # One method for each function of analysis, so that type checkers and editors know them.
-    acceleration = as_method(functions.acceleration)
-    adam_update = as_method(functions.adam_update)
-    adjacency = as_method(functions.adjacency)
-    alignment = as_method(functions.alignment)
-    autocorrelation = as_method(functions.autocorrelation)
-    bulk_thermal = as_method(functions.bulk_thermal)
-    centroid = as_method(functions.centroid)
-    clusters = as_method(functions.clusters)
-    coherence = as_method(functions.coherence)
-    compare = as_method(functions.compare)
-    compute = as_method(functions.compute)
-    crossings = as_method(functions.crossings)
-    discontinuities = as_method(functions.discontinuities)
-    displacement = as_method(functions.displacement)
-    distinct = as_method(functions.distinct)
-    divergence = as_method(functions.divergence, each=False)
-    each_run = as_method(functions.each_run, each=False)
-    exact_moments = as_method(functions.exact_moments)
-    explain_gradient = as_method(functions.explain_gradient)
-    exponent_crossings = as_method(functions.exponent_crossings)
-    freeze = as_method(functions.freeze)
-    freeze_attribution = as_method(functions.freeze_attribution)
-    freeze_cause = as_method(functions.freeze_cause)
-    grad_norms = as_method(functions.grad_norms)
-    heatmap = as_method(functions.heatmap)
-    inertia = as_method(functions.inertia)
-    last_moving_element = as_method(functions.last_moving_element)
-    lattice_displacement = as_method(functions.lattice_displacement)
-    layers = as_method(functions.layers)
-    lifecycle = as_method(functions.lifecycle)
-    logit_stats = as_method(functions.logit_stats)
-    mean_logits = as_method(functions.mean_logits)
-    moment_error = as_method(functions.moment_error)
-    moment_plane = as_method(functions.moment_plane)
-    moment_sizes = as_method(functions.moment_sizes)
-    moment_stuck = as_method(functions.moment_stuck)
-    nearest_distance = as_method(functions.nearest_distance)
-    over_runs = as_method(functions.over_runs, each=False)
-    path_efficiency = as_method(functions.path_efficiency)
-    pca = as_method(functions.pca)
-    projection = as_method(functions.projection)
-    radial_tangential = as_method(functions.radial_tangential)
-    regimes = as_method(functions.regimes)
-    separation = as_method(functions.separation)
-    sky = as_method(functions.sky)
-    speed = as_method(functions.speed)
-    summary = as_method(functions.summary)
-    ulp = as_method(functions.ulp)
-    vectors = as_method(functions.vectors)
-    velocity = as_method(functions.velocity)
-    with_populations = as_method(functions.with_populations, each=False)
-
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = [one for one in dir(type(self)) if not one.startswith("_")]
+            known = [method for method in dir(type(self)) if not method.startswith("_")]
             raise AttributeError(
                 f"ds.traj has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}"
             )
 
 
-class Drawing(Protocol):
-    """A method of ``ds.traj.plot``; figures lack the options that they do not depend on."""
-
-    def __call__(
-        self,
-        ax: Axes | None = None,
-        *,
-        other: xr.Dataset | None = None,
-        style: str = "light",
-        log: str | None = None,
-        labels: Sequence[str] | None = None,
-        title: str | None = None,
-        size: tuple[float, float] | None = None,
-        population: str | None = None,
-        also: Sequence[str] = (),
-        lattice: str = "native",
-        color: str = "regime",
-        plane: str = "principal",
-        steps: Steps = None,
-        within: bool = False,
-        min_unchanged: int = MIN_UNCHANGED,
-        metric: str = "frobenius",
-        parameters: str | None = None,
-    ) -> Axes:
-        """Draw the figure, as `analysis.figures.Figure` does."""
+import_functions()
+for _name, _public in FUNCTIONS.items():
+    if _public.is_method:
+        setattr(TrajAccessor, _name, as_method(_public.function, each=_public.each_run))
 
 
-class Plots:
+class Plots(Drawings):
     """Every kind of figure as a method, and `film`. Requires matplotlib, the extra ``plot``.
 
     Parameters
@@ -317,35 +248,6 @@ class Plots:
     >>> ax.get_xlabel()
     'optimizer step of the last motion'
     """
-
-    # For type checkers and editors. Results of an evaluation have figures with other names.
-    autocorrelation: Drawing
-    bulk_thermal: Drawing
-    centroid: Drawing
-    clusters: Drawing
-    discontinuities: Drawing
-    displacement: Drawing
-    divergence: Drawing
-    freeze: Drawing
-    freeze_cause: Drawing
-    grad_norms: Drawing
-    heatmap: Drawing
-    last_motion: Drawing
-    lattice_displacement: Drawing
-    layers: Drawing
-    lifecycle: Drawing
-    logit_stats: Drawing
-    loss: Drawing
-    moment_sizes: Drawing
-    moment_tracks: Drawing
-    moments: Drawing
-    param_update_lost: Drawing
-    regimes: Drawing
-    sky: Drawing
-    spectrum: Drawing
-    speed: Drawing
-    speed_density: Drawing
-    trajectory: Drawing
 
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
@@ -368,6 +270,7 @@ class Plots:
 
     def __getattr__(self, name: str) -> Drawing:
         from trajstore.analysis.figures import figures_of
+        from trajstore.analysis.figures.figure import Drawing
 
         known = figures_of(self._ds)
         if name not in known:
@@ -384,13 +287,7 @@ class Plots:
         signature = inspect.signature(Drawing.__call__)
         _, *options = signature.parameters.values()
         described.__signature__ = signature.replace(
-            parameters=[
-                option
-                for option in options
-                if (option.name != "lattice" or figure.on_lattice)
-                and (option.name not in ("population", "also") or figure.of_populations)
-                and (option.name not in ("metric", "parameters") or figure.of_layers)
-            ]
+            parameters=[option for option in options if figure.has(option.name)]
         )
         return drawing
 

@@ -1,11 +1,4 @@
-"""Several runs in one Dataset along ``run``: selection, and functions applied to each run.
-
-Differences of two arrays per vector: number of differing elements, and distance.
-
-Distances between several runs over time.
-
-First difference of two runs, and their distance.
-"""
+"""Several runs: functions applied to each, their distance over time, and their first difference."""
 
 from __future__ import annotations
 
@@ -19,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
+from trajstore.analysis.scan.quantity import registered
 from trajstore.analysis.scan.result_variables import ResultVariable, field, flag_attributes, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
@@ -37,6 +32,7 @@ R = TypeVar("R")
 _ARRAY = "result"
 
 
+@public(each_run=False)
 @checks_types
 def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     """Runs of a Dataset, each as returned by `trajstore.open_run`.
@@ -69,6 +65,7 @@ def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     ]
 
 
+@public(each_run=False)
 @checks_types
 def over_runs(
     ds: xr.Dataset,
@@ -109,7 +106,7 @@ def over_runs(
     arrays = not isinstance(results[0], xr.Dataset)
     try:
         joined: Any = xr.concat(
-            [one.to_dataset(name=_ARRAY) for one in results] if arrays else results,
+            [each.to_dataset(name=_ARRAY) for each in results] if arrays else results,
             RUN,
             data_vars="all",
             coords="different",
@@ -221,6 +218,7 @@ _OTHER_DEAD = (
 )
 
 
+@registered(place=420, across_runs=True)
 @checks_types
 def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
     """Distance of W between the first run and the others, per step and population.
@@ -267,8 +265,8 @@ def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
         return _divergence([first, second]).isel(run=1)
     if any(c.dims == ("run", "token") for c in ds.coords.values() if c.dtype == bool):
         raise InvalidArgument(_OTHER_DEAD)
-    found = _divergence(each_run(ds))
-    return found.assign_coords({name: c for name, c in ds.coords.items() if c.dims == ("run",)})
+    distances = _divergence(each_run(ds))
+    return distances.assign_coords({name: c for name, c in ds.coords.items() if c.dims == ("run",)})
 
 
 def _of_common_steps(ds: xr.Dataset, other: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
@@ -278,10 +276,10 @@ def _of_common_steps(ds: xr.Dataset, other: xr.Dataset) -> tuple[xr.Dataset, xr.
     if "is_dead" in ds and "is_dead" in other and (ds.is_dead.values != other.is_dead.values).any():
         raise InvalidArgument(_OTHER_DEAD)
     steps = (ds["step"].values, other["step"].values)
-    common, one, two = np.intersect1d(*steps, return_indices=True)
+    common, in_first, in_second = np.intersect1d(*steps, return_indices=True)
     if not common.size:
         raise InvalidArgument("the runs have no common step; compare runs with common steps")
-    return ds.isel(step=one), other.isel(step=two)
+    return ds.isel(step=in_first), other.isel(step=in_second)
 
 
 def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -409,6 +407,7 @@ def _loss_difference(a: xr.Dataset, b: xr.Dataset, over: float) -> dict[str, xr.
     }
 
 
+@public()
 @checks_types
 def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Dataset:
     """First step at which two runs differ in any bit, per variable, and their distance.

@@ -60,7 +60,7 @@ def _statistics(
     }
 
 
-@quantity()
+@quantity(place=50)
 def alignment(
     scan: Scan,
     other: str = "centroid",
@@ -212,7 +212,7 @@ def _project(W: Array, axes: Wide) -> Wide:
 Axes = str | npt.ArrayLike | xr.DataArray
 
 
-@quantity()
+@quantity(place=90)
 def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     """Coordinates of each token along given vectors, and the length of its orthogonal part.
 
@@ -337,7 +337,7 @@ def _angles(W: Array, axes: Wide, *first: Array) -> dict[str, Wide]:
     }
 
 
-@quantity()
+@quantity(place=120)
 def sky(
     scan: Scan,
     axis: Literal["centroid", "hidden_mean"] = "centroid",

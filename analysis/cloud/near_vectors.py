@@ -100,7 +100,7 @@ def _nearest_kernel(values: Array, members: Numbers) -> Wide:
     return result
 
 
-@quantity()
+@quantity(place=80)
 def nearest_distance(
     scan: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:
@@ -350,7 +350,7 @@ def _graph_statistics(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> t
     )
 
 
-@quantity()
+@quantity(place=70)
 def adjacency(
     scan: Scan,
     k: Count = 1,

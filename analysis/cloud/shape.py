@@ -149,7 +149,7 @@ def principal_axes(
     return axes
 
 
-@quantity()
+@quantity(place=100)
 def pca(
     scan: Scan,
     population: str = "all",
@@ -308,7 +308,7 @@ def _inertia_kernel(now: Array) -> dict[str, Any]:
     return {"inertia": values, "inertia_rank": _ranks(values)[0]}
 
 
-@quantity()
+@quantity(place=110)
 def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
     """Variance of each population along its own principal axes at each step.
 

@@ -1,7 +1,4 @@
-"""The command `analyze`.
-
-Options that choose a parameter or vectors, and the unchanged steps of a frozen token.
-"""
+"""The command `analyze`, and options that it shares with `plot` and `report`."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     if not wanted:
         return
     from trajstore import analysis
-    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
+    from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE
 
     for name, quantity in sorted((analysis.QUANTITIES | ALONE).items()):
         summary = (quantity.function.__doc__ or "").strip().splitlines()[0]
@@ -161,12 +158,12 @@ def analyze(
       trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
     from trajstore import analysis
-    from trajstore.analysis.registry import ACROSS_RUNS, ALONE, answer
     from trajstore.analysis.results.write_results import (
         check_result_target,
         describe,
         write_result,
     )
+    from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE, compute_named
     from trajstore.exchange.selection import select_part
     from trajstore.populations import own_masks
 
@@ -182,7 +179,7 @@ def analyze(
         given_populations(populations),
     )
     ds = select_part(ds, tokens=selected.get("tokens"))
-    result = answer(ds, quantities, steps=selected.get("steps"), **options)
+    result = compute_named(ds, quantities, steps=selected.get("steps"), **options)
     result = _of_populations(result, selected.get("population"))
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
@@ -236,7 +233,7 @@ def print_description(facts: dict[str, Any]) -> None:
     """Print the result of `describe`, one line per population."""
     rows, flags = [], []
     for name, fact in facts.items():
-        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
+        parts = {f"{name} {population}": part for population, part in fact["populations"].items()}
         dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
         sizes = " × ".join(f"{dim} {size}" for dim, size in dims.items())
         for row, part in (parts or {name: fact}).items():

@@ -1,11 +1,4 @@
-"""The command `summary`.
-
-The command `compare`.
-
-The command `report`.
-
-The command `explore`, which shows a run in a browser.
-"""
+"""The commands that describe runs: `summary`, `compare`, `report` and `explore`."""
 
 from __future__ import annotations
 
@@ -77,14 +70,14 @@ def summary(
     given = given_populations(populations)
     paths = run_paths(runs)
     opened = [analysis.with_populations(open_run(path), given) for path in paths]
-    found = [analysis.summary(ds, lattice).compute() for ds in opened]
+    summaries = [analysis.summary(ds, lattice).compute() for ds in opened]
     if as_json:
         listed = [
             {
                 str(name): {"dims": list(da.dims), "values": da.values.tolist()}
                 for name, da in facts.variables.items()
             }
-            for facts in found
+            for facts in summaries
         ]
         if len(paths) > 1:
             print_json([{"run": path, **facts} for path, facts in zip(paths, listed, strict=True)])
@@ -94,11 +87,11 @@ def summary(
     if lattice != "native":
         out.print(f"W is rounded to {lattice}.")
     if len(paths) == 1:
-        print_summary(found[0])
+        print_summary(summaries[0])
         print_notes(recorded_notes(notes_of(opened[0].attrs)))
         return
     labels = run_labels([ds.attrs for ds in opened], paths)
-    print_table(*summary_table(dict(zip(labels, found, strict=True))), fold=True)
+    print_table(*summary_table(dict(zip(labels, summaries, strict=True))), fold=True)
     runs_of: dict[str, list[str]] = {}
     for label, ds in zip(labels, opened, strict=True):
         for note in notes_of(ds.attrs):
@@ -193,37 +186,37 @@ def compare(run: str, other: str | None, over: float | None, as_json: bool) -> N
     first, second = map(open_run, paths)
     tokens = {"first": first.sizes["token"], "second": second.sizes["token"]}
     first, second = _of_common_tokens(first, second)
-    found = analysis.compare(first, second, over)
+    differences_of_runs = analysis.compare(first, second, over)
     digest = first.attrs.get(CONTENT)
     same_content = digest is not None and digest == second.attrs.get(CONTENT)
     if same_content:  # equal, without reading
-        found = xr.zeros_like(found)
-        for name in {"first_difference", "first_over"} & set(found):
-            found[name] = found[name] - 1
-    found = found.compute()
+        differences_of_runs = xr.zeros_like(differences_of_runs)
+        for name in {"first_difference", "first_over"} & set(differences_of_runs):
+            differences_of_runs[name] = differences_of_runs[name] - 1
+    differences_of_runs = differences_of_runs.compute()
     facts = {
         "same_content": same_content,
-        "steps": {"common": found.sizes["step"], "first": first.sizes["step"],
+        "steps": {"common": differences_of_runs.sizes["step"], "first": first.sizes["step"],
                   "second": second.sizes["step"]},
         "tokens": {"common": first.sizes["token"], **tokens},
-        "differing_settings": found.attrs["differing_settings"],
+        "differing_settings": differences_of_runs.attrs["differing_settings"],
         "only_first": [str(name) for name in first.data_vars if name not in second.data_vars],
         "only_second": [str(name) for name in second.data_vars if name not in first.data_vars],
         "variables": {
             str(name): {
-                "first_difference": int(found.first_difference[at]),
-                "differing_steps": int(found.differs[:, at].sum()),
-                "distance": found.distance[:, at].values.tolist(),
+                "first_difference": int(differences_of_runs.first_difference[at]),
+                "differing_steps": int(differences_of_runs.differs[:, at].sum()),
+                "distance": differences_of_runs.distance[:, at].values.tolist(),
             }
-            for at, name in enumerate(found["variable"].values)
+            for at, name in enumerate(differences_of_runs["variable"].values)
         },
-        "step": found.step.values.tolist(),
+        "step": differences_of_runs.step.values.tolist(),
     }  # fmt: skip
     if over is not None:
-        differences = found.loss_difference.values
+        differences = differences_of_runs.loss_difference.values
         facts["loss"] = {
             "over": over,
-            "first_over": int(found.first_over),
+            "first_over": int(differences_of_runs.first_over),
             "steps_over": int((differences > over).sum()),
             "difference": differences.tolist(),
         }
@@ -243,14 +236,14 @@ def _of_common_tokens(first: xr.Dataset, second: xr.Dataset) -> tuple[xr.Dataset
     """
     import numpy as np
 
-    ids, one, other = np.intersect1d(
+    ids, in_first, in_second = np.intersect1d(
         first["token"].values, second["token"].values, return_indices=True
     )
     if np.array_equal(first["token"].values, second["token"].values):
         return first, second
     if not ids.size:
         raise InvalidArgument("the runs have no common token; compare runs with common token ids")
-    return first.isel(token=one), second.isel(token=other)
+    return first.isel(token=in_first), second.isel(token=in_second)
 
 
 def _print_loss(loss: dict[str, Any], steps: list[int]) -> None:

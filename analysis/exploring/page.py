@@ -1,6 +1,6 @@
-"""The page of one browser session: a step, a token, and their figures.
+"""The page of one browser session, and the run behind it, which may still be recorded.
 
-A run that may still be recorded, with its history in memory, kept up to date.
+`LiveRun` holds the history of the run in memory and reads new rows. Sessions share it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RunState:
     """A consistent state of a run at one moment.
 
     Attributes
@@ -80,7 +80,7 @@ class LiveRun:
 
     Attributes
     ----------
-    seen : Seen
+    state : RunState
         The newest state; replaced as a whole.
 
     Raises
@@ -93,7 +93,7 @@ class LiveRun:
 
     def __init__(self, path: str | os.PathLike[str], report: Report | None = None) -> None:
         self._path = path
-        self.seen = self._whole(*self._look(), report)
+        self.state = self._whole(*self._look(), report)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="explore", daemon=True)
 
@@ -114,11 +114,11 @@ class LiveRun:
             If the run cannot be read now; the earlier state stays.
         """
         ds, status = self._look()
-        seen = self.seen
-        if ds.attrs != seen.ds.attrs:
-            self.seen = self._whole(ds, status)
-        elif status != seen.standing or seen.trouble:
-            self.seen = replace(seen, standing=status, trouble="")
+        state = self.state
+        if ds.attrs != state.ds.attrs:
+            self.state = self._whole(ds, status)
+        elif status != state.standing or state.trouble:
+            self.state = replace(state, standing=status, trouble="")
 
     def _look(self) -> tuple[xr.Dataset, str]:
         """Open the run, and return it with its state."""
@@ -128,9 +128,9 @@ class LiveRun:
         status = str(ds.attrs.get("status", "complete"))
         return ds, "abandoned" if status == "recording" and written_to is False else status
 
-    def _whole(self, ds: xr.Dataset, status: str, report: Report | None = None) -> Seen:
+    def _whole(self, ds: xr.Dataset, status: str, report: Report | None = None) -> RunState:
         history = prepare(open_run(self._path), report)
-        return Seen(history=history, tokens=TokenList(ds), ds=ds, standing=status)
+        return RunState(history=history, tokens=TokenList(ds), ds=ds, standing=status)
 
     def _follow(self) -> None:
         took = 0.0
@@ -140,8 +140,8 @@ class LiveRun:
                 self.look()
             except (TrajstoreError, OSError) as error:
                 trouble = str(error)
-                if trouble != self.seen.trouble:
-                    self.seen = replace(self.seen, trouble=trouble)
+                if trouble != self.state.trouble:
+                    self.state = replace(self.state, trouble=trouble)
             took = time.monotonic() - begin
 
 
@@ -180,10 +180,10 @@ class Page:
         import panel as pn
 
         self._live = live
-        self._seen = live.seen
-        self._at = int(self._seen.history.last_motion.values.argmax())  # with the latest change
-        self._one = token_history(self._seen.ds, self._at, self._seen.history)
-        tokens = self._seen.tokens
+        self._state = live.state
+        self._at = int(self._state.history.last_motion.values.argmax())  # with the latest change
+        self._one = token_history(self._state.ds, self._at, self._state.history)
+        tokens = self._state.tokens
         self._kinds = tokens.kinds
         self._of_token: dict[str, Any] = {"kind": self._kinds}
         if self._kinds.size <= plots.MANY:
@@ -217,9 +217,9 @@ class Page:
     def _make_widgets(self, pn: Any) -> None:
         import bokeh.models.widgets.tables as bokeh_tables
 
-        held = self._seen.history.position.sizes["step"]
+        rows = self._state.history.position.sizes["step"]
         self._player = pn.widgets.Player(
-            label="step", start=0, end=held - 1, value=0, interval=200, loop_policy="once",
+            label="step", start=0, end=rows - 1, value=0, interval=200, loop_policy="once",
             show_loop_controls=False, width=None, min_width=300, sizing_mode="stretch_width",
         )  # fmt: skip
         self._search = pn.widgets.TextInput(
@@ -261,16 +261,16 @@ class Page:
             heading = pn.pane.HTML(text, sizing_mode="stretch_width")
             return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
 
-        names = self._seen.history.populations
+        names = self._state.history.populations
         colors = {name: population_color(name) for name in names}
-        share = self._seen.history.plane["share"].values
+        share = self._state.history.plane["share"].values
         plane = (
             f"principal components 1 ({share[0]:.1%} of the variance of W) and 2 ({share[1]:.1%})"
         )
         curves = [
             titled(title, self._curve(figure, name), colors if figure != "loss" else None)
             for title, (figure, name) in _CURVES.items()
-            if figure in self._seen.history.data
+            if figure in self._state.history.data
         ]
         causes = dict(list(CAUSE_COLORS.items())[1:])
         of_token = [
@@ -296,7 +296,7 @@ class Page:
         import holoviews as hv
 
         points: Any = hv.DynamicMap(lambda counter: self._points(), streams=[self._moved])
-        xlim, ylim = plots.limits(self._seen.history)
+        xlim, ylim = plots.limits(self._state.history)
         many = self._kinds.size > plots.MANY
         shown = plots.shaded(points, self._kinds, xlim, ylim) if many else points
         path = hv.DynamicMap(lambda counter: plots.path_plot(self._one), streams=[self._chosen])
@@ -309,14 +309,14 @@ class Page:
         )  # fmt: skip
 
     def _points(self) -> Any:
-        position = self._seen.history.position.values[self._player.value]
+        position = self._state.history.position.values[self._player.value]
         return plots.plane_points(position, self._of_token)
 
     def _curve(self, figure: str, name: str) -> Any:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda counter: plots.curve_plot(self._seen.history.data[figure], figure, name),
+            lambda counter: plots.curve_plot(self._state.history.data[figure], figure, name),
             streams=[self._renewed],
         )
         return self._along_steps(drawn, logy=figure == "grad_norms")
@@ -338,7 +338,7 @@ class Page:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda counter: plots.layer_plot(self._seen.history.data["heatmap"]),
+            lambda counter: plots.layer_plot(self._state.history.data["heatmap"]),
             streams=[self._renewed],
         )
         return self._along_steps(drawn, self._mark_rank)
@@ -378,14 +378,14 @@ class Page:
     # Events.
 
     def _step_shown(self) -> int:
-        history = self._seen.history
+        history = self._state.history
         return int(history.position["step"].values[self._player.value])
 
     def _rank_shown(self) -> float:
-        return self._seen.history.rank(self._at) + 0.5
+        return self._state.history.rank(self._at) + 0.5
 
     def _show_step(self) -> None:
-        step, history = self._step_shown(), self._seen.history
+        step, history = self._step_shown(), self._state.history
         for span in self._steps:
             span.location = step
         texts = [f"step {step:,} of {history.last_step:,}"]
@@ -399,15 +399,15 @@ class Page:
         """Show the row nearest to a step."""
         if step is None or not math.isfinite(step):
             return
-        steps = self._seen.history.position["step"].values
+        steps = self._state.history.position["step"].values
         row = int(np.abs(steps - step).argmin())
         _in_turn(lambda: setattr(self._player, "value", row))
 
     def _rows(self, text: str) -> Any:
         import pandas
 
-        tokens = self._seen.tokens
-        return pandas.DataFrame(tokens.columns(tokens.find(text), self._seen.history))
+        tokens = self._state.tokens
+        return pandas.DataFrame(tokens.columns(tokens.find(text), self._state.history))
 
     def _search_for(self, text: str) -> None:
         self._find(text)
@@ -420,27 +420,27 @@ class Page:
 
     def _choose_first(self) -> None:
         """Choose the best match of the search."""
-        found = self._seen.tokens.find(self._search.value_input)
-        if found.size:
-            _in_turn(lambda: self._choose(int(found[0])))
+        matches = self._state.tokens.find(self._search.value_input)
+        if matches.size:
+            _in_turn(lambda: self._choose(int(matches[0])))
 
     def _clicked(self, event: Any) -> None:
         number = int(self._table.value["id"].iloc[event.row])
-        at = int(np.flatnonzero(self._seen.tokens.ids == number)[0])
+        at = int(np.flatnonzero(self._state.tokens.ids == number)[0])
         _in_turn(lambda: self._choose(at))
 
     def _tapped(self, x: float, y: float) -> None:
         if x is None or not (math.isfinite(x) and math.isfinite(y)):
             return
-        xlim, ylim = plots.limits(self._seen.history)
-        position = self._seen.history.position.values[self._player.value]
+        xlim, ylim = plots.limits(self._state.history)
+        position = self._state.history.position.values[self._player.value]
         at = nearest(position, x, y, xlim[1] - xlim[0], ylim[1] - ylim[0])
         if at is not None:
             _in_turn(lambda: self._choose(at))
 
     def _choose(self, at: int) -> None:
         self._at = at
-        self._one = token_history(self._seen.ds, at, self._seen.history)
+        self._one = token_history(self._state.ds, at, self._state.history)
         self._show_token()
 
     def _show_token(self) -> None:
@@ -451,7 +451,7 @@ class Page:
         self._placed.event()
 
     def _token_text(self) -> str:
-        tokens, history = self._seen.tokens, self._seen.history
+        tokens, history = self._state.tokens, self._state.history
         lines = [f"<b>{html.escape(tokens.label(self._at))}</b> {tokens.kind(self._at)}".rstrip()]
         lines += map(html.escape, cause_sentences(self._one))
         if "cause" in history.unknown:
@@ -461,19 +461,19 @@ class Page:
     # Updates while the page is open.
 
     def _renew(self) -> None:
-        seen, before = self._live.seen, self._seen
-        if seen is before:
+        state, before = self._live.state, self._state
+        if state is before:
             return
         newest = self._player.value == self._player.end
         shown = self._step_shown()
-        self._seen = seen
-        self._player.end = seen.history.position.sizes["step"] - 1
+        self._state = state
+        self._player.end = state.history.position.sizes["step"] - 1
         if newest:
             self._player.value = self._player.end
         else:
             self._go_to(shown)
         self._show_status()
-        if seen.history is before.history:
+        if state.history is before.history:
             return
         self._renewed.event()
         self._show_step()
@@ -481,13 +481,13 @@ class Page:
         self._choose(self._at)
 
     def _show_status(self) -> None:
-        seen = self._seen
-        texts = [f"<b>{html.escape(titled_runs([seen.ds]))}</b>", html.escape(seen.standing)]
-        texts.append(f"{seen.history.rows:,} rows")
-        if seen.history.every > 1:
-            texts.append(f"positions at every {seen.history.every}th row")
-        notes = [f"Not available: {name}; {why}." for name, why in seen.history.unknown.items()]
-        notes += [f"New rows cannot be read: {seen.trouble}."] if seen.trouble else []
+        state = self._state
+        texts = [f"<b>{html.escape(titled_runs([state.ds]))}</b>", html.escape(state.standing)]
+        texts.append(f"{state.history.rows:,} rows")
+        if state.history.every > 1:
+            texts.append(f"positions at every {state.history.every}th row")
+        notes = [f"Not available: {name}; {why}." for name, why in state.history.unknown.items()]
+        notes += [f"New rows cannot be read: {state.trouble}."] if state.trouble else []
         self._status.object = "<br>".join([", ".join(texts), *map(html.escape, notes)])
 
 

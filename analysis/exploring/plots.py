@@ -1,8 +1,6 @@
-"""Figures of the page, drawn with HoloViews on Bokeh.
+"""What the page shows: the history of a run in memory, a list of its tokens, and their figures.
 
-The part of a run that stays in memory: quantities of many rows and many tokens.
-
-Tokens of a run: a searchable list, and the history of one token.
+HoloViews draws the figures on Bokeh.
 """
 
 from __future__ import annotations
@@ -30,9 +28,6 @@ from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.units import format_bytes
-
-POSITION_BYTES = 512 << 20
-MAP_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +76,13 @@ class RunHistory:
         return int(np.flatnonzero(order == at)[0])
 
 
-def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
+def prepare(
+    ds: xr.Dataset,
+    report: Report | None = None,
+    *,
+    position_bytes: int = 512 << 20,
+    map_bytes: int = 2 << 30,
+) -> RunHistory:
     """Read a run block by block: once for the plane, once for causes, once for everything else.
 
     Parameters
@@ -90,6 +91,10 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
         A run with ``W``, opened with dask.
     report : callable, optional
         Called with the number of finished tasks and of all tasks.
+    position_bytes : int
+        Memory for the positions; those of a longer run are of every nth row.
+    map_bytes : int
+        Memory for the maps of tokens and steps.
 
     Raises
     ------
@@ -102,13 +107,13 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
     rows, tokens = ds.sizes["step"], ds.sizes["token"]
     if rows < 2:
         raise InvalidArgument(f"explore needs at least 2 rows, got {rows}; wait for more rows")
-    if 2 * rows * tokens > MAP_BYTES:
+    if 2 * rows * tokens > map_bytes:
         raise InvalidArgument(
             f"explore keeps two bytes per token and step: {format_bytes(2 * rows * tokens)} for "
-            f"{rows:,} rows of {tokens:,} tokens, expected at most {format_bytes(MAP_BYTES)}; "
+            f"{rows:,} rows of {tokens:,} tokens, expected at most {format_bytes(map_bytes)}; "
             "export a smaller run with trajstore export --select"
         )
-    every = -(-rows * tokens * 8 // POSITION_BYTES)
+    every = -(-rows * tokens * 8 // position_bytes)
     with progress_of_tasks(report):
         (made,) = compute_together(
             [pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]]
@@ -138,13 +143,13 @@ def _measure(
         "cause": lambda: freeze_cause(scan).to_dataset(name="cause"),
     }
     for name in ("heatmap", "freeze", "loss", "grad_norms", "displacement"):
-        questions[name] = partial(FIGURES[name].collect, scan, Options())
+        questions[name] = partial(FIGURES[name].computation.collect, scan, Options())
     lazy, unknown = input_checks.available(questions)
-    found: dict[str, xr.Dataset] = {}
+    measured: dict[str, xr.Dataset] = {}
     # Causes need four matrices at once: a separate reading keeps fewer blocks in memory.
     for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):
-        found |= zip(names, compute_together([lazy[name] for name in names]), strict=True)
-    return found, unknown
+        measured |= zip(names, compute_together([lazy[name] for name in names]), strict=True)
+    return measured, unknown
 
 
 MANY = 3000
@@ -161,13 +166,13 @@ _WIDTH = 1000  # cells of the heatmap along the steps
 
 def limits(history: RunHistory) -> tuple[Limits, Limits]:
     """Limits of both axes that contain all tokens at all steps."""
-    found = []
+    ranges = []
     for axis in range(2):
         values = history.position.values[..., axis]
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = 0.04 * (high - low) or 1.0
-        found.append((low - margin, high + margin))
-    return found[0], found[1]
+        ranges.append((low - margin, high + margin))
+    return ranges[0], ranges[1]
 
 
 def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> Any:
@@ -451,19 +456,19 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
         recorded; ``cause``, int8, if available, −1 at the first row; all (step).
     """
     names = [name for name in ("W", "grad") if name in ds]
-    one = ds[names].isel(token=slice(at, at + 1), step=slice(history.rows)).load()
-    scan = Scan(one)
-    steps = one["step"]
-    found = {
+    part = ds[names].isel(token=slice(at, at + 1), step=slice(history.rows)).load()
+    scan = Scan(part)
+    steps = part["step"]
+    quantities = {
         "position": scores_along_axes(scan, history.plane).astype(np.float32),
         "hop": lattice_displacement(scan, ord=1).reindex(step=steps),
     }
-    if "grad" in one:
-        found["gradient"] = grad_norms(scan)
+    if "grad" in part:
+        quantities["gradient"] = grad_norms(scan)
     if "cause" in history.data:
         cause = history.data["cause"]["cause"].isel(token=slice(at, at + 1))
-        found["cause"] = cause.reindex(step=steps, fill_value=-1)
-    return xr.Dataset({name: array.isel(token=0) for name, array in found.items()}).compute()
+        quantities["cause"] = cause.reindex(step=steps, fill_value=-1)
+    return xr.Dataset({name: array.isel(token=0) for name, array in quantities.items()}).compute()
 
 
 def cause_sentences(token: xr.Dataset) -> list[str]:

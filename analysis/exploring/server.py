@@ -78,9 +78,9 @@ def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
         port=port,
         address=host,
         websocket_origin=[f"{name}:{port}" for name in _names(host)],
-        title=run_name(live.seen.ds),
+        title=run_name(live.state.ds),
         start=False,
-        warm=live.seen.tokens.ids.size > MANY,  # the first use compiles Datashader
+        warm=live.state.tokens.ids.size > MANY,  # the first use compiles Datashader
         show=False,
     )
     signal.signal(signal.SIGINT, before)
@@ -129,6 +129,8 @@ def _names(host: str) -> list[str]:
         return [*_LOOPBACK]
     if host != _ANY:
         return [host]
-    own = socket.gethostname()
-    found = socket.getaddrinfo(own, None, family=socket.AF_INET)
-    return sorted({*_LOOPBACK, own, socket.getfqdn(), *(str(entry[4][0]) for entry in found)})
+    hostname = socket.gethostname()
+    addresses = socket.getaddrinfo(hostname, None, family=socket.AF_INET)
+    return sorted(
+        {*_LOOPBACK, hostname, socket.getfqdn(), *(str(entry[4][0]) for entry in addresses)}
+    )

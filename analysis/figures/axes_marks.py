@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
-    from trajstore.analysis.figures.style import Look
+    from trajstore.analysis.figures.style import RunStyle
 
 _COVERED = 0.9
 """Part of its points from which on a curve is covered."""
@@ -117,7 +117,7 @@ def shade_region(ax: Axes, low: float, high: float, label: str, color: str) -> N
 def draw_curves(
     ax: Axes,
     data: xr.Dataset,
-    look: Look,
+    look: RunStyle,
     labels: Mapping[str, str],
     along: str = "step",
     about: Callable[[xr.Dataset, str], str] = lambda part, name: "",
@@ -134,7 +134,7 @@ def draw_curves(
     data : Dataset
         Variables of dims population and `along`; ``quantiles``, the lower and upper edge of the
         band of the first one.
-    look : Look
+    look : RunStyle
     labels : mapping
         Text by the name of each variable.
     along : str
@@ -185,7 +185,7 @@ def widen_covered(ax: Axes, drawn: Mapping[str, Sequence[Artist]]) -> list[str]:
         return []
     ax.autoscale_view()
     curves = [
-        [found for each in artists if (found := _curve(ax, each))] for artists in drawn.values()
+        [line for each in artists if (line := _curve(ax, each))] for artists in drawn.values()
     ]
     labels, covered = list(drawn), []
     for number, label in enumerate(labels):
@@ -232,7 +232,7 @@ def _covers(above: Sequence[_Curve], curve: _Curve) -> bool:
     return False
 
 
-def name_kinds(ax: Axes, look: Look, kinds: Sequence[str]) -> None:
+def name_kinds(ax: Axes, look: RunStyle, kinds: Sequence[str]) -> None:
     """Add the kinds of curves to the legend, once: after the last run."""
     if look.number == look.runs - 1 and not look.alone:
         for kind, text in enumerate(kinds):

@@ -1,7 +1,4 @@
-"""The cloud of tokens: its centroid, its principal axes, and identical vectors.
-
-Paths of tokens in a plane and on the sky.
-"""
+"""Figures of the cloud: its centroid, spectrum, identical vectors, and paths in a plane or sky."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud import directions, identical_vectors, shape
+from trajstore.analysis.figures.across_runs import CURVES, MEANS
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_counts,
@@ -21,7 +19,7 @@ from trajstore.analysis.figures.axes_marks import (
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, after_first_row, figure, with_members
-from trajstore.analysis.figures.style import Look, population_color, shades, token_names
+from trajstore.analysis.figures.style import RunStyle, population_color, shades, token_names
 from trajstore.analysis.motion import collective
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.scan.scan import Scan
@@ -35,8 +33,8 @@ def _centroid(scan: Scan, options: Options) -> xr.Dataset:
     return collective.centroid(scan, shown)[["centroid_norm", "mean_radius"]]
 
 
-@figure(_centroid, rows=1, reading="rows", overlays=True, averages=True)
-def centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_centroid, place=140, rows=1, reading="rows", runs=MEANS)
+def centroid(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Norm of the tokens' centroid, and their mean distance from it."""
     labels = {"centroid_norm": "norm of the centroid", "mean_radius": "mean distance from it"}
     draw_curves(ax, data, look, labels)
@@ -49,17 +47,17 @@ _ROWS = {"all": "all steps", "last": "last step"}
 def _spectra(scan: Scan, options: Options) -> xr.Dataset:
     """Variances ``all`` and ``last`` along the axes of each population, and effective ranks."""
     shown = options.populations(scan)
-    found: dict[str, xr.DataArray] = {}
+    spectra: dict[str, xr.DataArray] = {}
     for rows in _ROWS:
         parts = [shape.pca(scan, name, 1, rows)[["spectrum", "effective_rank"]] for name in shown]
         whole = xr.concat(parts, "population", combine_attrs="drop")
         whole["spectrum"].attrs = parts[0]["spectrum"].attrs
-        found |= {rows: whole["spectrum"], f"{rows}_rank": whole["effective_rank"]}
-    return xr.Dataset(found).assign_coords(population=shown)
+        spectra |= {rows: whole["spectrum"], f"{rows}_rank": whole["effective_rank"]}
+    return xr.Dataset(spectra).assign_coords(population=shown)
 
 
-@figure(_spectra, rows=1, overlays=True, of_window=True, reading="plane")
-def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_spectra, place=170, rows=1, of_window=True, reading="plane", runs=CURVES)
+def spectrum(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Variance of the tokens along their principal axes."""
     values = data[[*_ROWS]].to_array()
     # A logarithmic axis has no zero, and smaller variances are rounding errors.
@@ -84,15 +82,24 @@ def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _clusters(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
-    found = identical_vectors.clusters(scan, None, options.lattice, ranks=1).sel(population=shown)
-    vectors = found["groups"] + found["singles"]
+    clusters_of_size = identical_vectors.clusters(scan, None, options.lattice, ranks=1).sel(
+        population=shown
+    )
+    vectors = clusters_of_size["groups"] + clusters_of_size["singles"]
     # Without groups, the most common vector is that of one token.
-    largest = found["group_sizes"].isel(rank=0).clip(min=1)
+    largest = clusters_of_size["group_sizes"].isel(rank=0).clip(min=1)
     return xr.Dataset({"vectors": vectors, "largest": largest})
 
 
-@figure(_clusters, rows=1, on_lattice=True, overlays=True, averages=True, reading="identical")
-def clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _clusters,
+    place=220,
+    rows=1,
+    reading="identical",
+    options=("population", "lattice", "log"),
+    runs=MEANS,
+)
+def clusters(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens with identical vectors."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -120,10 +127,10 @@ _EDGE = 0.9
 
 def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
     first: Any = None if options.plane == "principal" else options.plane
-    found = shape.pca(scan, components=2, first=first)
-    position, variance = found["scores"], found["spectrum"].rename(principal="component")
+    components = shape.pca(scan, components=2, first=first)
+    position, variance = components["scores"], components["spectrum"].rename(principal="component")
     whole = variance.sum()
-    found = xr.Dataset(
+    path = xr.Dataset(
         {
             "position": position,
             "share": variance[:2] / whole.where(whole > 0, 1),
@@ -131,7 +138,7 @@ def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
         },
         attrs={"plane": options.plane},
     )
-    return _thinned(with_members(found, scan, options))
+    return _thinned(with_members(path, scan, options))
 
 
 def _thinned(data: xr.Dataset) -> xr.Dataset:
@@ -140,15 +147,15 @@ def _thinned(data: xr.Dataset) -> xr.Dataset:
     return data.isel(step=slice(None, None, every)).assign_attrs(every=every)
 
 
-@figure(_trajectory, rows=1, scales=False, reading="plane")
-def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_trajectory, place=150, rows=1, reading="plane", options=("population",))
+def trajectory(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Paths of the tokens in a plane."""
     look.note("the axes have different scales")
     _draw_paths(ax, data, look)
     label_plane(ax, data)
 
 
-def _draw_paths(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def _draw_paths(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Draw the paths of each population."""
     position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= LINES
@@ -167,7 +174,7 @@ def _draw_paths(ax: Axes, data: xr.Dataset, look: Look) -> None:
     _note_thinning(data, look)
 
 
-def _note_thinning(data: xr.Dataset, look: Look) -> None:
+def _note_thinning(data: xr.Dataset, look: RunStyle) -> None:
     if data.attrs["every"] > 1:
         look.note(f"1 of every {data.attrs['every']} steps")
 
@@ -179,7 +186,7 @@ def _color_of(ax: Axes, population: str, tokens: int) -> str:
     return color
 
 
-def _mark_ends(ax: Axes, data: xr.Dataset, look: Look, start: bool) -> None:
+def _mark_ends(ax: Axes, data: xr.Dataset, look: RunStyle, start: bool) -> None:
     """Add the marks of the ends of paths to the legend."""
     first, last = (int(data["step"][at]) for at in (0, -1))
     ground, ink = look.style.ground, look.style.ink
@@ -196,8 +203,8 @@ def _moment_tracks(scan: Scan, options: Options) -> xr.Dataset:
     return _thinned(with_members(named, scan, options))
 
 
-@figure(_moment_tracks, scales=False, reading="moments")
-def moment_tracks(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_moment_tracks, place=210, reading="moments", options=("population",))
+def moment_tracks(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Paths of the tokens in the plane of Adam's moments."""
     zeros = int((data["position"] == 0).any("component").sum())
     with np.errstate(divide="ignore"):
@@ -229,15 +236,23 @@ def _sky(scan: Scan, options: Options) -> xr.Dataset:
     axis: Any = _AXES[options.plane]
     name = scan.ds.attrs.get("vectors")
     of: Any = "displacement" if name is None else "W"
-    found = directions.sky(scan, axis, of)[["longitude", "latitude"]]
-    return _thinned(with_members(found, scan, options)).assign_attrs(
+    angles = directions.sky(scan, axis, of)[["longitude", "latitude"]]
+    return _thinned(with_members(angles, scan, options)).assign_attrs(
         of=name or "W minus its first row",
         axis="h̄" if axis == "hidden_mean" else name or "W",
     )
 
 
-@figure(_sky, rows=1, scales=False, reading="plane", projection="mollweide")
-def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _sky,
+    place=160,
+    place_in_list=215,
+    rows=1,
+    reading="plane",
+    options=("population",),
+    projection="mollweide",
+)
+def sky(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Directions of the tokens about an axis."""
     # A displacement has no direction at the first row.
     known = np.flatnonzero(np.isfinite(data["latitude"].values).any(1))
@@ -296,7 +311,7 @@ def fit_axes(ax: Axes, position: npt.NDArray[Any]) -> None:
     ax.set_ylim(low[1] - margin[1], high[1] + margin[1])
 
 
-def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:
+def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: RunStyle) -> None:
     from matplotlib.collections import LineCollection
 
     lines = LineCollection(
@@ -308,7 +323,7 @@ def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> No
     ax.plot(*paths[:, -1], "o", color=color, ms=4, zorder=3)
 
 
-def _name_ends(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def _name_ends(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Write the name of the outermost end in each cell of a grid, and the number of others."""
     ends = data["position"].transpose("component", "step", "token").values[:, -1]
     shown = data["member"].values.any(0) & np.isfinite(ends).all(0)
@@ -336,7 +351,7 @@ def _name_ends(ax: Axes, data: xr.Dataset, look: Look) -> None:
         )
 
 
-def _draw_cells(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:
+def _draw_cells(ax: Axes, paths: npt.NDArray[Any], color: str, look: RunStyle) -> None:
     if not np.isfinite(paths).any():
         return
     limits = [(float(np.nanmin(axis)), float(np.nanmax(axis))) for axis in paths]

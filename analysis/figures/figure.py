@@ -1,25 +1,29 @@
-"""A figure: its data, computed lazily, and its drawing, separate from each other.
-
-Several runs in one figure: the runs of each curve, their mean and spread.
-"""
+"""A figure: its data, computed lazily, and its drawing, separate from each other."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import (
+    MOST_CURVES,
+    PANELS,
+    Group,
+    SeveralRuns,
+    mean_and_spread,
+    run_groups,
+)
 from trajstore.analysis.figures.axes_marks import (
     add_legend,
     reword,
     set_title,
     widen_covered,
 )
-from trajstore.analysis.figures.style import STYLES, Look, run_name, style, titled_runs
+from trajstore.analysis.figures.style import STYLES, RunStyle, style, titled_runs
 from trajstore.analysis.scan.block_tasks import Report, compute_all
 from trajstore.analysis.scan.scan import Scan, windowed_scan
 from trajstore.analysis.several_runs import each_run
@@ -32,123 +36,12 @@ from trajstore.populations import (
     row_words,
 )
 from trajstore.schema import MIN_UNCHANGED
-from trajstore.store.reading.run_attributes import SEED, differing_settings, run_labels
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
     from trajstore.exchange.selection import Steps
-
-
-MOST_CURVES = 8
-"""Most curves in one axes. With more runs, those that differ only in their seeds share a curve."""
-
-_NO_SEED = frozenset({SEED})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Runs of one curve.
-
-    Attributes
-    ----------
-    label : str
-        Settings that differ from other groups, ``sigma=1e-05``, and the number of several runs.
-    members : tuple of int
-        Their positions among the runs.
-    """
-
-    label: str
-    members: tuple[int, ...]
-
-
-def run_groups(runs: Sequence[xr.Dataset], labels: Sequence[str] | None = None) -> list[Group]:
-    """Groups of runs that share a curve: single runs, or with many runs those of one setting.
-
-    Parameters
-    ----------
-    runs : sequence of Dataset
-    labels : sequence of str, optional
-        Labels of the runs, by default their settings. Runs of one label share a curve.
-
-    Raises
-    ------
-    InvalidArgument
-        Unless there is one label per run.
-    """
-    if labels is not None and len(labels) != len(runs):
-        raise InvalidArgument(f"got {len(labels)} labels, expected one per run ({len(runs)})")
-    if len(runs) == 1:
-        return [Group(label="", members=(0,))]
-    attributes = [run.attrs for run in runs]
-    names = [run_name(run).removesuffix(".zarr") for run in runs]
-    if labels is not None:
-        keys = list(labels)
-    elif len(runs) <= MOST_CURVES:
-        keys = run_labels(attributes, names)
-    else:
-        differing = differing_settings(attributes, _NO_SEED)
-        keys = [repr([values[at] for values in differing.values()]) for at in range(len(runs))]
-    members: dict[str, list[int]] = {}
-    for number, key in enumerate(keys):
-        members.setdefault(key, []).append(number)
-    places = list(members.values())
-    shown = list(members)
-    if labels is None and len(runs) > MOST_CURVES:
-        first = [group[0] for group in places]
-        shown = run_labels([attributes[at] for at in first], [names[at] for at in first], _NO_SEED)
-        shown = shown if len(places) > 1 else [""]
-    if len(places) < len(runs):
-        shown = [_counted(label, group) for label, group in zip(shown, places, strict=True)]
-    return [
-        Group(label=label, members=tuple(group)) for label, group in zip(shown, places, strict=True)
-    ]
-
-
-def _counted(label: str, members: Sequence[int]) -> str:
-    number = f"{len(members)} run{'' if len(members) == 1 else 's'}"
-    return f"{label} ({number})" if label else number
-
-
-def mean_and_spread(
-    data: Sequence[xr.Dataset], bounds: tuple[float, float]
-) -> tuple[xr.Dataset, tuple[xr.Dataset, xr.Dataset]]:
-    """Mean over runs of a figure's data, and a band of one standard deviation about it.
-
-    Parameters
-    ----------
-    data : sequence of Dataset
-        Computed data of each run.
-    bounds : tuple of float
-        Smallest and largest possible value, at which the band ends.
-
-    Returns
-    -------
-    mean : Dataset
-    band : tuple of Dataset
-        Its lower and upper edge, from the deviation of a sample (n − 1). A NaN of any run makes
-        the mean and the band NaN.
-
-    Raises
-    ------
-    InvalidArgument
-        If the runs have different steps.
-    """
-    try:
-        joined = xr.concat(
-            data, "run", data_vars="all", coords="minimal", compat="override", join="exact"
-        )
-    except ValueError as error:
-        raise InvalidArgument(
-            f"runs with different steps or populations have no mean: {error}"
-        ) from error
-    mean = joined.mean("run", skipna=False, keep_attrs=True)
-    for name, array in data[0].data_vars.items():
-        mean[name] = mean[name].transpose(*array.dims)
-    spread = joined.std("run", ddof=1, skipna=False)
-    low, high = ((mean + sign * spread).clip(*bounds) for sign in (-1, 1))
-    return mean, (low, high)
 
 
 SIZE = (8.0, 5.0)
@@ -241,6 +134,60 @@ class Options:
         return [self.population]
 
 
+class Drawing(Protocol):
+    """A method of ``ds.traj.plot``; figures lack the options that they do not depend on."""
+
+    def __call__(
+        self,
+        ax: Axes | None = None,
+        *,
+        other: xr.Dataset | None = None,
+        style: str = "light",
+        log: str | None = None,
+        labels: Sequence[str] | None = None,
+        title: str | None = None,
+        size: tuple[float, float] | None = None,
+        population: str | None = None,
+        also: Sequence[str] = (),
+        lattice: str = "native",
+        color: str = "regime",
+        plane: str = "principal",
+        steps: Steps = None,
+        within: bool = False,
+        min_unchanged: int = MIN_UNCHANGED,
+        metric: str = "frobenius",
+        parameters: str | None = None,
+    ) -> Axes:
+        """Draw the figure, as `Figure` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Data of a figure, and what their computation needs.
+
+    Attributes
+    ----------
+    collect : callable
+        Takes a `Scan` and `Options`, and with `SeveralRuns.between` the first run's `Scan`; returns
+        lazy data.
+    rows : int
+        Smallest number of rows.
+    measures : tuple of str
+        Measures between consecutive rows, as for a `Quantity`.
+    of_window : bool
+        True if it is computed from the rows of a window alone, as for `Quantity`.
+    reading : str
+        Name of the pass over the run that computes it. Figures that need much memory have a pass
+        of their own.
+    """
+
+    collect: Callable[..., xr.Dataset]
+    rows: int = 2
+    measures: tuple[str, ...] = ()
+    of_window: bool = False
+    reading: str = "blocks"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One kind of figure.
@@ -250,56 +197,29 @@ class Figure:
     Attributes
     ----------
     name, title : str
-    collect : callable
-        Takes a `Scan` and `Options`; returns lazy data.
+    computation : Computation
     draw : callable
-        Takes an Axes, the computed data and a `Look`.
-    rows : int
-        Smallest number of rows.
-    measures : tuple of str
-        Measures between consecutive rows, as for a `Quantity`.
-    on_lattice : bool
-        True if it depends on a lattice.
-    overlays : bool
-        True if one axes shows several runs; else each run has a panel.
-    averages : bool
-        True if it can show the mean and spread of many runs.
-    bounds : tuple of float
-        Smallest and largest possible value, at which a spread ends.
-    between : bool
-        True if it compares runs with the first, which `collect` takes as third argument.
-    scales : bool
-        True if users can choose the scales of its axes.
-    of_populations : bool
-        True if it can show a single population.
-    of_layers : bool
-        True if it has a metric, and can show chosen parameters.
-    of_window : bool
-        True if it is computed from the rows of a window alone, as for `Quantity`.
-    reading : str
-        Name of the pass over the run that computes it. Figures that need much memory have a pass
-        of their own.
+        Takes an Axes, the computed data and a `RunStyle`.
+    options : tuple of str
+        Those of the options that not all figures have: ``population``, ``lattice``, ``metric`` (of
+        layers, with ``parameters``), ``log``.
+    runs : SeveralRuns
     projection : str
         Projection of its axes, one of matplotlib's.
     """
 
     name: str
     title: str
-    collect: Callable[..., xr.Dataset]
-    draw: Callable[[Axes, xr.Dataset, Look], None]
-    rows: int = 2
-    measures: tuple[str, ...] = ()
-    on_lattice: bool = False
-    overlays: bool = False
-    averages: bool = False
-    bounds: tuple[float, float] = (0, math.inf)
-    between: bool = False
-    scales: bool = True
-    of_populations: bool = True
-    of_layers: bool = False
-    of_window: bool = False
-    reading: str = "blocks"
+    computation: Computation
+    draw: Callable[[Axes, xr.Dataset, RunStyle], None]
+    options: tuple[str, ...] = ("population", "log")
+    runs: SeveralRuns = PANELS
     projection: str = "rectilinear"
+
+    def has(self, option: str) -> bool:
+        """True if this option of drawing has an effect on the figure."""
+        needed = {"also": "population", "parameters": "metric"}.get(option, option)
+        return needed in self.options or needed not in ("population", "lattice", "metric")
 
     def data(self, scans: Sequence[Scan], options: Options) -> list[xr.Dataset]:
         """Lazy data of each run, or of each run but the first how it differs from the first.
@@ -311,26 +231,28 @@ class Figure:
         VariableNotRecorded
             If a run lacks a variable.
         """
+        rows = self.computation.rows
         for scan in scans:
-            if scan.window.size < self.rows:
+            if scan.window.size < rows:
                 of = "the window" if scan.has_window else "the run"
                 raise InvalidArgument(
-                    f"{self.name} needs at least {self.rows} rows, and {of} has {scan.window.size}"
+                    f"{self.name} needs at least {rows} rows, and {of} has {scan.window.size}"
                 )
-        if not self.between:
-            return [self._one(scan, options) for scan in scans]
+        if not self.runs.between:
+            return [self._data_of_run(scan, options) for scan in scans]
         first, *others = scans
         if not others:
             raise InvalidArgument(f"{self.name} compares runs, got one; add another")
-        return [self._one(scan, options, first) for scan in others]
+        return [self._data_of_run(scan, options, first) for scan in others]
 
-    def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
-        found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
-        if options.within or (self.of_window and scan.has_window):
-            found.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+    def _data_of_run(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
+        of_window = self.computation.of_window
+        data = self.computation.collect(scan.of_window() if of_window else scan, options, *first)
+        if options.within or (of_window and scan.has_window):
+            data.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
         if is_of_parameter(scan.ds):
-            found.attrs[_OF_PARAMETER] = True
-        return found
+            data.attrs[_OF_PARAMETER] = True
+        return data
 
     def __call__(
         self,
@@ -401,12 +323,12 @@ class Figure:
                 "draw a panel for each: trajstore plot RUN… FIGURE"
             )
         scans = [prepared(run, [self], chosen) for run in runs]
-        found = compute_together(self.data(scans, chosen))
+        data = compute_together(self.data(scans, chosen))
         target = new_axes(style, size, self.projection) if ax is None else ax
         with in_style(style):
-            self.draw_groups(target, found, groups, style=style, log=log)
+            self.draw_groups(target, data, groups, style=style, log=log)
             about = titled_runs(runs, labels)
-            set_title(target, title or f"{worded(self.title, found[0])}\n{about}")
+            set_title(target, title or f"{worded(self.title, data[0])}\n{about}")
         return target
 
     def in_one_axes(self, groups: Sequence[Group]) -> bool:
@@ -414,7 +336,9 @@ class Figure:
         one_each = all(len(group.members) == 1 for group in groups)
         if len(groups) == 1 and one_each:
             return True
-        return self.overlays and len(groups) <= MOST_CURVES and (one_each or self.averages)
+        return (
+            self.runs.overlays and len(groups) <= MOST_CURVES and (one_each or self.runs.averages)
+        )
 
     def check(self, options: Options, *, log: str | None = None) -> None:
         """Check that the figure has these options.
@@ -424,48 +348,53 @@ class Figure:
         InvalidArgument
             For a population, a lattice, a metric or scales that the figure lacks.
         """
-        if options.population is not None and not self.of_populations:
+        if options.population is not None and "population" not in self.options:
             raise InvalidArgument(
                 f"{self.name} has no populations, got {options.population!r}; select tokens instead"
             )
-        if options.lattice != "native" and not self.on_lattice:
+        if options.lattice != "native" and "lattice" not in self.options:
             raise InvalidArgument(
                 f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
             )
-        if not self.of_layers and (options.metric, options.parameters) != ("frobenius", None):
+        if "metric" not in self.options and (options.metric, options.parameters) != (
+            "frobenius",
+            None,
+        ):
             raise InvalidArgument(
                 f"{self.name} is not a figure of layers, got metric={options.metric!r} and "
                 f"parameters={options.parameters!r}; leave them out"
             )
         if log is not None and log not in LOGS:
             raise InvalidArgument(f"got log={log!r}, expected one of {', '.join(LOGS)}")
-        if log is not None and not self.scales:
+        if log is not None and "log" not in self.options:
             raise InvalidArgument(f"{self.name} has fixed scales, got log={log!r}; leave out log")
 
     def draw_groups(
         self,
         ax: Axes,
-        found: Sequence[xr.Dataset],
+        data_of_runs: Sequence[xr.Dataset],
         groups: Sequence[Group],
         *,
         style: str,
         log: str | None = None,
     ) -> None:
         """Draw computed data: each run, or the mean of a group."""
-        shown = _after_the_first(groups) if self.between else groups
+        shown = _after_the_first(groups) if self.runs.between else groups
         runs = len(groups) if len(shown) > 1 else 1
         curves: list[xr.Dataset] = []
         drawn: dict[str, list[Artist]] = {}
         notes: list[str] = []
         others = {*ax.figure.axes}
         for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
-            data, band = found[group.members[0]], None
+            data, band = data_of_runs[group.members[0]], None
             if len(group.members) > 1:
-                data, band = mean_and_spread([found[at] for at in group.members], self.bounds)
+                data, band = mean_and_spread(
+                    [data_of_runs[at] for at in group.members], self.runs.bounds
+                )
             same = next((at for at, other in enumerate(curves, 1) if other.equals(data)), None)
             curves.append(data)
             label = group.label if same is None else f"{group.label} (same as no. {same})"
-            look = Look(
+            look = RunStyle(
                 style=STYLES[style], run=label, number=number, runs=runs, band=band, notes=notes
             )
             if band is not None:
@@ -479,9 +408,9 @@ class Figure:
         if log is not None:
             ax.set_xscale("log" if "x" in log else "linear")
             ax.set_yscale("log" if "y" in log else "linear")
-        notes[:] = [worded(note, found[0]) for note in notes]
-        for one in (ax, *({*ax.figure.axes} - others)):  # also a color bar
-            reword(one, partial(worded, data=found[0]))
+        notes[:] = [worded(note, data_of_runs[0]) for note in notes]
+        for axes in (ax, *({*ax.figure.axes} - others)):  # also a color bar
+            reword(axes, partial(worded, data=data_of_runs[0]))
         notes += widen_covered(ax, drawn)
         add_legend(ax, notes)
 
@@ -500,21 +429,52 @@ def _after_the_first(groups: Sequence[Group]) -> list[Group]:
     return [group for group in moved if group.members]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A registered figure, and its places on a sheet of all figures and in a list of names."""
+
+    figure: Figure
+    place: int
+    place_in_list: int
+
+
+LISTED: list[Listed] = []
+"""Figures of the modules that have been imported."""
+
+
 def figure(
-    collect: Callable[..., xr.Dataset], **traits: Any
-) -> Callable[[Callable[[Axes, xr.Dataset, Look], None]], Figure]:
+    collect: Callable[..., xr.Dataset],
+    *,
+    place: int,
+    place_in_list: int | None = None,
+    rows: int = 2,
+    measures: tuple[str, ...] = (),
+    of_window: bool = False,
+    reading: str = "blocks",
+    **traits: Any,
+) -> Callable[[Callable[[Axes, xr.Dataset, RunStyle], None]], Figure]:
     """Make a `Figure` of a drawing function, with its name, and its docstring as the title.
 
     Parameters
     ----------
-    collect : callable
+    collect, rows, measures, of_window, reading
+        As for `Computation`.
+    place : int
+        Place on a sheet of all figures.
+    place_in_list : int, optional
+        Place in the list of names of ``trajstore plot --help``, if it is another one.
     **traits
         Other attributes of `Figure`.
     """
+    computation = Computation(
+        collect=collect, rows=rows, measures=measures, of_window=of_window, reading=reading
+    )
 
-    def decorate(draw: Callable[[Axes, xr.Dataset, Look], None]) -> Figure:
+    def decorate(draw: Callable[[Axes, xr.Dataset, RunStyle], None]) -> Figure:
         title = (draw.__doc__ or "").rstrip(".")
-        return Figure(name=draw.__name__, title=title, collect=collect, draw=draw, **traits)
+        made = Figure(name=draw.__name__, title=title, computation=computation, draw=draw, **traits)
+        LISTED.append(Listed(figure=made, place=place, place_in_list=place_in_list or place))
+        return made
 
     return decorate
 
@@ -557,8 +517,8 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     """Scan that reads each block once for all these figures."""
     measures: dict[str, tuple[str, ...]] = {}
     for figure in figures:
-        lattice = options.lattice if figure.on_lattice else "native"
-        measures[lattice] = (*measures.get(lattice, ()), *figure.measures)
+        lattice = options.lattice if "lattice" in figure.options else "native"
+        measures[lattice] = (*measures.get(lattice, ()), *figure.computation.measures)
     return windowed_scan(ds, options.steps, within=options.within, measures=measures)
 
 
@@ -584,11 +544,11 @@ def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -
         if variable.chunks is not None
     ]
     values = compute_all([data for _, _, data in arrays], report)
-    found = list(lazy)
+    datasets = list(lazy)
     for (number, name, _), value in zip(arrays, values, strict=True):
-        computed = found[number][name].copy(data=value)
-        found[number] = found[number].assign({name: computed})
-    return found
+        computed = datasets[number][name].copy(data=value)
+        datasets[number] = datasets[number].assign({name: computed})
+    return datasets
 
 
 def check_matplotlib() -> None:

@@ -1,4 +1,4 @@
-"""The film of a run: its tokens in a plane that does not move, frame by frame, and the loss."""
+"""The film of a run: its tokens in a fixed plane, frame by frame, above the loss."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trajstore.analysis.figures.axes_marks import named, set_title
 from trajstore.analysis.figures.cloud import LINES, fit_axes, label_plane, trajectory
 from trajstore.analysis.figures.figure import (
     ALONE,
+    Computation,
     Options,
     asked_for,
     check_matplotlib,
@@ -130,15 +131,19 @@ def _frames(given: int | str) -> tuple[int, bool]:
 
 def _collect(scan: Scan, options: Options) -> xr.Dataset:
     """Positions, groups and freeze of the tokens, and the loss of every step."""
-    found = trajectory.collect(scan, options).assign(
+    data = trajectory.computation.collect(scan, options).assign(
         frozen_since=freeze(scan, min_unchanged=options.min_unchanged)["frozen_since"]
     )
     if "loss" in scan.ds:
-        found["loss"] = scan.ds["loss"].sel(step=scan.window).rename(step="loss_step")
-    return found
+        data["loss"] = scan.ds["loss"].sel(step=scan.window).rename(step="loss_step")
+    return data
 
 
-FILM = replace(trajectory, name="film", collect=_collect, rows=2, measures=("moved",))
+FILM = replace(
+    trajectory,
+    name="film",
+    computation=Computation(collect=_collect, measures=("moved",), reading="plane"),
+)
 """Options, checks and data of the film."""
 
 

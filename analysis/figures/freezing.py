@@ -1,7 +1,4 @@
-"""When tokens stop moving, and in which order.
-
-Counts of tokens by regime of motion, and by cause of an unchanged step.
-"""
+"""Figures of when tokens stop moving, in which order, and why."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import CURVES, SeveralRuns
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_curves,
@@ -26,7 +24,7 @@ from trajstore.analysis.figures.style import (
     CAUSE_COLORS,
     REGIME_COLORS,
     REGIME_MEANINGS,
-    Look,
+    RunStyle,
     population_color,
 )
 from trajstore.analysis.motion import freezing, ulp_motion
@@ -59,7 +57,7 @@ def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     return facts.assign_attrs(run_end=int(scan.steps[-1]), min_unchanged=options.min_unchanged)
 
 
-def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) -> None:
+def _shade_end(ax: Axes, data: xr.Dataset, look: RunStyle, first: int, last: int) -> None:
     """Shade the steps that leave too few others to count a token as frozen."""
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
     if last <= end - min_unchanged:
@@ -75,8 +73,14 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     return _with_end(facts, scan, options)
 
 
-@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True, bounds=(0, 1))
-def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _freeze,
+    place=50,
+    measures=("moved",),
+    options=("population", "lattice", "log"),
+    runs=SeveralRuns(overlays=True, averages=True, bounds=(0, 1)),
+)
+def freeze(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of the tokens that never move again."""
     labels = {
         "frozen_fraction": "never move again",
@@ -96,8 +100,14 @@ def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(facts[["last_motion"]], scan, options)
 
 
-@figure(_last_motion, measures=("moved",), on_lattice=True, overlays=True)
-def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _last_motion,
+    place=60,
+    measures=("moved",),
+    options=("population", "lattice", "log"),
+    runs=CURVES,
+)
+def last_motion(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Step at which each token moved last."""
     first, last = int(data["first_step"]), int(data["last_step"])
     width = max(1, -(-(last - first + 1) // _BINS))
@@ -141,8 +151,8 @@ def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(ulp_motion.lifecycle(scan, options.lattice), scan, options)
 
 
-@figure(_lifecycle, measures=("regime",), on_lattice=True)
-def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_lifecycle, place=70, measures=("regime",), options=("population", "lattice", "log"))
+def lifecycle(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of the tokens past their last jump, local move and small hop."""
     first = int(data["first_step"])
     for population in data["population"].values.tolist():
@@ -167,8 +177,8 @@ def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
     return ulp_motion.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
-@figure(_heatmap, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False)
-def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_heatmap, place=110, measures=("regime", "moved"), options=("lattice",))
+def heatmap(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Update-size heatmap: tokens sorted by their last motion."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
 
@@ -262,8 +272,8 @@ def _regimes(scan: Scan, options: Options) -> xr.Dataset:
     return _counts(ulp_motion.regimes(scan, options.lattice)["counts"], scan, options)
 
 
-@figure(_regimes, measures=("regime",), on_lattice=True, scales=False)
-def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_regimes, place=80, measures=("regime",), options=("population", "lattice"))
+def regimes(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens by regime of motion."""
     _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
 
@@ -271,12 +281,12 @@ def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
 def _freeze_cause(scan: Scan, options: Options) -> xr.Dataset:
     causes_of = freeze_causes.freeze_cause(scan, lattice=options.lattice)
     counts = count_by_population(causes_of, len(freeze_causes.CAUSES), "cause")
-    found = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
-    return found.assign({"lr": scan.ds["lr"].sel(step=found["step"])})
+    counts_by_cause = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
+    return counts_by_cause.assign({"lr": scan.ds["lr"].sel(step=counts_by_cause["step"])})
 
 
-@figure(_freeze_cause, on_lattice=True, reading="moments", scales=False)
-def freeze_cause(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_freeze_cause, place=90, reading="moments", options=("population", "lattice"))
+def freeze_cause(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens by cause of an unchanged step."""
     _draw(ax, data, CAUSE_COLORS, {})
     right = ax.twinx()

@@ -1,19 +1,14 @@
-"""Motion of tokens: distances, speeds, their autocorrelation and discontinuities.
-
-Histograms with logarithmic classes: lengths of hops, and speeds at every step.
-
-Distance between runs, from the first step at which they differ.
-"""
+"""Figures of motion: distances, speeds, hops, and the distance between runs."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import CURVES, MEANS, SeveralRuns
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     central_range,
@@ -25,8 +20,8 @@ from trajstore.analysis.figures.axes_marks import (
     step_edges,
     with_units,
 )
-from trajstore.analysis.figures.figure import Figure, Options, after_first_row, figure
-from trajstore.analysis.figures.style import Look, population_color, run_name, shades
+from trajstore.analysis.figures.figure import Options, after_first_row, figure
+from trajstore.analysis.figures.style import RunStyle, population_color, run_name, shades
 from trajstore.analysis.motion import collective, crossings, ulp_motion, vectors
 from trajstore.analysis.motion.paths import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import over_groups, statistics
@@ -45,11 +40,11 @@ def _bands(values: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
     """Mean, quantiles and number of tokens of each population."""
     shown = options.populations(scan)
     _, groups = chosen_populations(scan.ds, shown)
-    found = statistics(values, np.array(_BAND), shown)
-    return found[["mean", "quantiles"]].assign(tokens=("population", groups.sum(1)))
+    curves = statistics(values, np.array(_BAND), shown)
+    return curves[["mean", "quantiles"]].assign(tokens=("population", groups.sum(1)))
 
 
-def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def _draw_bands(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     draw_curves(
         ax, data, look, {"mean": ""}, about=lambda part, name: f" ({int(part['tokens']):,})"
     )
@@ -63,7 +58,7 @@ def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
             look.note(f"zeros, not shown: {zeros}")
 
 
-def _zeros(data: xr.Dataset, look: Look) -> str:
+def _zeros(data: xr.Dataset, look: RunStyle) -> str:
     """Number of steps at which the mean or the lower end of the band is 0."""
     notes = []
     for population in data["population"].values.tolist():
@@ -86,12 +81,30 @@ def _grad_norms(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(_bands(lengths, scan, options), scan)
 
 
+@figure(_grad_norms, place=20, reading="moments", runs=MEANS)
+def grad_norms(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
+    """Gradient norm per token."""
+    _draw_bands(ax, data, look)
+
+
 def _displacement(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(_bands(vectors.displacement(scan), scan, options), scan)
 
 
+@figure(_displacement, place=30, runs=MEANS)
+def displacement(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
+    """Distance of the tokens from their start."""
+    _draw_bands(ax, data, look)
+
+
 def _speed(scan: Scan, options: Options) -> xr.Dataset:
     return _bands(vectors.speed(scan), scan, options)
+
+
+@figure(_speed, place=40, measures=("step_norm",), runs=MEANS)
+def speed(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
+    """Speed of the tokens."""
+    _draw_bands(ax, data, look)
 
 
 _MARKERS = {"dead": "o", "live": "^", "all": "s", "mostly_dead": "D"}
@@ -102,8 +115,8 @@ def _bulk_thermal(scan: Scan, options: Options) -> xr.Dataset:
     return collective.bulk_thermal(scan, shown)[["bulk_speed", "thermal_speed"]]
 
 
-@figure(_bulk_thermal, reading="rows")
-def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_bulk_thermal, place=120, reading="rows")
+def bulk_thermal(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Bulk speed against thermal speed."""
     steps = data["step"].values
     any_shown = False
@@ -166,19 +179,19 @@ _HELD = 1 << 28
 def _lags(scan: Scan) -> list[int]:
     """Numbers of rows, evenly spaced on a logarithmic axis, up to half of all."""
     sizes = scan.variable("W").sizes
-    held = _HELD // max(8 * sizes["token"] * sizes["hidden"], 1)
-    largest = max(1, min((scan.rows - 1) // 2, held))
+    lags_in_memory = _HELD // max(8 * sizes["token"] * sizes["hidden"], 1)
+    largest = max(1, min((scan.rows - 1) // 2, lags_in_memory))
     return [int(lag) for lag in np.unique(np.geomspace(1, largest, _LAGS).round())]
 
 
 def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
-    found = autocorrelation_at(scan, _lags(scan))
-    return found[["autocorrelation"]].sel(population=shown)
+    correlation = autocorrelation_at(scan, _lags(scan))
+    return correlation[["autocorrelation"]].sel(population=shown)
 
 
-@figure(_autocorrelation, rows=3, overlays=True, of_window=True, reading="lags")
-def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_autocorrelation, place=180, rows=3, of_window=True, reading="lags", runs=CURVES)
+def autocorrelation(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Autocorrelation of the velocity."""
     draw_curves(ax, data, look, {"autocorrelation": ""}, "lag_steps", marker=".", ms=4)
     ax.set_xscale("log")
@@ -197,8 +210,8 @@ def _discontinuities(scan: Scan, options: Options) -> xr.Dataset:
     return crossings.discontinuities(scan, threshold=_THRESHOLD)
 
 
-@figure(_discontinuities, measures=("step_norm",), scales=False, of_populations=False)
-def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_discontinuities, place=260, measures=("step_norm",), options=())
+def discontinuities(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Discontinuities: steps at which the mean speed jumps."""
     steps, scores = data["step"].values, data["discontinuity_score"].values
     at = np.flatnonzero(data["discontinuity"].values)
@@ -221,17 +234,6 @@ def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
     look.note(f"discontinuities at step {shown}" if at.size else "no discontinuity")
 
 
-_of_bands = partial(Figure, draw=_draw_bands, overlays=True, averages=True)
-grad_norms = _of_bands(
-    name="grad_norms", title="Gradient norm per token", collect=_grad_norms, reading="moments"
-)
-displacement = _of_bands(
-    name="displacement", title="Distance of the tokens from their start", collect=_displacement
-)
-speed = _of_bands(
-    name="speed", title="Speed of the tokens", collect=_speed, measures=("step_norm",)
-)
-
 _COLUMNS = 1000
 """Most columns of a map: about one per dot."""
 
@@ -250,9 +252,9 @@ def _class_counts(
     kind[rows == 0] = classes
     kind[np.isnan(rows)] = classes + 2
     result = np.empty((len(rows), len(groups), classes + 3), np.int64)
-    for row, found in enumerate(kind):
+    for row, kinds_of_row in enumerate(kind):
         for number, group in enumerate(groups):
-            result[row, number] = np.bincount(found[group], minlength=classes + 3)
+            result[row, number] = np.bincount(kinds_of_row[group], minlength=classes + 3)
     return result.reshape(*values.shape[:-1], len(groups), classes + 3)
 
 
@@ -283,8 +285,8 @@ def log_histogram(
     Examples
     --------
     >>> from trajstore.analysis import speed
-    >>> found = log_histogram(speed(ds), -4, 0, 1).sel(step=15).compute()
-    >>> found["count"].sel(population="all").values, found.zero.sel(population="all").item()
+    >>> classes = log_histogram(speed(ds), -4, 0, 1).sel(step=15).compute()
+    >>> classes["count"].sel(population="all").values, classes.zero.sel(population="all").item()
     (array([  0, 118,   0,   0]), 10)
     """
     edges = np.logspace(lowest, highest, round((highest - lowest) * per_decade) + 1)
@@ -309,8 +311,14 @@ def _lattice_displacement(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=distance.attrs["units"])
 
 
-@figure(_lattice_displacement, measures=("ulp_1",), on_lattice=True, overlays=True)
-def lattice_displacement(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _lattice_displacement,
+    place=100,
+    measures=("ulp_1",),
+    options=("population", "lattice", "log"),
+    runs=CURVES,
+)
+def lattice_displacement(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Lengths of the hops between consecutive steps."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
     populations = data["population"].values.tolist()
@@ -344,14 +352,14 @@ def lattice_displacement(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.grid(True)
 
 
-def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: Look) -> None:
+def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: RunStyle) -> None:
     """Limit an axis to all counts but the outliers at each end, and note how many those are."""
     if not counted.any():
         return
     low, high = central_range(edges, counted)
     if not look.alone:  # room for every run, and for what is an outlier of one only
-        held = np.flatnonzero(counted)
-        low, high = edges[held[0]], edges[held[-1] + 1]
+        filled = np.flatnonzero(counted)
+        low, high = edges[filled[0]], edges[filled[-1] + 1]
         if look.number:
             before = getattr(ax, f"get_{axis}lim")()
             low, high = min(low, before[0]), max(high, before[1])
@@ -375,8 +383,8 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=pace.attrs["units"])
 
 
-@figure(_speed_density, measures=("step_norm",))
-def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_speed_density, place=130, measures=("step_norm",))
+def speed_density(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Distribution of the tokens' speeds at every step."""
     counts, width = pooled_steps(data["count"])
     values = counts.transpose("value_class", "step").values
@@ -395,14 +403,20 @@ def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 
 def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
-    found = divergence_of(first.ds, scan.ds).sel(population=options.populations(first))
-    begin = found["first_difference"]
-    apart = found[["distance", "differing"]].where((begin >= 0) & (found["step"] >= begin))
+    distances = divergence_of(first.ds, scan.ds).sel(population=options.populations(first))
+    begin = distances["first_difference"]
+    apart = distances[["distance", "differing"]].where((begin >= 0) & (distances["step"] >= begin))
     return scan.in_window(apart).assign_attrs(first=run_name(first.ds))
 
 
-@figure(_divergence, rows=1, reading="runs", overlays=True, averages=True, between=True)
-def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _divergence,
+    place=270,
+    rows=1,
+    reading="runs",
+    runs=SeveralRuns(overlays=True, averages=True, between=True),
+)
+def divergence(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Distance of W from the first run, since their first difference."""
     steps = data["step"].values
     draw_curves(ax, data, look, {"distance": "distance"})

@@ -1,7 +1,4 @@
-"""Figures computed in one pass, drawn on a sheet, and written to a file.
-
-All kinds of figures by name.
-"""
+"""All figures by name, and several figures on one sheet: computed in one pass, drawn, written."""
 
 from __future__ import annotations
 
@@ -9,61 +6,28 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import Group, run_groups
 from trajstore.analysis.figures.axes_marks import set_title
-from trajstore.analysis.figures.cloud import (
-    centroid,
-    clusters,
-    moment_tracks,
-    sky,
-    spectrum,
-    trajectory,
-)
 from trajstore.analysis.figures.figure import (
+    LISTED,
     SIZE,
     Figure,
-    Group,
     Options,
     check_matplotlib,
     compute_together,
     in_style,
     prepared,
-    run_groups,
     worded,
 )
-from trajstore.analysis.figures.freezing import (
-    freeze,
-    freeze_cause,
-    heatmap,
-    last_motion,
-    lifecycle,
-    regimes,
-)
-from trajstore.analysis.figures.motion import (
-    autocorrelation,
-    bulk_thermal,
-    discontinuities,
-    displacement,
-    divergence,
-    grad_norms,
-    lattice_displacement,
-    speed,
-    speed_density,
-)
 from trajstore.analysis.figures.style import run_name, titled_runs
-from trajstore.analysis.figures.training import (
-    layers,
-    logit_stats,
-    loss,
-    moment_sizes,
-    moments,
-    param_update_lost,
-    variable,
-)
+from trajstore.analysis.figures.training import variable
+from trajstore.analysis.names import FIGURE_MODULES
 from trajstore.analysis.scan.block_tasks import return_memory
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean, wording
 from trajstore.schema import EVALUATION, variables_of
@@ -161,8 +125,8 @@ def collect(
         raise InvalidArgument(message)
     drawable = [figure for figure in figures if figure.name in lazy]
     data: dict[str, list[xr.Dataset]] = {}
-    for reading in dict.fromkeys(figure.reading for figure in drawable):
-        names = [figure.name for figure in drawable if figure.reading == reading]
+    for reading in dict.fromkeys(figure.computation.reading for figure in drawable):
+        names = [figure.name for figure in drawable if figure.computation.reading == reading]
         computed = iter(compute_together([each for name in names for each in lazy[name]], report))
         data |= {name: [next(computed) for _ in lazy[name]] for name in names}
         return_memory()
@@ -246,7 +210,9 @@ def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
         for groups in shown:
             label = f"\n{groups[0].label}" if len(shown) > 1 else ""
             curves = [replace(groups[0], label="")] if len(shown) > 1 else groups
-            draw = partial(figure.draw_groups, found=data, groups=curves, style=style, log=log)
+            draw = partial(
+                figure.draw_groups, data_of_runs=data, groups=curves, style=style, log=log
+            )
             panels.append((f"{worded(figure.title, data[0])}{label}", draw, figure.projection))
     if len(panels) > _MOST_PANELS:
         raise InvalidArgument(
@@ -260,8 +226,8 @@ def _panel_groups(figure: Figure, collected: Collected) -> list[Sequence[Group]]
     """Groups of each panel: all groups, one group, or one run for a figure without a mean."""
     if figure.in_one_axes(collected.groups):
         return [collected.groups]
-    if figure.averages:
-        first = (0,) if figure.between else ()
+    if figure.runs.averages:
+        first = (0,) if figure.runs.between else ()
         return [[group] for group in collected.groups if group.members != first]
     return [
         [Group(label=label, members=(number,))] for number, label in enumerate(collected.labels)
@@ -324,37 +290,10 @@ def _spelled(name: str) -> str:
     return name.replace("-", "_")
 
 
-FIGURES = Figures(
-    (
-        loss,
-        grad_norms,
-        displacement,
-        speed,
-        freeze,
-        last_motion,
-        lifecycle,
-        regimes,
-        freeze_cause,
-        lattice_displacement,
-        heatmap,
-        bulk_thermal,
-        speed_density,
-        centroid,
-        trajectory,
-        sky,
-        spectrum,
-        autocorrelation,
-        moments,
-        moment_sizes,
-        moment_tracks,
-        clusters,
-        logit_stats,
-        param_update_lost,
-        layers,
-        discontinuities,
-        divergence,
-    )
-)
+for _room in dict.fromkeys(FIGURE_MODULES.values()):
+    import_module(_room)  # registers its figures
+
+FIGURES = Figures(each.figure for each in sorted(LISTED, key=lambda each: each.place))
 """Figures of ``trajstore plot`` and ``ds.traj.plot``, in the order of a sheet."""
 
 
@@ -384,6 +323,6 @@ def figures_named(names: Sequence[str], runs: int = 1, known: Figures = FIGURES)
             f"got {', '.join(unknown_names) or 'no figure'}, "
             f"expected one or more of all, {', '.join(known)}"
         )
-    every = [name for name, figure in known.items() if runs > 1 or not figure.between]
+    every = [name for name, figure in known.items() if runs > 1 or not figure.runs.between]
     wanted = (known[name] for name in (every if "all" in names else names))
     return list({figure.name: figure for figure in wanted}.values())

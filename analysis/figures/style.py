@@ -1,10 +1,8 @@
-"""Colors that all figures share, on light and on dark ground.
+"""Styles on light and dark ground, colors that all figures share, and names in titles.
 
 Dead, live, each regime and each cause have one color in all figures. Populations and causes have
 the hues of Okabe and Ito (2008), which color-blind readers distinguish. Regimes have those of
 viridis, from unchanged to the longest hops, ordered by lightness.
-
-Titles: names of runs, their common settings, names of tokens.
 """
 
 from __future__ import annotations
@@ -184,7 +182,7 @@ def style(name: str) -> Style:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class RunStyle:
     """Style of a figure, and the run that it draws.
 
     Attributes
@@ -252,7 +250,9 @@ def run_system(*runs: xr.Dataset) -> str:
     """Corpus, shape of W, optimizer and type, as far as all runs share them."""
     facts = [_facts(run) for run in runs]
     return ", ".join(
-        fact for at, fact in enumerate(facts[0]) if fact and all(fact == one[at] for one in facts)
+        fact
+        for at, fact in enumerate(facts[0])
+        if fact and all(fact == others[at] for others in facts)
     )
 
 

@@ -1,14 +1,13 @@
-"""The logits and Adam's moments.
+"""Figures of training: loss, logits, Adam's moments, layers, and any variable along the steps.
 
-Variables over the steps: curves, or a map of many rows. Results of `trajstore evaluate` too.
-
-A metric of every layer over the steps: a map, or curves of chosen layers.
+Results of `trajstore evaluate` are such variables.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby, product
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import xarray as xr
 
+from trajstore.analysis.figures.across_runs import MEANS, MOST_CURVES, PANELS
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     central_range,
@@ -27,8 +27,8 @@ from trajstore.analysis.figures.axes_marks import (
     named,
     with_units,
 )
-from trajstore.analysis.figures.figure import MOST_CURVES, Figure, Options, after_first_row, figure
-from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
+from trajstore.analysis.figures.figure import Computation, Figure, Options, after_first_row, figure
+from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, RunStyle
 from trajstore.analysis.model import predictions
 from trajstore.analysis.model.layers import CIRCUITS, METRICS, recorded_norm
 from trajstore.analysis.model.layers import layers as measured_layers
@@ -54,8 +54,8 @@ def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(predictions.logit_stats(scan), scan)
 
 
-@figure(_logit_stats, scales=False, of_populations=False)
-def logit_stats(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_logit_stats, place=230, options=())
+def logit_stats(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Range of the logits, and the entropy of their softmax."""
     steps = data["step"].values
     ax.fill_between(
@@ -86,8 +86,8 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
-@figure(_moments, of_window=True, reading="last row")
-def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_moments, place=190, of_window=True, reading="last row")
+def moments(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Adam's moments, and the threshold of lost updates."""
     counts = data["count"].transpose("size_class", "root_class").values
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
@@ -120,11 +120,11 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _moment_sizes(scan: Scan, options: Options) -> xr.Dataset:
     sizes = optimizer_sizes.moment_sizes(scan)
-    found = {
+    means = {
         name: statistics(sizes[name], np.array([]), options.populations(scan))["mean"]
         for name in _MOMENT_LABELS
     }
-    return after_first_row(xr.Dataset(found), scan)
+    return after_first_row(xr.Dataset(means), scan)
 
 
 _MOMENT_LABELS = {
@@ -133,8 +133,8 @@ _MOMENT_LABELS = {
 }
 
 
-@figure(_moment_sizes, overlays=True, averages=True, reading="moments")
-def moment_sizes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_moment_sizes, place=200, reading="moments", runs=MEANS)
+def moment_sizes(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Sizes of Adam's moments, with bias correction."""
     draw_curves(ax, data, look, _MOMENT_LABELS)
     along_steps(ax, "mean over tokens and hidden", "nat per unit of W")
@@ -179,14 +179,14 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
     return scan.in_window(scan.ds[["loss"]])
 
 
-@figure(_loss, rows=1, overlays=True, averages=True, of_populations=False)
-def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_loss, place=10, rows=1, options=("log",), runs=MEANS)
+def loss(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Training loss."""
     _curve(ax, data, look, "loss")
     along_steps(ax, "training loss", data["loss"].attrs.get("units"))
 
 
-def _curve(ax: Axes, data: xr.Dataset, look: Look, name: str) -> None:
+def _curve(ax: Axes, data: xr.Dataset, look: RunStyle, name: str) -> None:
     """Draw a number per step, or its mean and spread over runs."""
     steps, values = data["step"].values, data[name].values
     color = look.style.ink if look.alone else look.run_color
@@ -215,14 +215,10 @@ def variable(name: str, ds: xr.Dataset) -> Figure:
     return Figure(
         name=name,
         title=str(ds[name].attrs.get("long_name", name)),
-        collect=partial(_rows, name=name),
+        computation=Computation(collect=partial(_rows, name=name), rows=1),
         draw=partial(_draw, name=name),
-        rows=1,
-        overlays=rows == 1,
-        averages=rows == 1,
-        bounds=(-math.inf, math.inf),
-        scales=rows <= MOST_CURVES,
-        of_populations=False,
+        options=("log",) if rows <= MOST_CURVES else (),
+        runs=replace(MEANS, bounds=(-math.inf, math.inf)) if rows == 1 else PANELS,
     )
 
 
@@ -255,7 +251,7 @@ def _rows(scan: Scan, options: Options, *, name: str) -> xr.Dataset:
     )
 
 
-def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
+def _draw(ax: Axes, data: xr.Dataset, look: RunStyle, *, name: str) -> None:
     units = data[name].attrs.get("units")
     if "row" in data.dims:
         draw_rows(ax, data, look, name, name, units)
@@ -265,7 +261,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
 
 
 def draw_rows(
-    ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, units: Any, **colors: Any
+    ax: Axes, data: xr.Dataset, look: RunStyle, name: str, label: str, units: Any, **colors: Any
 ) -> None:
     """Draw the values of dims (step, row): a curve per row, or a map of more than eight rows."""
     if data.sizes["row"] > MOST_CURVES:
@@ -289,14 +285,14 @@ def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
 
-@figure(_param_update_lost, scales=False, of_populations=False)
-def param_update_lost(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_param_update_lost, place=240, options=())
+def param_update_lost(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of each parameter's elements that a step left unchanged."""
     _map(ax, data, look, "lost", "fraction of unchanged elements (lost updates)", vmin=0, vmax=1)
     ax.set_ylabel("parameter")
 
 
-def _map(ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, **limits: Any) -> None:
+def _map(ax: Axes, data: xr.Dataset, look: RunStyle, name: str, label: str, **limits: Any) -> None:
     """Draw the values of dims (step, row) as colors, with the names of at most 40 rows."""
     rows = data["row"].values
     places = np.arange(rows.size)
@@ -328,8 +324,8 @@ def _layers(scan: Scan, options: Options) -> xr.Dataset:
     most = MOST_CELLS // max(1, scan.ds.sizes.get("parameter", 1)) if recorded else _COLUMNS
     every = max(1, -(-scan.window.size // most))
     measure = cast(Any, measured_layers)  # it checks its literal at run time
-    found: xr.DataArray = measure(scan, of, metric, scan.window[::every])[metric]
-    names = [str(name) for name in found["parameter"].values]
+    values: xr.DataArray = measure(scan, of, metric, scan.window[::every])[metric]
+    names = [str(name) for name in values["parameter"].values]
     patterns = (options.parameters or "*").replace(" ", "").split(",")
     chosen = [at for at, name in enumerate(names) if any(fnmatchcase(name, p) for p in patterns)]
     if not chosen:
@@ -339,7 +335,7 @@ def _layers(scan: Scan, options: Options) -> xr.Dataset:
         )
     kinds = list(dict.fromkeys(map(_kind, names)))
     chosen.sort(key=lambda at: kinds.index(_kind(names[at])))  # layers stay in their order
-    data = found.isel(parameter=chosen).rename(parameter="row").to_dataset(name=metric)
+    data = values.isel(parameter=chosen).rename(parameter="row").to_dataset(name=metric)
     return data.assign_attrs(
         every=every, rows="attention head" if of in CIRCUITS else "parameter", metric=metric
     )
@@ -350,8 +346,8 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-@figure(_layers, rows=1, scales=False, of_populations=False, of_layers=True, reading="layers")
-def layers(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_layers, place=250, rows=1, reading="layers", options=("metric",))
+def layers(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Layers of the model."""
     from matplotlib.colors import LogNorm
 
@@ -380,7 +376,7 @@ def layers(ax: Axes, data: xr.Dataset, look: Look) -> None:
         look.note(f"zeros, not shown: {zeros:,} layers × steps")
 
 
-def _mark_kinds(ax: Axes, names: list[str], look: Look) -> None:
+def _mark_kinds(ax: Axes, names: list[str], look: RunStyle) -> None:
     """Divide the kinds of parameters by lines; name them, if there are too many rows to name."""
     kinds = [(kind, len(list(group))) for kind, group in groupby(names, _kind)]
     ends = np.cumsum([size for _, size in kinds])

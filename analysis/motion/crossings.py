@@ -13,7 +13,7 @@ import xarray as xr
 from trajstore.analysis.motion.vectors import speed
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, Wide, along, fold, measure
-from trajstore.analysis.scan.quantity import QUANTITIES, quantity
+from trajstore.analysis.scan.quantity import quantities_of_one_pass, quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Bound, Positive
@@ -50,7 +50,7 @@ def _fraction_of_change(curves: Array, ends: Array) -> Wide:
     return np.asarray((curves - start) / (ends[2] - start))
 
 
-@quantity()
+@quantity(place=170)
 def crossings(
     scan: Scan,
     quantity: str | xr.DataArray = "displacement",
@@ -140,16 +140,17 @@ def crossings(
 
 def _curve(scan: Scan, quantity: str) -> xr.DataArray:
     name, _, variable = quantity.partition(".")
-    if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
+    quantities = quantities_of_one_pass()
+    if name not in quantities and not variable and name in scan.ds.data_vars:
         return scan.ds[name]
-    if name in RECORDED and not variable and name not in QUANTITIES:
+    if name in RECORDED and not variable and name not in quantities:
         input_checks.require_variables(scan.ds, name)  # raises with the option that records it
-    if name not in QUANTITIES or name == "crossings":
+    if name not in quantities or name == "crossings":
         raise InvalidArgument(
             f"got quantity={quantity!r}, expected a recorded variable or one of "
-            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
+            f"{', '.join(known for known in quantities if known != 'crossings')}"
         )
-    result = QUANTITIES[name].function(scan)
+    result = quantities[name].function(scan)
     if isinstance(result, xr.DataArray) and not variable:
         return result
     curves = (
@@ -199,7 +200,7 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-@quantity(measures=("step_norm",))
+@quantity(place=260, measures=("step_norm",))
 def discontinuities(
     scan: Scan, window: Annotated[int, Bound("of at least", 2)] = 10, threshold: Positive = 8.0
 ) -> xr.Dataset:

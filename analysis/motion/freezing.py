@@ -103,7 +103,7 @@ def _lower_median(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.asarray(np.partition(steps, middle, axis=-1)[..., middle])
 
 
-@quantity(measures=("moved",))
+@quantity(place=160, measures=("moved",))
 def freeze(
     scan: Scan,
     min_unchanged: Count = MIN_UNCHANGED,
@@ -273,7 +273,7 @@ def _latest(segments: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return np.asarray(segments[last, np.arange(segments.shape[1])])
 
 
-@quantity()
+@quantity(place=180)
 def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Element of each token's vector that moved last, and its size.
 

@@ -69,7 +69,7 @@ def _walked(state: tuple[Array, list[Wide]]) -> Wide:
     return np.stack(done, 1) if done else np.empty((2, 0, len(start)))
 
 
-@quantity(of_window=True)
+@quantity(place=210, of_window=True)
 def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     """Straightness of each token's path: displacement over path length, per window.
 
@@ -160,7 +160,7 @@ def _split_motion(now: Array, before: Array, spacing: float, *center: Wide) -> d
     return {"radial_speed": along, "tangential_speed": across}
 
 
-@quantity()
+@quantity(place=220)
 def radial_tangential(
     scan: Scan, about: Literal["origin", "centroid"] = "origin", population: str = "all"
 ) -> xr.Dataset:
@@ -296,7 +296,7 @@ def _means(sums: _Sums, lags: Sequence[int]) -> Wide:
     return result
 
 
-@quantity(of_window=True)
+@quantity(place=150, of_window=True)
 def autocorrelation(
     scan: Scan,
     lags: Sequence[int] | int = LAGS,

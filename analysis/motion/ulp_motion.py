@@ -12,6 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.vectors import check_order, order_label
+from trajstore.analysis.public import public
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered, takes_scan
@@ -48,7 +49,7 @@ _PHASES = {
 }
 
 
-@registered()
+@registered(place=280)
 @checks_types
 def ulp(
     W: xr.DataArray | xr.Dataset | Scan,
@@ -129,7 +130,7 @@ def _hops(
     return np.asarray(ordinal(later, native).astype(np.int64) - ordinal(earlier, native))
 
 
-@quantity()
+@quantity(place=290)
 def lattice_displacement(
     scan: Scan,
     metric: Literal["ulp", "ordinal"] = "ulp",
@@ -205,7 +206,7 @@ def _regime(scan: Scan, lattice: str) -> xr.DataArray:
     )
 
 
-@quantity(measures=("regime",))
+@quantity(place=300, measures=("regime",))
 def regimes(
     scan: Scan,
     lattice: str = "native",
@@ -337,7 +338,7 @@ def _exponents(
     }
 
 
-@quantity()
+@quantity(place=310)
 def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Number of elements of each token whose exponent changed since the previous row.
 
@@ -394,7 +395,7 @@ def _last_steps(
     )[None]
 
 
-@quantity(measures=("regime",))
+@quantity(place=320, measures=("regime",))
 def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Last step of each token in each regime of motion.
 
@@ -485,6 +486,7 @@ def _of_tokens(last: Array, columns: Array, members: Array) -> dict[str, Array]:
     return {"last_motion": last[order][ends], "dead_fraction": fraction}
 
 
+@public()
 @takes_scan
 def heatmap(
     scan: Scan,

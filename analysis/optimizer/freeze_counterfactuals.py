@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
+from trajstore.analysis.public import Public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.dask_internals import chunks_of
@@ -26,10 +27,16 @@ from trajstore.values.native_types import spacing
 from trajstore.values.norms import result_dtype, token_norm
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 
-COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
+COUNTERFACTUALS: Public[tuple[str, ...]] = (
+    "recorded",
+    "exact_moments",
+    "peak_lr",
+    "live_moments",
+    "float32_weights",
+)
 """Changes of the optimizer. The first is no change, for comparison."""
 
-OUTCOMES = ("moving", "rounded_away", "moves", "unknown")
+OUTCOMES: Public[tuple[str, ...]] = ("moving", "rounded_away", "moves", "unknown")
 """In the order of their flag values."""
 
 _KINDS = len(COUNTERFACTUALS)
@@ -43,7 +50,7 @@ _COMPUTED_TOGETHER = 1 << 17
 _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
-@quantity(only_native=True)
+@quantity(place=360, only_native=True)
 def freeze_attribution(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,

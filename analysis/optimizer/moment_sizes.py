@@ -49,7 +49,7 @@ def _sizes(
     }
 
 
-@quantity()
+@quantity(place=390)
 def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Sizes of Adam's moments of each token, with bias correction, and their ratio.
 
@@ -222,7 +222,7 @@ def _error_kernel(
     }
 
 
-@quantity()
+@quantity(place=380)
 def moment_error(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,

@@ -1,7 +1,4 @@
-"""The page: facts, verdicts, tables and figures of a run, in one file.
-
-Report on several runs: their comparison in tables, sentences and figures.
-"""
+"""Reports in one HTML file: facts, verdicts, tables and figures of a run, or of several runs."""
 
 from __future__ import annotations
 
@@ -70,6 +67,7 @@ def write_report(
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
+    figures: Iterable[Figure] = tuple(FIGURES.values()),
 ) -> Path:
     """Write a report about a run: one HTML file that loads nothing from the network.
 
@@ -92,6 +90,8 @@ def write_report(
         Replace an existing page.
     report : callable, optional
         Called with the number of finished tasks and of all tasks.
+    figures : iterable of Figure
+        Figures to draw, as far as they show one run.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def write_report(
     options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
 
     def facts() -> dict[str, Any]:
-        return _facts(location(run), options, check, report)
+        return _facts(location(run), options, check, report, figures)
 
     return write_page(path, facts, overwrite=overwrite)
 
@@ -131,10 +131,10 @@ def write_page(
     return target
 
 
-def seen(text: object) -> str:
+def visible(text: object) -> str:
     """Text with visible symbols in place of control characters.
 
-    >>> seen("a\\x1b[31mb\\n")
+    >>> visible("a\\x1b[31mb\\n")
     'a␛[31mb\\n'
     """
     shown = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)}
@@ -148,32 +148,36 @@ def _template() -> Any:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, StrictUndefined
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["seen"] = seen
+    environment.filters["visible"] = visible
     return environment.from_string(
         files("trajstore.analysis.results").joinpath("report_page.html").read_text()
     )
 
 
 def _facts(
-    run: Location, options: Options, check: bool, report: Callable[[int, int], None] | None
+    run: Location,
+    options: Options,
+    check: bool,
+    report: Callable[[int, int], None] | None,
+    figures: Iterable[Figure],
 ) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
-    alone = [figure for figure in FIGURES.values() if not figure.between]
+    alone = [figure for figure in figures if not figure.runs.between]
     pictures, left_out = drawn([ds], alone, options, report)
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
     lazy, unknown = evidence(scan, options.min_unchanged)
-    found = dict(zip(lazy, compute_together(list(lazy.values()), report), strict=True))
+    computed = dict(zip(lazy, compute_together(list(lazy.values()), report), strict=True))
     names, groups = populations(scan.ds)
     sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
     verdict_parts = [
         {"title": f"{number:,} {name.replace('_', ' ')} tokens", "sentences": sentences}
         for name, number in sizes.items()
         if number and (name != "all" or len(sizes) == 1)
-        if (sentences := verdicts(found, name, options.min_unchanged))
+        if (sentences := verdicts(computed, name, options.min_unchanged))
     ]
-    general = [sentence for sentence in (_loss(ds), discontinuity_verdict(found)) if sentence]
+    general = [sentence for sentence in (_loss(ds), discontinuity_verdict(computed)) if sentence]
     general += [f"Not computed: {name}, because {why}." for name, why in unknown.items()]
     steps = info["steps"]
     span = f"{info['committed_rows']:,} rows"
@@ -189,7 +193,7 @@ def _facts(
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
         "tables": [
             *summaries(lambda: summary_tables(summary(ds).compute(), ".4e")),
-            *_token_tables(found, ds),
+            *_token_tables(computed, ds),
             _array_table(info),
         ],
         "figures": pictures,
@@ -222,37 +226,37 @@ def drawn(
 ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
     """Pictures of figures with their titles, and the reason for each figure left out, by name."""
     try:
-        found = collect(runs, figures, options, leave_out=True, report=report)
+        collected = collect(runs, figures, options, leave_out=True, report=report)
     except InvalidArgument as error:  # no figure at all, as of a run without rows
         return [], {"all": str(error)}
     made = []
-    left_out = dict(found.left_out)
-    for number, figure in enumerate(found.figures):
+    left_out = dict(collected.left_out)
+    for number, figure in enumerate(collected.figures):
         if report is not None:
-            report(number, len(found.figures))
-        one = replace(found, figures=[figure])
+            report(number, len(collected.figures))
+        single = replace(collected, figures=[figure])
         try:
-            pictures = _pictures(one)
+            pictures = _pictures(single)
         except InvalidArgument as error:  # a mean over runs with different steps
             left_out[figure.name] = str(error)
             continue
-        made.append({"title": f"{figure.title}: {found.title}", **pictures})
+        made.append({"title": f"{figure.title}: {collected.title}", **pictures})
     return made, left_out
 
 
-def _pictures(one: Collected) -> dict[str, Any]:
+def _pictures(collected: Collected) -> dict[str, Any]:
     """PNG files of one figure in both styles, base64; `wide` if it has several panels."""
-    found: dict[str, Any] = {}
+    pictures: dict[str, Any] = {}
     for style in ("light", "dark"):
-        title = one.figures[0].title
-        canvas = draw_sheet(one, style=style, title=title, size=_SIZE)
-        found["wide"] = len(canvas.subfigs) > 1
-        if found["wide"]:
-            canvas = draw_sheet(one, style=style, title=title)
+        title = collected.figures[0].title
+        canvas = draw_sheet(collected, style=style, title=title, size=_SIZE)
+        pictures["wide"] = len(canvas.subfigs) > 1
+        if pictures["wide"]:
+            canvas = draw_sheet(collected, style=style, title=title)
         content = io.BytesIO()
         canvas.savefig(content, format="png", dpi=_DPI)
-        found[style] = base64.b64encode(content.getvalue()).decode("ascii")
-    return found
+        pictures[style] = base64.b64encode(content.getvalue()).decode("ascii")
+    return pictures
 
 
 def _loss(ds: xr.Dataset) -> str:
@@ -284,9 +288,9 @@ def summaries(tables: Callable[[], Iterable[Table]]) -> list[dict[str, Any]]:
         return [html_table("Summary", ["not available"], [[str(error)]])]
 
 
-def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
-    if "freezing" in found:
-        rows = [list(row.values()) for row in latest(found["freezing"], ds, _TOKENS)]
+def _token_tables(computed: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
+    if "freezing" in computed:
+        rows = [list(row.values()) for row in latest(computed["freezing"], ds, _TOKENS)]
         columns = ["id", "text", "kind", "count in text", "last change", "changed rows"]
         yield html_table("Tokens with the latest change", columns, rows) | {"text": 1}
 
@@ -318,14 +322,17 @@ def verified(run: Location, check: bool) -> dict[str, Any]:
     if not check:
         nothing = "Not verified. To verify every stored byte, run trajstore report --verify."
         return {"verified": nothing, "problems": []}
-    found = verify(run)
-    verdict = "sound" if found.clean else f"{len(found.problems):,} problems"
+    result = verify(run)
+    verdict = "sound" if result.clean else f"{len(result.problems):,} problems"
     sentence = (
-        f"Every stored byte was compared with its checksum: {verdict}; {found.rows:,} rows, "
-        f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. "
+        f"Every stored byte was compared with its checksum: {verdict}; {result.rows:,} rows, "
+        f"{result.shards:,} shards, {result.chunks:,} chunks, {format_bytes(result.bytes)}. "
         "To replay the steps, run trajstore verify --replay."
     )
-    return {"verified": sentence, "problems": [problem.message for problem in found.problems]}
+    return {
+        "verified": sentence,
+        "problems": [problem.message for problem in result.problems],
+    }
 
 
 def write_runs_report(
@@ -338,6 +345,7 @@ def write_runs_report(
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
+    figures: Iterable[Figure] = tuple(FIGURES.values()),
 ) -> Path:
     """Write a report that compares runs: one HTML file that loads nothing from the network.
 
@@ -345,7 +353,7 @@ def write_runs_report(
     ----------
     runs : sequence of str
         At least two. Recordings in progress are fine.
-    path, steps, within, min_unchanged, check, overwrite, report
+    path, steps, within, min_unchanged, check, overwrite, report, figures
         As for `trajstore.analysis.results.report_page.write_report`.
 
     Raises
@@ -354,7 +362,9 @@ def write_runs_report(
         As `trajstore.analysis.results.report_page.write_report`.
     """
     options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
-    return write_page(path, lambda: _runs_facts(runs, options, check, report), overwrite=overwrite)
+    return write_page(
+        path, lambda: _runs_facts(runs, options, check, report, figures), overwrite=overwrite
+    )
 
 
 def _runs_facts(
@@ -362,19 +372,20 @@ def _runs_facts(
     options: Options,
     check: bool,
     report: Callable[[int, int], None] | None,
+    figures: Iterable[Figure],
 ) -> dict[str, Any]:
     whole = {run: open_run(run) for run in runs}
-    found = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
+    information_of = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
     attributes = [ds.attrs for ds in whole.values()]
     labels = dict(zip(runs, run_labels(attributes, runs), strict=True))
     differing = list(short_names(attributes, differing_settings(attributes)).values())
-    figures = [figure for figure in FIGURES.values() if figure.overlays]
-    pictures, left_out = drawn(list(whole.values()), figures, options, report)
+    overlaid = [figure for figure in figures if figure.runs.overlays]
+    pictures, left_out = drawn(list(whole.values()), overlaid, options, report)
     opened = {
         run: rows_of_window(ds, options.steps) if options.within else ds
         for run, ds in whole.items()
     }
-    statuses = Counter(run_status(facts) for facts in found.values())
+    statuses = Counter(run_status(facts) for facts in information_of.values())
     checked = {run: verified(location(run), check) for run in runs}
     sentences = {run: facts["verified"] for run, facts in checked.items()}
     if len(set(sentences.values())) == 1:
@@ -388,7 +399,7 @@ def _runs_facts(
         "findings": [{"title": "Divergence", "sentences": _apart(opened, labels)}],
         "advice": [],
         "tables": [
-            html_table("Runs", *run_table(found)),
+            html_table("Runs", *run_table(information_of)),
             *summaries(
                 lambda: [
                     summary_table({name: summary(ds).compute() for name, ds in opened.items()})
@@ -417,15 +428,15 @@ def _apart(runs: dict[str, xr.Dataset], labels: dict[str, str]) -> list[str]:
     sentences = []
     for run, ds in others:
         try:
-            found = divergence(first, ds).sel(population="all").compute()
+            distances = divergence(first, ds).sel(population="all").compute()
         except (VariableNotRecorded, InvalidArgument) as error:
             sentences.append(f"{labels[run]}: not compared with {name}: {error}.")
             continue
-        begin = int(found["first_difference"])
+        begin = int(distances["first_difference"])
         if begin < 0:
             sentences.append(f"{labels[run]}: W equals that of {name} at every step, bit for bit.")
             continue
-        last = found.isel(step=-1)
+        last = distances.isel(step=-1)
         sentences.append(
             f"{labels[run]}: W differs from that of {name} since step {begin:,}. At step "
             f"{int(last['step']):,}, {last['differing'].item():.1%} of its elements differ; the "

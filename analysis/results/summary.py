@@ -1,7 +1,4 @@
-"""Summary of a run at its first and last step.
-
-Summaries as tables: of one run, or of several runs, one line per run.
-"""
+"""Summary of a run at its first and last step, and tables of summaries."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import xarray as xr
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.motion.vectors import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_updates import lost_by_parameter
+from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array
 from trajstore.analysis.scan.input_checks import hold_only_changes
@@ -45,6 +43,7 @@ def _of_ends(array: xr.DataArray, dim: str = "when") -> xr.DataArray:
     return array.isel(step=[0, -1]).rename(step=dim).drop_vars(dim)
 
 
+@public()
 @checks_types
 def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """Gradients, displacement, centroid, logits and loss at the first and last step.
@@ -197,12 +196,12 @@ def summary_tables(facts: xr.Dataset, number: str) -> Iterator[Table]:
         yield title, ["parameter", *(f"step {step}" for step in trained.values())], rows
 
 
-def summary_table(found: Mapping[str, xr.Dataset]) -> Table:
+def summary_table(summaries: Mapping[str, xr.Dataset]) -> Table:
     """Title, columns and rows of a table of runs.
 
     Parameters
     ----------
-    found : mapping
+    summaries : mapping
         Computed `trajstore.analysis.summary` of each run, by its label.
 
     Returns
@@ -215,14 +214,14 @@ def summary_table(found: Mapping[str, xr.Dataset]) -> Table:
         Values that were not recorded are empty.
     """
     names = dict.fromkeys(
-        name for facts in found.values() for name, number in tokens_of(facts).items() if number
+        name for facts in summaries.values() for name, number in tokens_of(facts).items() if number
     )
     if len(names) > 1:
         names.pop("all", None)
     kinds = {"|grad|": ("grad_norms", {"when": "last"}), "displacement": ("displacement", {})}
     columns = [f"{kind} {name}" for kind in kinds for name in names]
     rows = []
-    for label, facts in found.items():
+    for label, facts in summaries.items():
         losses = [f"{loss:.4f}" for loss in facts["loss"].values] if "loss" in facts else ["", ""]
         values = [
             facts[variable].sel({"population": name, "statistic": "mean", **at}).item()

@@ -1,7 +1,4 @@
-"""Sentences about the tokens of a run, with their numbers.
-
-The commands that reproduce a run, from the configuration of each of its segments.
-"""
+"""Sentences about the tokens of a run, with their numbers, and the commands that reproduce it."""
 
 from __future__ import annotations
 
@@ -34,11 +31,11 @@ def evidence(scan: Scan, min_unchanged: int) -> tuple[dict[str, xr.Dataset], dic
         "discontinuities": lambda scan: discontinuities(scan)[["discontinuity"]],
     }
 
-    def answer(name: str) -> xr.Dataset:
+    def data_of(name: str) -> xr.Dataset:
         scan.require_rows(2, name)
         return questions[name](scan)
 
-    return available({name: partial(answer, name) for name in questions})
+    return available({name: partial(data_of, name) for name in questions})
 
 
 def _gradients(scan: Scan) -> xr.Dataset:
@@ -58,12 +55,12 @@ def _causes(scan: Scan) -> xr.Dataset:
     return xr.Dataset({"counts": counts.sum("step").assign_coords(cause=list(CAUSES))})
 
 
-def verdicts(found: dict[str, xr.Dataset], population: str, min_unchanged: int) -> list[str]:
+def verdicts(evidence_of: dict[str, xr.Dataset], population: str, min_unchanged: int) -> list[str]:
     """Write the sentences about one population.
 
     Parameters
     ----------
-    found : dict
+    evidence_of : dict
         Computed `evidence`.
     population : str
         Name of a population with tokens.
@@ -71,12 +68,14 @@ def verdicts(found: dict[str, xr.Dataset], population: str, min_unchanged: int) 
         As for `evidence`.
     """
     sentences: list[str] = []
-    if "gradients" in found:
-        sentences.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
-    if "freezing" in found:
-        sentences.append(_of_freezing(found["freezing"], population, min_unchanged))
-    if "causes" in found:
-        sentences.append(_of_causes(found["causes"]["counts"].sel(population=population)))
+    if "gradients" in evidence_of:
+        sentences.append(
+            _of_gradients(evidence_of["gradients"]["counts"].sel(population=population))
+        )
+    if "freezing" in evidence_of:
+        sentences.append(_of_freezing(evidence_of["freezing"], population, min_unchanged))
+    if "causes" in evidence_of:
+        sentences.append(_of_causes(evidence_of["causes"]["counts"].sel(population=population)))
     return [sentence for sentence in sentences if sentence]
 
 
@@ -122,12 +121,12 @@ def _of_causes(counts: xr.DataArray) -> str:
     return f"Causes of {total:,} steps without change (tokens × steps): {', '.join(parts)}."
 
 
-def discontinuity_verdict(found: dict[str, xr.Dataset]) -> str:
+def discontinuity_verdict(evidence_of: dict[str, xr.Dataset]) -> str:
     """Sentence about discontinuities of the motion."""
-    if "discontinuities" not in found:
+    if "discontinuities" not in evidence_of:
         return ""
-    found_at = found["discontinuities"]["discontinuity"]
-    steps = found_at["step"].values[found_at.values]
+    is_discontinuity = evidence_of["discontinuities"]["discontinuity"]
+    steps = is_discontinuity["step"].values[is_discontinuity.values]
     if not steps.size:
         return "No discontinuity was found."
     shown = ", ".join(f"{step:,}" for step in steps[:10])
@@ -259,11 +258,11 @@ def _changes(before: Config, after: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    found = {section: dict(fields) for section, fields in config.items()}
+    changed = {section: dict(fields) for section, fields in config.items()}
     for name, value in changes.items():
         section, _, field = name.partition(".")
-        found[section][field] = value
-    return found
+        changed[section][field] = value
+    return changed
 
 
 def _decay_end(config: Config) -> Any:

@@ -55,8 +55,10 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
         ``populations``, with the same for each population. A small table of counts also has
         ``values``, and ``labels`` along each dimension.
     """
-    (found,) = compute_all([{str(name): _facts(result[name]) for name in result.data_vars}], report)
-    return {name: _computed(facts) for name, facts in found.items()}
+    (descriptions,) = compute_all(
+        [{str(name): _facts(result[name]) for name in result.data_vars}], report
+    )
+    return {name: _computed(facts) for name, facts in descriptions.items()}
 
 
 def _facts(array: xr.DataArray) -> dict[str, Any]:

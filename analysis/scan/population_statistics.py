@@ -9,13 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.result_variables import flags_of
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.populations import chosen_populations, members, own_masks, populations
+from trajstore.populations import (
+    chosen_populations,
+    members,
+    own_masks,
+    populations,
+    with_populations,
+)
 
 _STATISTICS = ("mean", "std", "min", "max", "median")
+
+public(each_run=False)(with_populations)
 
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
@@ -142,6 +151,7 @@ def category_counts(da: xr.DataArray) -> xr.DataArray:
     return counts.assign_attrs(long_name=f"number of tokens by {long_name}", units="1")
 
 
+@public(is_method=False)
 @checks_types
 def by_population(
     da: xr.DataArray, quantiles: Sequence[float] | float = (0.05, 0.25, 0.75, 0.95)

@@ -1,4 +1,4 @@
-"""Register a quantity: a function of a `Scan` that users call with a Dataset."""
+"""The decorator of a quantity: a function of a `Scan` that users call with a Dataset."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xarray as xr
 
+from trajstore.analysis.public import import_functions, public
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.populations import errors_about_rows, named_as_rows
@@ -28,6 +29,12 @@ class Quantity:
     ----------
     function : callable
         The public function of a Dataset or a `Scan`, and options.
+    place : int
+        Place in lists of names.
+    alone : bool
+        True if it is never computed together with others, because it requires its own options.
+    across_runs : bool
+        True if it is one quantity of several runs; else it has a value for each run.
     measures : tuple of str
         Measures of the change between rows that it needs with default options.
     only_native : bool
@@ -38,6 +45,9 @@ class Quantity:
     """
 
     function: Callable[..., xr.DataArray | xr.Dataset]
+    place: int
+    alone: bool = False
+    across_runs: bool = False
     measures: tuple[str, ...] = ()
     only_native: bool = False
     of_window: bool = False
@@ -75,11 +85,22 @@ def _types_in(hint: Any) -> set[Any]:
     return set().union(*map(_types_in, parts)) if parts else {hint}
 
 
-QUANTITIES: dict[str, Quantity] = {}
-"""Quantities by name. `trajstore.analysis.compute` computes them together in one pass."""
+_REGISTERED: dict[str, Quantity] = {}
 
-ALONE: dict[str, Quantity] = {}
-"""Quantities that are only computed separately, because they require their own options."""
+
+def every_quantity() -> dict[str, Quantity]:
+    """All quantities by name, in the order of lists. Imports their modules."""
+    import_functions()
+    return dict(sorted(_REGISTERED.items(), key=lambda named: named[1].place))
+
+
+def quantities_of_one_pass() -> dict[str, Quantity]:
+    """Quantities that can be computed together, in the order of lists."""
+    return {
+        name: quantity
+        for name, quantity in every_quantity().items()
+        if not (quantity.alone or quantity.across_runs)
+    }
 
 
 def takes_scan(
@@ -128,21 +149,19 @@ def _windowed(
     return windowed
 
 
-def registered(*, alone: bool = False, **facts: Any) -> Callable[[F], F]:
-    """Decorator that adds a public function to `QUANTITIES`, or to `ALONE`.
+def registered(**facts: Any) -> Callable[[F], F]:
+    """Decorator of a public function that is a quantity.
 
     Parameters
     ----------
-    alone : bool
-        True if it is never computed together with others.
     **facts
         Attributes of `Quantity`.
     """
 
     def register(function: F) -> F:
-        known = ALONE if alone else QUANTITIES
-        known[function.__name__] = Quantity(function=function, **facts)
-        return function
+        described = Quantity(function=function, **facts)
+        _REGISTERED[function.__name__] = described
+        return public(each_run=not described.across_runs)(function)
 
     return register
 
@@ -150,7 +169,13 @@ def registered(*, alone: bool = False, **facts: Any) -> Callable[[F], F]:
 def quantity(
     **facts: Any,
 ) -> Callable[[Callable[Concatenate[Scan, P], R]], Callable[Concatenate[xr.Dataset | Scan, P], R]]:
-    """Decorator of a quantity of a `Scan`: combines `registered` and `takes_scan`."""
+    """Decorator of a quantity of a `Scan`: combines `registered` and `takes_scan`.
+
+    Parameters
+    ----------
+    **facts
+        Attributes of `Quantity`.
+    """
 
     def decorate(
         function: Callable[Concatenate[Scan, P], R],

@@ -312,7 +312,7 @@ def known_names(command: str) -> dict[str, set[str]]:
     """What the arguments of a command can be, beyond what click knows."""
     from trajstore.analysis import QUANTITIES
     from trajstore.analysis.figures import FIGURES
-    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
+    from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
 
     presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)

@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 
 from trajstore import RunWriter, analysis, open_run, open_runs
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.analysis.several_runs import differences
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
@@ -136,12 +136,12 @@ def test_the_results_are_those_of_each_run(name: str, paths_of_many_runs: list[P
 
 def test_several_quantities_of_several_runs(paths_of_many_runs: list[Path]) -> None:
     ds = open_runs(paths_of_many_runs)
-    got = answer(ds, ["speed", "freeze"])
+    got = compute_named(ds, ["speed", "freeze"])
     xr.testing.assert_equal(
         got.isel(run=0, drop=True).load(),
         analysis.compute(open_run(paths_of_many_runs[0]), ["speed", "freeze"]).load(),
     )
-    bands = answer(ds, ["speed"], by_population=True)
+    bands = compute_named(ds, ["speed"], by_population=True)
     assert bands["mean"].dims == ("run", "step", "population")
 
 
@@ -152,9 +152,9 @@ def test_wrong_calls_with_several_runs_are_errors(paths_of_many_runs: list[Path]
     with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
         analysis.divergence(one)
     with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
-        answer(one, ["divergence"])
+        compute_named(one, ["divergence"])
     with pytest.raises(InvalidArgument, match="cannot be combined"):
-        answer(several, ["divergence", "speed"])
+        compute_named(several, ["divergence", "speed"])
     sizes = iter((3, 4))
     with pytest.raises(InvalidArgument, match="cannot be joined"):
         several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))

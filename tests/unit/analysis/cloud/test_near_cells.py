@@ -12,7 +12,7 @@ from near_histories import near_histories
 
 from trajstore import analysis
 from trajstore.analysis.cloud.near_vectors import near_pairs
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.native_types import ordinal
 
@@ -130,7 +130,7 @@ def test_steps_of_choice(make_run, walk) -> None:
     xr.testing.assert_identical(analysis.adjacency(ds, steps=4).compute(), whole.sel(step=[4]))
     with pytest.raises(StepNotFound):
         analysis.adjacency(ds, steps=[2, 3])
-    again = answer(ds, ["adjacency"], ["steps=2,10", "k=2"])
+    again = compute_named(ds, ["adjacency"], ["steps=2,10", "k=2"])
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
 

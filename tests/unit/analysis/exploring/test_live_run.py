@@ -15,23 +15,23 @@ def test_new_rows_come_while_the_run_is_recorded(tmp_path: Path) -> None:
     with begin(path) as run:
         extend(run, range(8))
         live = LiveRun(path)
-        first = live.seen
+        first = live.state
         assert (first.standing, first.history.rows) == ("recording", 8)
         live.look()
-        assert live.seen is first  # nothing is new
+        assert live.state is first  # nothing is new
         extend(run, range(8, 12))
         live.look()
-        assert live.seen.history.rows == 12
-        assert live.seen.ds.sizes["step"] == 12
+        assert live.state.history.rows == 12
+        assert live.state.ds.sizes["step"] == 12
     live.look()
-    assert (live.seen.standing, live.seen.history.rows) == ("complete", 12)
+    assert (live.state.standing, live.state.history.rows) == ("complete", 12)
     # Another run in its place, with fewer rows.
     shutil.rmtree(path)
     with begin(path) as run:
         extend(run, range(4), seed=1)
     live.look()
-    assert live.seen.history.rows == 4
-    assert float(live.seen.history.data["loss"]["loss"][0]) == 6
+    assert live.state.history.rows == 4
+    assert float(live.state.history.data["loss"]["loss"][0]) == 6
 
 
 def test_what_cannot_be_read_is_reported_and_what_was_seen_stays(
@@ -49,5 +49,5 @@ def test_what_cannot_be_read_is_reported_and_what_was_seen_stays(
     waits = iter([False, False, True])
     monkeypatch.setattr(live._stop, "wait", lambda seconds: next(waits))
     live._follow()
-    assert "no run at" in live.seen.trouble
-    assert live.seen.history.rows == 8
+    assert "no run at" in live.state.trouble
+    assert live.state.history.rows == 8

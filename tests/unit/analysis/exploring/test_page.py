@@ -44,19 +44,19 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
     np.testing.assert_array_equal(here.dimension_values(0), page._one["position"][3, 0])
     assert len(page._steps) == 8  # hops and gradient of a token, layers, five curves
     shown = page._points()
-    position = page._seen.history.position.values[3]
+    position = page._state.history.position.values[3]
     np.testing.assert_array_equal(shown.dimension_values("axis 1"), position[:, 0])
     page._find("<script>")
     assert len(page._table.value) == 1
     page._choose(0)
     assert "&#x27;&lt;script&gt;alert(1)&lt;/script&gt;&#x27; (0)" in page._token.object
     assert "Last change at step 5" in page._token.object
-    assert page._ranks[0].location == page._seen.history.rank(0) + 0.5
+    assert page._ranks[0].location == page._state.history.rank(0) + 0.5
     page._go_to(5.4)
     assert page._player.value == 5
     page._go_to(float("nan"))
     assert page._player.value == 5
-    page._tapped(*page._seen.history.position.values[5, 4])
+    page._tapped(*page._state.history.position.values[5, 4])
     assert "Never changed" in page._token.object
 
 
@@ -97,14 +97,14 @@ def test_the_axes_of_a_token_follow_it(page: Page) -> None:
 
 def test_no_two_curves_share_an_axis(page: Page) -> None:
     """A logarithmic and a linear curve on one axis leave a panel empty."""
-    data = page._seen.history.data
+    data = page._state.history.data
     drawn = [plots.curve_plot(data[figure], figure, name) for figure, name in _CURVES.values()]
     axes = {curve.get(0).vdims[0].name for curve in drawn}
     assert len(axes) == len(drawn) == 5
 
 
 def test_the_picture_of_layers_is_the_heatmap(page: Page) -> None:
-    layers = page._seen.history.data["heatmap"]
+    layers = page._state.history.data["heatmap"]
     picture = plots.layer_plot(layers)
     red, green, blue = (picture.dimension_values(name, flat=False) for name in "RGB")
     assert red.shape == (6, 7)

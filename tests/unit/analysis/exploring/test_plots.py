@@ -10,7 +10,6 @@ import xarray as xr
 from growing_runs import HOSTILE, begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.plots import (
     RunHistory,
     TokenList,
@@ -52,11 +51,8 @@ def test_the_history_equals_the_analysis(ds: xr.Dataset) -> None:
     assert [history.rank(at) for at in order[:3]] == [0, 1, 2]
 
 
-def test_positions_of_long_runs_are_those_of_every_nth_row(
-    ds: xr.Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plots, "POSITION_BYTES", 6 * 128 * 8)
-    history = prepare(ds)
+def test_positions_of_long_runs_are_those_of_every_nth_row(ds: xr.Dataset) -> None:
+    history = prepare(ds, position_bytes=6 * 128 * 8)
     assert history.position["step"].values.tolist() == [0, 4, 8, 12, 16, 20]
 
 
@@ -73,16 +69,13 @@ def test_what_a_run_does_not_hold_is_reported(tmp_path: Path) -> None:
     assert bare.populations == ["all"]
 
 
-def test_a_run_that_cannot_be_explored_is_refused(
-    ds: xr.Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_be_explored_is_refused(ds: xr.Dataset) -> None:
     with pytest.raises(VariableNotRecorded, match="W"):
         prepare(ds.drop_vars("W"))
     with pytest.raises(InvalidArgument, match="at least 2 rows, got 1"):
         prepare(ds.isel(step=slice(1)))
-    monkeypatch.setattr(plots, "MAP_BYTES", 1000)
     with pytest.raises(InvalidArgument, match=r"21 rows of 128 tokens.*trajstore export"):
-        prepare(ds)
+        prepare(ds, map_bytes=1000)
 
 
 def tokens(*texts: str) -> TokenList:

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named
-from trajstore.analysis.figures.figure import MOST_CURVES, mean_and_spread, run_groups
+from trajstore.analysis.figures.across_runs import MOST_CURVES, mean_and_spread, run_groups
 from trajstore.errors import InvalidArgument
 
-AVERAGED = [name for name, figure in FIGURES.items() if figure.averages]
+AVERAGED = [name for name, figure in FIGURES.items() if figure.runs.averages]
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_mean_and_spread_of_many_end_where_values_do(several):
 @pytest.mark.parametrize("name", AVERAGED)
 def test_every_figure_that_averages(name, several):
     runs = several(1, 2, 3)
-    if FIGURES[name].between:
+    if FIGURES[name].runs.between:
         runs = [run.assign(W=run.W * (1 + number)) for number, run in enumerate(runs)]
     (ax, *_) = draw_sheet(collect(runs, [FIGURES[name]], Options(), labels=["x"] * 3)).axes
     ax.figure.canvas.draw()

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named, save
-from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES
-from trajstore.analysis.registry import ALONE as OWN_OPTIONS
+from trajstore.analysis.several_quantities import ACROSS_RUNS, QUANTITIES
+from trajstore.analysis.several_quantities import ALONE as OWN_OPTIONS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.schema import VARIABLES
 
@@ -82,10 +82,9 @@ NEEDS = {
     "layers": "param_norm",
 }
 
-ALONE = [name for name, figure in FIGURES.items() if not figure.between]
+ALONE = [name for name, figure in FIGURES.items() if not figure.runs.between]
 OF_EACH_KIND = {
-    (FIGURES[name].overlays, FIGURES[name].scales, FIGURES[name].of_populations): name
-    for name in ALONE
+    (FIGURES[name].runs.overlays, FIGURES[name].options): name for name in ALONE
 }.values()
 
 
@@ -120,14 +119,15 @@ def test_what_is_missing_is_named(name, run):
 def test_a_run_that_has_just_begun(name, run):
     with pytest.raises(InvalidArgument, match=f"{name} needs at least . rows, and the run has 0"):
         FIGURES[name](run.isel(step=slice(0, 0)), axes_of(name))
-    if FIGURES[name].rows == 1:
+    if FIGURES[name].computation.rows == 1:
         drawn(name, run.isel(step=slice(0, 1)))
     else:
         with pytest.raises(
-            InvalidArgument, match=f"at least {FIGURES[name].rows} rows, and the run has 1"
+            InvalidArgument,
+            match=f"at least {FIGURES[name].computation.rows} rows, and the run has 1",
         ):
             FIGURES[name](run.isel(step=[0]), axes_of(name))
-    drawn(name, run.isel(step=slice(0, max(2, FIGURES[name].rows))))
+    drawn(name, run.isel(step=slice(0, max(2, FIGURES[name].computation.rows))))
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -154,11 +154,11 @@ def test_options_that_it_does_not_have_are_refused(name, run):
         figure(run, axes_of(name), style="blue")
     with pytest.raises(InvalidArgument, match="population"):
         figure(run, population="undead")
-    other = {"other": run.isel(step=slice(0, 9))} if figure.overlays else {}
-    if not figure.overlays:
+    other = {"other": run.isel(step=slice(0, 9))} if figure.runs.overlays else {}
+    if not figure.runs.overlays:
         with pytest.raises(InvalidArgument, match="cannot show these runs in one axes"):
             figure(run, other=run)
-    if figure.scales:
+    if "log" in figure.options:
         ax = drawn(name, run, log="x", **other)
         assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
         with pytest.raises(InvalidArgument, match="got log='z'"):

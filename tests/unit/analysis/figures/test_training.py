@@ -12,7 +12,7 @@ from parameter_tables import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES, figures_of
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations import row_vectors
 from trajstore.schema import EVALUATION
@@ -135,7 +135,7 @@ def test_rows_of_a_parameter_are_not_called_tokens(run):
     assert set(found.dims) == {"row", "population", "step"}
     assert one.traj.compute(["velocity"]).velocity.dims == ("step", "row", "column")
     with pytest.raises(InvalidArgument, match="does not have one number per parameter row"):
-        answer(row_vectors(one), ["regimes"], by_population=True)
+        compute_named(row_vectors(one), ["regimes"], by_population=True)
 
 
 @pytest.fixture

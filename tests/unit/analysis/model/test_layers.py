@@ -10,7 +10,7 @@ from parameter_tables import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.model.layers import METRICS
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 ROWS, MODEL, HEADS = 6, 8, 4
@@ -145,7 +145,7 @@ def test_only_the_chosen_rows_are_read(run):
     for name in ("update", "params"):
         analysis.layers(without(1, 2, 4, 5), name, steps=[4, 10]).compute()
     xr.testing.assert_equal(analysis.layers(without(1, 2, 4, 5), "update", steps=[4, 10]), expected)
-    through = answer(without(1, 4), ["layers"], ["metrics=gini,rms"], steps="2,8")
+    through = compute_named(without(1, 4), ["layers"], ["metrics=gini,rms"], steps="2,8")
     xr.testing.assert_equal(through, found[["gini", "rms"]])
     with pytest.raises(AssertionError, match="read"):
         analysis.layers(without(1), "update", "rms", 2).compute()

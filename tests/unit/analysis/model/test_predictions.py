@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 ROWS, TOKENS, HIDDEN, EXAMPLES, POSITIONS = 6, 7, 3, 4, 5
@@ -116,14 +116,14 @@ def test_rounding_as_a_model_of_another_type(run):
 
 def test_from_the_command_line(run):
     options = ["step=1,3", "token=6", "denominator=12"]
-    found = answer(run, ["explain_gradient"], options)
+    found = compute_named(run, ["explain_gradient"], options)
     xr.testing.assert_identical(
         found.compute(), analysis.explain_gradient(run, [1, 3], 6, denominator=12).compute()
     )
     with pytest.raises(InvalidArgument, match="requires token"):
-        answer(run, ["explain_gradient"], ["step=1"])
+        compute_named(run, ["explain_gradient"], ["step=1"])
     with pytest.raises(InvalidArgument, match="compute it separately"):
-        answer(run, ["explain_gradient", "speed"])
+        compute_named(run, ["explain_gradient", "speed"])
 
 
 def test_what_cannot_be_explained_is_refused(run):

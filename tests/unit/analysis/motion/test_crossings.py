@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument
 
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
@@ -61,7 +61,7 @@ def test_curves_of_a_run(make_run, walk) -> None:
     assert falling.first_crossing.values.tolist() == [-1, 2, 8, -1]
     counts = analysis.crossings(ds, analysis.regimes(ds).counts, 1, "value")
     assert counts.first_crossing.dims == ("level", "population", "regime_name")
-    again = answer(ds, ["crossings"], ["quantity=loss", "levels=0.5,0.9"])
+    again = compute_named(ds, ["crossings"], ["quantity=loss", "levels=0.5,0.9"])
     assert again.first_crossing.values.tolist() == [6, 10]
 
 

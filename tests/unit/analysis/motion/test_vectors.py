@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 DEAD = np.array([True, False, True, True, False, False])
@@ -63,7 +63,7 @@ def test_the_largest_cluster_has_a_path(run):
 
 
 def test_gradients_have_clusters_and_neighbors(run):
-    answered = answer(run, ["clusters"], ["population=live"], vectors="grad").compute()
+    answered = compute_named(run, ["clusters"], ["population=live"], vectors="grad").compute()
     assert answered.groups.values.tolist() == [1] * 8
     near = analysis.nearest_distance(analysis.vectors(run, "grad"), "live").compute()
     grad = run.grad.values[1:].astype(np.float64)
@@ -80,7 +80,7 @@ def test_changes_are_computed_if_they_are_not_recorded(run):
 
 def test_invalid_vectors(run):
     with pytest.raises(InvalidArgument, match=r"vectors='hidden_means'.*'hidden_mean'"):
-        answer(run, ["speed"], vectors="hidden_means")
+        compute_named(run, ["speed"], vectors="hidden_means")
     with pytest.raises(InvalidArgument, match="population='dead' for grad"):
         run.traj.vectors("grad", "dead")
     with pytest.raises(InvalidArgument, match="population='undead'"):

@@ -11,7 +11,7 @@ from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis
 from trajstore.analysis import COUNTERFACTUALS, OUTCOMES
-from trajstore.analysis.registry import answer
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 pytest.importorskip("torch")
@@ -174,7 +174,7 @@ def test_other_lattices_are_refused():
     for compute in (
         lambda: analysis.freeze_attribution(ds, lattice="float16"),
         lambda: analysis.compute(ds, ["freeze_cause", "freeze_attribution"], "float16"),
-        lambda: answer(ds, ["freeze_attribution"], lattice="float16"),
+        lambda: compute_named(ds, ["freeze_attribution"], lattice="float16"),
     ):
         with pytest.raises(InvalidArgument, match=r"lattice='float16'; use freeze_cause"):
             compute()

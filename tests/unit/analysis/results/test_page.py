@@ -14,7 +14,6 @@ from example_run import OPTIMIZER
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.figures import FIGURES
-from trajstore.analysis.results import report_page as report_page
 from trajstore.analysis.results.report_page import write_report
 from trajstore.errors import InvalidArgument, RunExists, RunNotFound
 
@@ -63,15 +62,14 @@ def small_run(path: Path, rows: int = 4, **attributes: Any) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw four kinds only: the tests of the figures draw all of them."""
-    few = {name: FIGURES[name] for name in ("loss", "grad_norms", "freeze", "param_update_lost")}
-    monkeypatch.setattr(report_page, "FIGURES", few)
+FEW = [FIGURES[name] for name in ("loss", "grad_norms", "freeze", "param_update_lost")]
+"""The tests of the figures draw all of them."""
 
 
 def test_verdicts_are_those_of_the_analysis(example_run: Path, tmp_path: Path) -> None:
-    html = write_report(example_run, tmp_path / "page.html", min_unchanged=3).read_text()
+    html = write_report(
+        example_run, tmp_path / "page.html", min_unchanged=3, figures=FEW
+    ).read_text()
     page = Page(html)
     ds = open_run(example_run)
     rest = analysis.freeze(ds, min_unchanged=3).compute()
@@ -101,14 +99,13 @@ def test_verdicts_are_those_of_the_analysis(example_run: Path, tmp_path: Path) -
     assert not re.search(r"https?:|@import|url\(", html)
 
 
-def test_a_window_is_of_the_figures_or_of_the_whole_page(
-    example_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only = {"loss": FIGURES["loss"], "freeze": FIGURES["freeze"]}
-    monkeypatch.setattr(report_page, "FIGURES", only)
-
+def test_a_window_is_of_the_figures_or_of_the_whole_page(example_run: Path, tmp_path: Path) -> None:
     def shown_text(name: str, **options: Any) -> str:
-        return Page(write_report(example_run, tmp_path / name, **options).read_text()).shown
+        return Page(
+            write_report(
+                example_run, tmp_path / name, figures=[FIGURES["loss"]], **options
+            ).read_text()
+        ).shown
 
     shown = shown_text("shown.html", steps="12:19")
     assert "The figures show a window of steps; all other numbers describe the whole run." in shown
@@ -128,7 +125,7 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
         optimizer=OPTIMIZER,
         provenance={ANSI: ODD, "what_if": {"settings": ["a=1"], "caveat": "These are open loop."}},
     )
-    html = write_report(run, tmp_path / "page.html", check=True).read_text()
+    html = write_report(run, tmp_path / "page.html", check=True, figures=FEW).read_text()
     page = Page(html)
     assert "script" not in {tag for tag, _ in page.elements}
     assert "b" not in {tag for tag, _ in page.elements}
@@ -143,14 +140,11 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["my text.txt", "gatsby stand-in (embedded)"])
-def test_how_a_run_is_made_again(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report_page, "drawn", lambda *arguments: ([], {}))  # takes long
+def test_how_a_run_is_made_again(tmp_path: Path, name: str) -> None:
     config = {"data": {"corpus": ODD, "most": None, "size": 1e-05}, "training": {"on": True}}
     text = {"name": name, "bytes": 12345, "sha256": "ab" * 32}
     run = small_run(tmp_path / "run.zarr", config=config, provenance={"corpus": text})
-    page = Page(write_report(run, tmp_path / "page.html").read_text())
+    page = Page(write_report(run, tmp_path / "page.html", figures=()).read_text())
     toml = page.text.split("as run.toml:")[1].split("Provenance")[0]
     assert tomllib.loads(toml) == {
         "data": {"corpus": ODD, "size": 1e-05}, "training": {"on": True}
@@ -162,11 +156,15 @@ def test_how_a_run_is_made_again(
 
 
 def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
-    page = Page(write_report(small_run(tmp_path / "a.zarr"), tmp_path / "a.html").read_text())
+    page = Page(
+        write_report(small_run(tmp_path / "a.zarr"), tmp_path / "a.html", figures=FEW).read_text()
+    )
     assert "The run has no recorded configuration" in page.shown
     assert "Not computed: causes, because" in page.shown
     page = Page(
-        write_report(small_run(tmp_path / "b.zarr", rows=0), tmp_path / "b.html").read_text()
+        write_report(
+            small_run(tmp_path / "b.zarr", rows=0), tmp_path / "b.html", figures=FEW
+        ).read_text()
     )
     assert "0 rows" in page.shown
     assert "none of these figures can be drawn" in page.shown
@@ -192,6 +190,6 @@ def test_a_run_of_changes_alone_has_a_summary_without_centroids(tmp_path: Path) 
     ) as writer:
         for step in range(4):
             writer.append(step, delta=np.full((3, 2), float(step), "f4"))
-    page = Page(write_report(run, tmp_path / "page.html").read_text())
+    page = Page(write_report(run, tmp_path / "page.html", figures=FEW).read_text())
     assert "Displacement from step 0 to 3" in page.shown
     assert "Norm of the centroid" not in page.shown

@@ -14,10 +14,10 @@ import xarray as xr
 from bits_and_calls import nightly_but
 
 from trajstore import RunWriter, analysis, open_run
-from trajstore.analysis.registry import ALONE, QUANTITIES, answer
 from trajstore.analysis.results.write_results import describe
 from trajstore.analysis.scan.result_variables import NO_ROW_BEFORE, flags_of, with_flag
 from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.several_quantities import ALONE, QUANTITIES, compute_named
 from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
 from trajstore.exchange.selection import select_part
 
@@ -94,19 +94,19 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
         found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
         for key, array in found.items():
             check_with_every_step(together[key], array)
-        assert answer(run, [name], lattice="float16").identical(
-            answer(run, [name], ["lattice=float16"])
+        assert compute_named(run, [name], lattice="float16").identical(
+            compute_named(run, [name], ["lattice=float16"])
         )
 
 
 def test_a_lattice_without_a_quantity_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
         with pytest.raises(InvalidArgument, match=r"lattice='float16' for speed.*freeze_cause"):
-            answer(run, names, lattice="float16")
+            compute_named(run, names, lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
-        answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
+        compute_named(run, ["freeze"], ["lattice=float32"], lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice='int8'"):
-        answer(run, ["freeze"], ["lattice=int8"])
+        compute_named(run, ["freeze"], ["lattice=int8"])
 
 
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
@@ -126,7 +126,7 @@ def test_where_there_is_no_row_before_nothing_is_claimed(run):
 
 def test_categories_are_counted_by_population(run):
     cause = analysis.freeze_cause(run).values
-    tokens = answer(run, ["freeze_cause"], by_population=True).tokens
+    tokens = compute_named(run, ["freeze_cause"], by_population=True).tokens
     for number, name in enumerate(analysis.CAUSES):
         counted = tokens.sel(population="dead", category=name)
         np.testing.assert_array_equal(counted, (cause[:, run.is_dead] == number).sum(1))
@@ -251,7 +251,7 @@ def test_within_a_window_there_are_no_other_rows(name, run):
 
 def test_within_needs_a_window(run):
     with pytest.raises(InvalidArgument, match="within without steps"):
-        answer(run, ["freeze"], within=True)
+        compute_named(run, ["freeze"], within=True)
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
@@ -260,7 +260,7 @@ def test_quantities_of_a_single_row(name, run):
     for array in analysis.compute(one, [name]).data_vars.values():
         if "step" in array.dims:
             assert array.sizes["step"] == 1
-    found = answer(one, [name])
+    found = compute_named(one, [name])
     assert describe(found).keys() == set(map(str, found))
 
 
@@ -285,7 +285,7 @@ def test_a_run_without_rows_has_empty_results_or_a_sentence(name, tmp_path):
 
 
 @pytest.fixture
-def run_of_registry_types(make_run, walk):
+def token_run(make_run, walk):
     return make_run(walk(5, 4, 3), is_dead=[True, False, False, True])
 
 
@@ -321,46 +321,42 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(
     ("name", "option", "value"), [*((*option, object()) for option in OPTIONS), *WRONG_VALUES]
 )
-def test_quantities_refuse_an_option_of_a_wrong_type_or_value(
-    name, option, value, run_of_registry_types
-):
+def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, value, token_run):
     required = (QUANTITIES | ALONE)[name].required if name != "heatmap" else ()
     with pytest.raises(TrajstoreError) as reported:
-        getattr(analysis, name)(
-            run_of_registry_types, **{**dict.fromkeys(required, 1), option: value}
-        )
+        getattr(analysis, name)(token_run, **{**dict.fromkeys(required, 1), option: value})
     assert isinstance(reported.value, InvalidArgument), reported.value
     assert option in str(reported.value)
     if (name, option, value) in WRONG_VALUES:
         assert f"got {option}={value!r}, expected" in str(reported.value)
 
 
-def test_from_the_accessor_and_as_text(run_of_registry_types):
+def test_from_the_accessor_and_as_text(token_run):
     with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
-        run_of_registry_types.traj.clusters("dead", ranks="a")
+        token_run.traj.clusters("dead", ranks="a")
     with pytest.raises(InvalidArgument, match="optimizer='adam', expected a mapping of strings"):
-        answer(run_of_registry_types, ["adam_update"], ["optimizer=adam"])
+        compute_named(token_run, ["adam_update"], ["optimizer=adam"])
     with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
-        answer(run_of_registry_types, ["clusters"], ["population=dead,live"])
+        compute_named(token_run, ["clusters"], ["population=dead,live"])
     with pytest.raises(InvalidArgument, match=r"got k=1.5, expected a whole number"):
-        run_of_registry_types.traj.adjacency(k=1.5)
+        token_run.traj.adjacency(k=1.5)
 
 
 @pytest.mark.parametrize("source", ["run.zarr", None, "W"])
-def test_quantities_refuse_other_objects_than_datasets(source, run_of_registry_types):
-    given = run_of_registry_types.W if source == "W" else source
+def test_quantities_refuse_other_objects_than_datasets(source, token_run):
+    given = token_run.W if source == "W" else source
     for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
         with pytest.raises(InvalidArgument, match="Dataset"):
             quantity(given)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)
-def test_quantities_refuse_a_dataset_without_tokens(name, run_of_registry_types):
+def test_quantities_refuse_a_dataset_without_tokens(name, token_run):
     with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
-        getattr(run_of_registry_types.isel(token=slice(0)).traj, name)()
+        getattr(token_run.isel(token=slice(0)).traj, name)()
 
 
 @pytest.mark.parametrize("names", [3, [3], [["freeze"]]])
-def test_names_are_texts(names, run_of_registry_types):
+def test_names_are_texts(names, token_run):
     with pytest.raises(InvalidArgument, match="expected names of quantities"):
-        analysis.compute(run_of_registry_types, names)
+        analysis.compute(token_run, names)

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xarray as xr
 
-# Importing these modules registers their quantities.
 from trajstore.analysis.motion.vectors import vectors_named
+from trajstore.analysis.public import Public, public
 from trajstore.analysis.scan.input_checks import RUN
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
 from trajstore.analysis.scan.population_statistics import category_counts
-from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
+from trajstore.analysis.scan.quantity import Quantity, every_quantity, quantities_of_one_pass
 from trajstore.analysis.scan.result_variables import NO_ROW_BEFORE, is_category, with_flag
 from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
-from trajstore.analysis.several_runs import divergence, over_runs
+from trajstore.analysis.several_runs import over_runs
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.populations import errors_about_rows, named_as_rows
 
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
-__all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "answer", "compute"]
+QUANTITIES: Public[dict[str, Quantity]] = quantities_of_one_pass()
+"""Quantities by name. `trajstore.analysis.compute` computes them together in one pass."""
+
+ALONE = {name: quantity for name, quantity in every_quantity().items() if quantity.alone}
+"""Quantities that are only computed separately, because they require their own options."""
+
+ACROSS_RUNS: dict[str, Callable[..., Any]] = {
+    name: quantity.function for name, quantity in every_quantity().items() if quantity.across_runs
+}
+"""Functions of several runs together. `QUANTITIES` apply to each run."""
 
 
+@public()
 def compute(
     ds: xr.Dataset,
     names: Sequence[str],
@@ -111,8 +121,8 @@ def compute(
             variables[name] = result
         else:
             variables |= {str(key): array for key, array in result.data_vars.items()}
-    found = xr.Dataset({name: _with_every_step(array, scan) for name, array in variables.items()})
-    return named_as_rows(found, scan.ds)
+    padded = {name: _with_every_step(array, scan) for name, array in variables.items()}
+    return named_as_rows(xr.Dataset(padded), scan.ds)
 
 
 def _check_lattice(names: Sequence[str], lattice: str) -> None:
@@ -123,15 +133,15 @@ def _check_lattice(names: Sequence[str], lattice: str) -> None:
 
 def _check_known(names: Sequence[str], option: str, value: object) -> None:
     """Raise if a value is given for an option that none of these quantities has."""
-    those = [
+    with_option = [
         name
         for name, quantity in QUANTITIES.items()
         if option in quantity.options and not (option == "lattice" and quantity.only_native)
     ]
-    if value is not None and not set(names) & set(those):
+    if value is not None and not set(names) & set(with_option):
         raise InvalidArgument(
             f"got {option}={value!r} for {', '.join(names)}; only these have it: "
-            f"{', '.join(those)}; leave it out"
+            f"{', '.join(with_option)}; leave it out"
         )
 
 
@@ -154,11 +164,7 @@ def _with_every_step(array: xr.DataArray, scan: Scan) -> xr.DataArray:
     return with_flag(padded, -1, NO_ROW_BEFORE) if array.dtype.kind == "i" else padded
 
 
-ACROSS_RUNS = {"divergence": divergence}
-"""Functions of several runs together. `QUANTITIES` apply to each run."""
-
-
-def answer(
+def compute_named(
     ds: xr.Dataset,
     names: Sequence[str],
     assignments: Sequence[str] = (),
@@ -201,14 +207,14 @@ def answer(
 
     Examples
     --------
-    >>> found = answer(ds, ["displacement"], ["since=previous"], by_population=True)
-    >>> found["max"].sel(step=1).to_series().round(4).to_dict()
+    >>> statistics = compute_named(ds, ["displacement"], ["since=previous"], by_population=True)
+    >>> statistics["max"].sel(step=1).to_series().round(4).to_dict()
     {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
     """
-    seen: dict[str, Any] = {"steps": steps, "within": within, "min_unchanged": min_unchanged}
+    of_rows: dict[str, Any] = {"steps": steps, "within": within, "min_unchanged": min_unchanged}
     if RUN in ds.dims:
-        seen["vectors"] = vectors
-        return _answer_of_runs(ds, names, assignments, by_population, lattice, seen)
+        of_rows["vectors"] = vectors
+        return _compute_across_runs(ds, names, assignments, by_population, lattice, of_rows)
     ds = vectors_named(ds, vectors)
     if len(names) != 1:
         if assignments or by_population:
@@ -216,7 +222,7 @@ def answer(
                 f"got {len(names)} quantities with options or populations: {', '.join(names)}; "
                 "name a single quantity per call"
             )
-        return compute(ds, names, lattice, **seen)
+        return compute(ds, names, lattice, **of_rows)
     (name,) = names
     if name in ACROSS_RUNS:
         raise InvalidArgument(f"got one run for {name}, expected several")
@@ -262,26 +268,26 @@ def _by_population(name: str, result: xr.DataArray | xr.Dataset) -> xr.Dataset:
     return statistics_by_population(result)
 
 
-def _answer_of_runs(
+def _compute_across_runs(
     ds: xr.Dataset,
     names: Sequence[str],
     assignments: Sequence[str],
     by_population: bool,
     lattice: str,
-    seen: Mapping[str, Any],
+    of_rows: Mapping[str, Any],
 ) -> xr.Dataset:
     across = [name for name in names if name in ACROSS_RUNS]
-    others = assignments or by_population or lattice != "native" or seen["vectors"]
+    others = assignments or by_population or lattice != "native" or of_rows["vectors"]
     if across and (len(names) > 1 or others):
         raise InvalidArgument(f"{across[0]} cannot be combined with other quantities or options")
     if across:
-        window = rows_of_window(ds, seen["steps"])
-        if seen["within"]:
-            return ACROSS_RUNS[across[0]](window)
-        return ACROSS_RUNS[across[0]](ds).sel(step=window["step"])
-    options = {"by_population": by_population, "lattice": lattice, **seen}
-    found: xr.Dataset = over_runs(ds, answer, names, assignments, **options)
-    return found
+        function = ACROSS_RUNS[across[0]]
+        window = rows_of_window(ds, of_rows["steps"])
+        result = function(window) if of_rows["within"] else function(ds).sel(step=window["step"])
+    else:
+        options = {"by_population": by_population, "lattice": lattice, **of_rows}
+        result = over_runs(ds, compute_named, names, assignments, **options)
+    return cast(xr.Dataset, result)
 
 
 def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[str, Any]:
@@ -290,9 +296,9 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or key not in known:
-            meant = "" if key in known else did_you_mean(key, known)
+            suggestion = "" if key in known else did_you_mean(key, known)
             raise InvalidArgument(
-                f"got {assignment!r}{meant}, expected an option of {name} as name=value; its "
+                f"got {assignment!r}{suggestion}, expected an option of {name} as name=value; its "
                 f"options: {', '.join(known) or 'none'}"
             )
         options[key] = value = _value(text)
