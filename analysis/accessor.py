@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 from trajstore.analysis.public import FUNCTIONS, import_functions
-from trajstore.analysis.scan.population_statistics import by_population
+from trajstore.analysis.scan.result_variables import by_population
 from trajstore.analysis.several_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION

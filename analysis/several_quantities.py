@@ -11,10 +11,14 @@ import xarray as xr
 from trajstore.analysis.motion.vectors import vectors_named
 from trajstore.analysis.public import Public, public
 from trajstore.analysis.scan.input_checks import RUN
-from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
-from trajstore.analysis.scan.population_statistics import category_counts
 from trajstore.analysis.scan.quantity import Quantity, every_quantity, quantities_of_one_pass
-from trajstore.analysis.scan.result_variables import NO_ROW_BEFORE, is_category, with_flag
+from trajstore.analysis.scan.result_variables import (
+    NO_ROW_BEFORE,
+    category_counts,
+    is_category,
+    with_flag,
+)
+from trajstore.analysis.scan.result_variables import by_population as statistics_by_population
 from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
 from trajstore.analysis.several_runs import over_runs
 from trajstore.errors import InvalidArgument, did_you_mean

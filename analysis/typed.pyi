@@ -10,11 +10,8 @@ from trajstore.analysis.cloud.near_vectors import adjacency as adjacency
 from trajstore.analysis.cloud.near_vectors import nearest_distance as nearest_distance
 from trajstore.analysis.cloud.shape import inertia as inertia
 from trajstore.analysis.cloud.shape import pca as pca
-from trajstore.analysis.model.layers import Attention as Attention
-from trajstore.analysis.model.layers import layers as layers
-from trajstore.analysis.model.predictions import explain_gradient as explain_gradient
-from trajstore.analysis.model.predictions import logit_stats as logit_stats
-from trajstore.analysis.model.predictions import mean_logits as mean_logits
+from trajstore.analysis.layers import Attention as Attention
+from trajstore.analysis.layers import layers as layers
 from trajstore.analysis.motion.collective import bulk_thermal as bulk_thermal
 from trajstore.analysis.motion.collective import centroid as centroid
 from trajstore.analysis.motion.collective import coherence as coherence
@@ -51,8 +48,11 @@ from trajstore.analysis.optimizer.lost_updates import moment_stuck as moment_stu
 from trajstore.analysis.optimizer.moment_sizes import moment_error as moment_error
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes as moment_sizes
 from trajstore.analysis.optimizer.moments import exact_moments as exact_moments
+from trajstore.analysis.predictions import explain_gradient as explain_gradient
+from trajstore.analysis.predictions import logit_stats as logit_stats
+from trajstore.analysis.predictions import mean_logits as mean_logits
 from trajstore.analysis.results.summary import summary as summary
-from trajstore.analysis.scan.population_statistics import by_population as by_population
+from trajstore.analysis.scan.result_variables import by_population as by_population
 from trajstore.analysis.scan.rows import REGIMES as REGIMES
 from trajstore.analysis.several_quantities import QUANTITIES as QUANTITIES
 from trajstore.analysis.several_quantities import compute as compute

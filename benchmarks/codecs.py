@@ -20,7 +20,7 @@ import numpy as np
 from history import MATRICES, wordybird
 from measure import cache, machine, save, table
 
-from trajstore import compiled_loop
+from trajstore import threads
 from trajstore.codec.chunk import Chain, Decoder
 from trajstore.codec.delta import fold
 from trajstore.codec.predicted_rows import coefficients_and_differences
@@ -130,7 +130,7 @@ def main() -> None:
 
 def compare_gradients(run: Path, chunk: tuple[int, int], rounds: int) -> None:
     """Print a table of the forms of the gradient, for the start, the middle and the end."""
-    compiled_loop._ENOUGH = 0  # loops are compiled from the start, if numba is installed
+    threads._ENOUGH = 0  # loops are compiled from the start, if numba is installed
     rows, tokens = chunk
     array = stored_array(run, "grad", open_group(run)["grad"])
     steps, all_tokens, hidden = array.shape

@@ -17,7 +17,7 @@ from bits_and_calls import Cli, random_bits
 from click.testing import CliRunner, Result
 from hypothesis import settings
 
-from trajstore import RunWriter, compiled_loop, sample_run
+from trajstore import RunWriter, sample_run, threads
 from trajstore.cli.main import main
 
 # The models of the tests are tiny. Several threads of torch would wait for each other most of the
@@ -30,7 +30,7 @@ settings.load_profile("untimed")
 
 # Loops are compiled from their first number on, instead of after many millions.
 if "TRAJSTORE_COMPILED" in os.environ:
-    compiled_loop._ENOUGH = 0
+    threads._ENOUGH = 0
 
 # In the background of a script SIGINT is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

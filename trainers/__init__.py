@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from trajstore.trainers.runs.proven_steps import prove as prove
     from trajstore.trainers.runs.record import record as record
     from trajstore.trainers.runs.run_plan import plan as plan
-    from trajstore.trainers.step_models.step_model import checkout as checkout
-    from trajstore.trainers.step_models.step_model import model_at as model_at
-    from trajstore.trainers.step_models.step_model import models as models
-    from trajstore.trainers.step_models.step_model import restore as restore
-    from trajstore.trainers.step_models.step_state import optimizer_state_at as optimizer_state_at
+    from trajstore.trainers.step_model import checkout as checkout
+    from trajstore.trainers.step_model import model_at as model_at
+    from trajstore.trainers.step_model import models as models
+    from trajstore.trainers.step_model import restore as restore
+    from trajstore.trainers.step_state import optimizer_state_at as optimizer_state_at
 
 _HOME = {
     "LightningCallback": "trajstore.trainers.recording.lightning_callback",
@@ -58,22 +58,22 @@ _HOME = {
     "TrajectoryCallback": "trajstore.trainers.recording.hf_callback",
     "attach": "trajstore.trainers.recording.capture",
     "capture": "trajstore.trainers.recording.capture",
-    "checkout": "trajstore.trainers.step_models.step_model",
+    "checkout": "trajstore.trainers.step_model",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "evaluations": "trajstore.trainers.evaluations",
     "fetch": "trajstore.trainers.downloads",
     "float32_products": "trajstore.trainers.products",
     "fork": "trajstore.trainers.runs.fork",
-    "model_at": "trajstore.trainers.step_models.step_model",
-    "models": "trajstore.trainers.step_models.step_model",
-    "optimizer_state_at": "trajstore.trainers.step_models.step_state",
+    "model_at": "trajstore.trainers.step_model",
+    "models": "trajstore.trainers.step_model",
+    "optimizer_state_at": "trajstore.trainers.step_state",
     "plan": "trajstore.trainers.runs.run_plan",
     "preset": "trajstore.trainers.presets",
     "prove": "trajstore.trainers.runs.proven_steps",
     "record": "trajstore.trainers.runs.record",
     "recorded_config": "trajstore.trainers.runs.changed_settings",
     "replay": "trajstore.trainers.replays.replay",
-    "restore": "trajstore.trainers.step_models.step_model",
+    "restore": "trajstore.trainers.step_model",
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 

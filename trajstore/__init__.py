@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from trajstore.integrity.repair import repair
     from trajstore.integrity.verify import verify
     from trajstore.sample_run import sample_run
-    from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.open_runs import open_runs
+    from trajstore.store.reading.open_run import open_run, open_runs
     from trajstore.store.writing.writer import RunWriter
 
 __all__ = [
@@ -41,7 +40,7 @@ _HOME = {
     "export": "trajstore.exchange.export",
     "import_file": "trajstore.exchange.import_file",
     "open_run": "trajstore.store.reading.open_run",
-    "open_runs": "trajstore.store.reading.open_runs",
+    "open_runs": "trajstore.store.reading.open_run",
     "repair": "trajstore.integrity.repair",
     "sample_run": "trajstore.sample_run",
     "to_torch": "trajstore.exchange.export",

@@ -1,12 +1,31 @@
-"""Threads: their number, and jobs for them, also while the interpreter exits."""
+"""Threads: their number, and jobs for them, also while the interpreter exits.
+
+Loops that numba compiles, if it is installed and there are enough numbers to process.
+
+NumPy reads the numbers once per operation, and takes the interpreter's lock after each; threads
+then wait for one another. A compiled loop reads them once, without the lock. numba is the extra
+`fast`. Without it the results are the same, only later. A process loads numba in about half a
+second. It compiles a short loop in the same time, a long one in seconds, once per machine. Small
+runs therefore use neither.
+
+Loops take their arrays as 1-D memory, since numba knows only then that values are contiguous.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from threading import Lock
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 T = TypeVar("T")
 
@@ -81,3 +100,161 @@ def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> 
         raise
     finally:
         pool.shutdown(wait=waits, cancel_futures=True)
+
+
+Array = npt.NDArray[Any]
+Types = tuple[tuple[np.dtype[Any], bool], ...]
+"""Dtype and writeability of each array. numba compiles a loop again for each combination."""
+
+_ENOUGH = 1 << 26
+"""Numbers that NumPy processes first, in less time than loading numba takes. A scan of ten times as
+many then takes about as long as without numba. Each further scan takes three fifths of that."""
+
+
+class CompiledLoop:
+    """A loop that is compiled once enough numbers were processed.
+
+    Parameters
+    ----------
+    module : str
+        Module of the loop.
+    name : str
+        Name of a function that `numba.njit` can compile, and that raises nothing.
+    enough : int
+        Numbers that NumPy processes first.
+    """
+
+    def __init__(self, module: str, name: str, enough: int = _ENOUGH) -> None:
+        self._module, self._name, self._enough = module, name, enough
+        self._processed = 0
+        self._compiled: Callable[..., None] | None = None
+        self._ready: set[Types] = set()
+        self._unavailable = False
+        self._preparing = Lock()
+
+    def is_worth(self, count: int) -> bool:
+        """True if `run` is worth a try.
+
+        Parameters
+        ----------
+        count : int
+            Numbers to process now.
+        """
+        self._processed += count  # races between threads may lose counts: a rough sum is enough
+        return self._processed >= self._enough and not self._unavailable
+
+    def run(self, *arguments: Any) -> bool:
+        """Run the loop.
+
+        The first thread with arrays of these types compiles the loop, or loads it from numba's
+        cache. Meanwhile the loop is unavailable to other threads. It is also unavailable to a child
+        process that is forked in this time, in which it would never become ready.
+
+        Returns
+        -------
+        bool
+            True if the loop was run. If False, nothing was done.
+        """
+        arrays = [item for item in arguments if isinstance(item, np.ndarray)]
+        types = tuple((array.dtype, array.flags.writeable) for array in arrays)
+        if types in self._ready and self._compiled is not None:
+            self._compiled(*arguments)
+            return True
+        if not self._preparing.acquire(blocking=False):
+            return False
+        try:
+            if self._compiled is None:
+                self._compiled = self._load()
+            if self._compiled is None:
+                self._unavailable = True
+                return False
+            self._compiled(*arguments)
+            self._ready.add(types)
+            return True
+        except Exception as error:  # raised by numba: the loop itself raises nothing
+            self._unavailable = True
+            warnings.warn(
+                f"numba failed, so reading takes longer ({error!r}). If its cache is damaged, "
+                f"delete it: *.nbi and *.nbc next to the module {self._module}, or in "
+                "NUMBA_CACHE_DIR. NUMBA_DISABLE_JIT=1 switches numba off.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        finally:
+            self._preparing.release()
+
+    def _load(self) -> Callable[..., None] | None:
+        """The function, which numba compiles at its first call; None without numba.
+
+        A division by 0 gives the same result as in NumPy, and raises nothing.
+        """
+        if find_spec("numba") is None:
+            return None
+        numba = import_module("numba")
+        if numba.config.DISABLE_JIT:
+            return None
+        function = getattr(import_module(self._module), self._name)
+        try:
+            compiled: Callable[..., None] = numba.njit(cache=True, nogil=True, error_model="numpy")(
+                function
+            )
+        except RuntimeError:  # no folder for the cache: each process compiles the loop
+            compiled = numba.njit(nogil=True, error_model="numpy")(function)
+        return compiled
+
+
+def memory_of(array: Array) -> Array:
+    """Memory from the first to the last value of an array, 1-D, with everything between.
+
+    Parameters
+    ----------
+    array : ndarray
+        Not empty. `values_side_by_side` must return a width above 0 for it.
+    """
+    if array.flags.c_contiguous:
+        return array.reshape(-1)
+    axes = zip(array.shape, array.strides, strict=True)
+    reach = sum((length - 1) * stride for length, stride in axes)
+    return as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
+
+
+def values_side_by_side(*arrays: Array) -> tuple[int, int]:
+    """Axis and width of the longest rows that are contiguous in every array, all of one shape.
+
+    Parameters
+    ----------
+    *arrays : ndarray, (step, …)
+
+    Returns
+    -------
+    axis : int
+        The last axis that counts rows.
+    width : int
+        Values of a row; 0 if the arrays are empty, or a loop cannot process their memory.
+    """
+    shape = arrays[0].shape
+    axis, width = len(shape) - 1, 1
+    if min(shape) == 0 or not all(map(_is_plain, arrays)):
+        return axis, 0
+    while axis > 0 and (
+        shape[axis] == 1 or all(array.strides[axis] == width * array.itemsize for array in arrays)
+    ):
+        width *= shape[axis]
+        axis -= 1
+    return axis, width
+
+
+def rows_in_one_piece(*arrays: Array) -> bool:
+    """True if each step of each array is contiguous. All arrays have one shape."""
+    axis, width = values_side_by_side(*arrays)
+    return axis == 0 and width > 0
+
+
+def _is_plain(array: Array) -> bool:
+    """True if the values are aligned, in native byte order, with strides of whole values.
+
+    numba does not distinguish byte orders.
+    """
+    whole = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return whole and array.dtype.isnative and array.flags.aligned

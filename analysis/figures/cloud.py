@@ -9,7 +9,6 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud import directions, identical_vectors, shape
-from trajstore.analysis.figures.across_runs import CURVES, MEANS
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_counts,
@@ -19,7 +18,14 @@ from trajstore.analysis.figures.axes_marks import (
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, after_first_row, figure, with_members
-from trajstore.analysis.figures.style import RunStyle, population_color, shades, token_names
+from trajstore.analysis.figures.style import (
+    CURVES,
+    MEANS,
+    RunStyle,
+    population_color,
+    shades,
+    token_names,
+)
 from trajstore.analysis.motion import collective
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.scan.scan import Scan

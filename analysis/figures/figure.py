@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import (
-    MOST_CURVES,
-    PANELS,
-    Group,
-    SeveralRuns,
-    mean_and_spread,
-    run_groups,
-)
 from trajstore.analysis.figures.axes_marks import (
     add_legend,
     reword,
     set_title,
     widen_covered,
 )
-from trajstore.analysis.figures.style import STYLES, RunStyle, style, titled_runs
+from trajstore.analysis.figures.style import (
+    MOST_CURVES,
+    PANELS,
+    STYLES,
+    Group,
+    RunStyle,
+    SeveralRuns,
+    mean_and_spread,
+    run_groups,
+    style,
+    titled_runs,
+)
 from trajstore.analysis.scan.block_tasks import Report, compute_all
 from trajstore.analysis.scan.scan import Scan, windowed_scan
 from trajstore.analysis.several_runs import each_run

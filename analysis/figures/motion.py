@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import CURVES, MEANS, SeveralRuns
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     central_range,
@@ -21,10 +20,18 @@ from trajstore.analysis.figures.axes_marks import (
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, after_first_row, figure
-from trajstore.analysis.figures.style import RunStyle, population_color, run_name, shades
+from trajstore.analysis.figures.style import (
+    CURVES,
+    MEANS,
+    RunStyle,
+    SeveralRuns,
+    population_color,
+    run_name,
+    shades,
+)
 from trajstore.analysis.motion import collective, crossings, ulp_motion, vectors
 from trajstore.analysis.motion.paths import autocorrelation as autocorrelation_at
-from trajstore.analysis.scan.population_statistics import over_groups, statistics
+from trajstore.analysis.scan.result_variables import over_groups, statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.several_runs import divergence as divergence_of
 from trajstore.populations import chosen_populations, populations

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import Group, run_groups
 from trajstore.analysis.figures.axes_marks import set_title
 from trajstore.analysis.figures.figure import (
     LISTED,
@@ -25,7 +24,7 @@ from trajstore.analysis.figures.figure import (
     prepared,
     worded,
 )
-from trajstore.analysis.figures.style import run_name, titled_runs
+from trajstore.analysis.figures.style import Group, run_groups, run_name, titled_runs
 from trajstore.analysis.figures.training import variable
 from trajstore.analysis.names import FIGURE_MODULES
 from trajstore.analysis.scan.block_tasks import return_memory

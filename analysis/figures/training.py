@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import MEANS, MOST_CURVES, PANELS
+from trajstore.analysis import predictions
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     central_range,
@@ -28,14 +28,20 @@ from trajstore.analysis.figures.axes_marks import (
     with_units,
 )
 from trajstore.analysis.figures.figure import Computation, Figure, Options, after_first_row, figure
-from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, RunStyle
-from trajstore.analysis.model import predictions
-from trajstore.analysis.model.layers import CIRCUITS, METRICS, recorded_norm
-from trajstore.analysis.model.layers import layers as measured_layers
+from trajstore.analysis.figures.style import (
+    CAUSE_COLORS,
+    MEANS,
+    MOST_CURVES,
+    PANELS,
+    POPULATION_COLORS,
+    RunStyle,
+)
+from trajstore.analysis.layers import CIRCUITS, METRICS, recorded_norm
+from trajstore.analysis.layers import layers as measured_layers
 from trajstore.analysis.optimizer import lost_updates
 from trajstore.analysis.optimizer import moment_sizes as optimizer_sizes
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.population_statistics import statistics
+from trajstore.analysis.scan.result_variables import statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 

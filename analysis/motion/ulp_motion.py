@@ -14,11 +14,11 @@ from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.vectors import check_order, order_label
 from trajstore.analysis.public import public
 from trajstore.analysis.scan.block_tasks import Array, along, measure
-from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered, takes_scan
 from trajstore.analysis.scan.result_variables import (
     NO_ROW_BEFORE,
     ResultVariable,
+    count_by_population,
     dataset,
     flag_attributes,
     table,

@@ -15,9 +15,8 @@ from trajstore.analysis.public import Public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.dask_internals import chunks_of
-from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.result_variables import ResultVariable, dataset
+from trajstore.analysis.scan.result_variables import ResultVariable, count_by_population, dataset
 from trajstore.analysis.scan.rows import chosen_type, moved_elements, tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.arguments import Count

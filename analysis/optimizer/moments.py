@@ -34,9 +34,9 @@ from trajstore.analysis.scan.block_tasks import (
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.errors import InvalidArgument, VariableNotRecorded, argument
 from trajstore.schema import variable
+from trajstore.threads import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.optimizer_rule import MOMENTS, NUMBERS, OptimizerRule
 
 _LOOP = CompiledLoop("trajstore.analysis.optimizer.moments", "follow_rows")

@@ -33,8 +33,7 @@ from trajstore.installation import __version__
 from trajstore.integrity.verify import verify
 from trajstore.populations import populations
 from trajstore.schema import MIN_UNCHANGED
-from trajstore.store.reading.open_run import open_run
-from trajstore.store.reading.open_runs import final_loss, run_table
+from trajstore.store.reading.open_run import final_loss, open_run, run_table
 from trajstore.store.reading.run_attributes import (
     differing_settings,
     run_labels,

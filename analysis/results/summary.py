@@ -16,8 +16,7 @@ from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array
 from trajstore.analysis.scan.input_checks import hold_only_changes
-from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
-from trajstore.analysis.scan.result_variables import ResultVariable
+from trajstore.analysis.scan.result_variables import ResultVariable, statistics, with_mostly_dead
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument

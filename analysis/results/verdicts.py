@@ -16,7 +16,7 @@ from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.vectors import grad_norms
 from trajstore.analysis.optimizer.freeze_causes import CAUSES, freeze_cause
 from trajstore.analysis.scan.input_checks import available
-from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.result_variables import count_by_population
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import populations
 from trajstore.store.metadata.metadata_form import Segment, trained_segments

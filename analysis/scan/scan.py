@@ -24,8 +24,7 @@ from trajstore.analysis.scan.input_checks import (
     hold_only_changes,
     with_own_attributes,
 )
-from trajstore.analysis.scan.population_statistics import with_mostly_dead
-from trajstore.analysis.scan.result_variables import ResultVariables, field, table
+from trajstore.analysis.scan.result_variables import ResultVariables, field, table, with_mostly_dead
 from trajstore.analysis.scan.rows import (
     chosen_type,
     measure_pairs,

@@ -41,8 +41,8 @@ from trajstore.threads import threads_of_each
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.evaluations.result import ResultStore, step_dataset
 from trajstore.trainers.products import float32_products
-from trajstore.trainers.step_models.step_model import Constructor, StepModel
-from trajstore.trainers.step_models.step_state import RunParameters
+from trajstore.trainers.step_model import Constructor, StepModel
+from trajstore.trainers.step_state import RunParameters
 
 Worker = Callable[..., Callable[[Sequence[int]], Iterable[xr.Dataset]]]
 """Returns a function that yields the results of some steps; called once in each process."""

@@ -19,6 +19,7 @@ from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.store.writing.resumed_run import in_all_processes
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
+from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, ExistingRun
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
@@ -30,7 +31,6 @@ from trajstore.trainers.recording.parameters import (
     unwrap,
 )
 from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
-from trajstore.trainers.recording.resumed_run import ComparedRun, Comparison, ExistingRun
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import StepHooks
 

@@ -22,6 +22,7 @@ from transformers import BatchEncoding, Trainer, TrainerCallback, TrainerState, 
 from trajstore.errors import RecordingError, argument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import Recorder, open_recorder
+from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.hooks import WatchedCall
 from trajstore.trainers.recording.notes import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
@@ -32,7 +33,6 @@ from trajstore.trainers.recording.parameters import (
     unwrap,
 )
 from trajstore.trainers.recording.planned_run import run_paths
-from trajstore.trainers.recording.resumed_run import Comparison
 from trajstore.trainers.texts import token_texts
 
 COUNTING_SECONDS = 5.0

@@ -29,6 +29,7 @@ from trajstore.trainers.recording.device_to_host import (
     same_bits,
 )
 from trajstore.trainers.recording.examples import padded
+from trajstore.trainers.recording.existing_run import ComparedRun, ExistingRun
 from trajstore.trainers.recording.first_rows import (
     FirstRows,
     remedies_for,
@@ -39,7 +40,6 @@ from trajstore.trainers.recording.first_rows import (
 from trajstore.trainers.recording.kept_state import kept_elements, step_count
 from trajstore.trainers.recording.notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.planned_run import PlannedRun
-from trajstore.trainers.recording.resumed_run import ComparedRun, ExistingRun
 from trajstore.trainers.recording.sharding import own_rows, own_tokens, own_variables
 from trajstore.trainers.recording.torch_internals import versions
 from trajstore.units import format_bytes

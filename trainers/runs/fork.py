@@ -49,7 +49,7 @@ from trajstore.trainers.runs.training_setup import (
     build_schedule,
     with_products,
 )
-from trajstore.trainers.step_models.step_state import row_of
+from trajstore.trainers.step_state import row_of
 from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 

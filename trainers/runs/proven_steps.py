@@ -31,7 +31,7 @@ from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.trainers.recording.resumed_run import RowDifference
+from trajstore.trainers.recording.existing_run import RowDifference
 from trajstore.trainers.replays.recorded_optimizer import replay_device, replay_devices
 from trajstore.trainers.replays.replay_result import (
     LISTED,

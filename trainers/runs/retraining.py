@@ -21,6 +21,7 @@ from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import Recorder, open_recorder
+from trajstore.trainers.recording.existing_run import Comparison, RowDifference
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.recording.options import (
@@ -31,7 +32,6 @@ from trajstore.trainers.recording.options import (
     select_tokens,
     torch_threads,
 )
-from trajstore.trainers.recording.resumed_run import Comparison, RowDifference
 from trajstore.trainers.runs.changed_settings import recorded_config
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import matrices, planned_runs, shared_path

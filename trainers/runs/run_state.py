@@ -36,7 +36,7 @@ from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.step_models.step_state import RunParameters, state_dicts_at
+from trajstore.trainers.step_state import RunParameters, state_dicts_at
 from trajstore.values.optimizer_rule import MOMENTUM
 
 _FORMAT = 3

@@ -206,8 +206,7 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
 
 def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
     """Open one run, or several along ``run``, from paths and patterns."""
-    from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.open_runs import open_runs
+    from trajstore.store.reading.open_run import open_run, open_runs
     from trajstore.store.reading.run_info import run_paths
 
     paths = run_paths(runs)

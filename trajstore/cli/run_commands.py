@@ -61,7 +61,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
         else:
             print_information(paths[0], facts)
         return
-    from trajstore.store.reading.open_runs import final_loss, run_table  # imports xarray
+    from trajstore.store.reading.open_run import final_loss, run_table  # imports xarray
     from trajstore.store.reading.run_attributes import differing_settings
 
     facts_of = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
+from trajstore.threads import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.native_types import NativeType, cast
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
 

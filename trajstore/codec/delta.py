@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.compiled_loop import CompiledLoop, memory_of, values_side_by_side
+from trajstore.threads import CompiledLoop, memory_of, values_side_by_side
 from trajstore.values.native_types import NativeType, widen
 
 _SMALL = 16 << 10  # bytes that the allocator provides without a system call

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trajstore.codec.delta import scratch
 from trajstore.codec.prediction_loop import ITERATIONS, NEAR, TRIALS
-from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
+from trajstore.threads import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.native_types import (
     NativeType,
     cast,

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.file_numbers import attributes_of, places_of, scalar_numbers
 from trajstore.exchange.file_rows import FileRows, check_size
 from trajstore.exchange.imported_file import (
     OTHERS,
@@ -42,6 +41,7 @@ from trajstore.exchange.token_tables import (
     token_arrays,
     token_table,
 )
+from trajstore.exchange.usual_names import attributes_of, places_of, scalar_numbers
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES

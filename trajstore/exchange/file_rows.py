@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.file_numbers import STARTING_STEP
 from trajstore.exchange.imported_file import ImportedVariable, ImportOptions, RunPart
 from trajstore.exchange.layouts import Layout
 from trajstore.exchange.named_arrays import NamedArray
-from trajstore.exchange.usual_names import ARRAY_KINDS
+from trajstore.exchange.usual_names import ARRAY_KINDS, STARTING_STEP
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES
 from trajstore.units import format_bytes

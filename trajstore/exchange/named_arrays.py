@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trajstore.errors import FormatError, InvalidArgument, did_you_mean
-from trajstore.exchange.file_numbers import number_of_one, numbers_per_run, single_numbers
 from trajstore.exchange.usual_names import (
     ARRAY_KINDS,
     SCALARS,
     ArrayKind,
     Name,
     named,
+    number_of_one,
+    numbers_per_run,
     scalar_of,
+    single_numbers,
 )
 from trajstore.formats.array_file import ArrayFile, is_number, values_of
 from trajstore.schema import TRAJECTORIES

@@ -1,15 +1,30 @@
+""""""
+
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from trajstore.threads import default_threads, in_parallel, submit
+from trajstore.threads import (
+    CompiledLoop,
+    default_threads,
+    in_parallel,
+    memory_of,
+    rows_in_one_piece,
+    submit,
+    values_side_by_side,
+)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
@@ -93,3 +108,178 @@ def test_a_pool_that_takes_no_more_has_it_done_by_the_caller() -> None:
     assert submit(pool, threading.get_ident).result() == threading.get_ident()
     failed = submit(pool, lambda: 1 // 0)
     assert isinstance(failed.exception(), ZeroDivisionError)
+
+
+SOURCE = """
+def double(values, out):
+    for at in range(values.size):
+        out[at] = 2 * values[at]
+"""
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledLoop:
+    """The loop of a module in `tmp_path`, compiled after 1,000 numbers."""
+    (tmp_path / "doubling.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    sys.modules.pop("doubling", None)
+    return CompiledLoop("doubling", "double", enough=1_000)
+
+
+def doubled(loop: CompiledLoop, dtype: str = "f8") -> bool:
+    """Whether it doubled numbers; if it did, they are right."""
+    values, out = np.arange(5, dtype=dtype), np.full(5, -1, dtype)
+    done = loop.run(values, out)
+    np.testing.assert_array_equal(out, 2 * values if done else [-1] * 5)
+    return done
+
+
+def test_a_loop_is_compiled_after_enough_elements(loop: CompiledLoop) -> None:
+    assert not loop.is_worth(999)
+    assert loop.is_worth(1)
+
+
+def test_a_loop_is_compiled_at_its_first_call(loop: CompiledLoop) -> None:
+    pytest.importorskip("numba")
+    assert loop.is_worth(1_000)
+    assert "doubling" not in sys.modules
+    assert doubled(loop)
+    assert "doubling" in sys.modules
+    assert doubled(loop)
+    assert doubled(loop, "i4")
+
+
+def test_other_threads_use_numpy_during_compilation(
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    assert doubled(loop)
+    preparing, prepared = threading.Event(), threading.Event()
+    real = loop._compiled
+
+    def compiled(values: np.ndarray, out: np.ndarray) -> None:
+        if values.dtype == "f4":
+            preparing.set()
+            assert prepared.wait(10)
+        real(values, out)
+
+    monkeypatch.setattr(loop, "_compiled", compiled)
+    thread = threading.Thread(target=doubled, args=(loop, "f4"))
+    thread.start()
+    assert preparing.wait(10)
+    assert not doubled(loop, "f4")
+    assert not doubled(loop, "i4")
+    assert doubled(loop, "f8")  # is ready
+    # A child would wait for a thread that it has not.
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not doubled(loop, "f4") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    prepared.set()
+    thread.join()
+    assert doubled(loop, "f4")
+
+
+def test_a_loop_is_compiled_after_an_interruption(loop: CompiledLoop, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    (tmp_path / "doubling.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        doubled(loop)
+    (tmp_path / "doubling.py").write_text(SOURCE)
+    assert doubled(loop)
+
+
+def never(loop: CompiledLoop) -> None:
+    """It is neither run nor tried again, and there is one warning only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not loop.is_worth(1_000)
+
+
+def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not doubled(loop)
+    never(loop)
+
+
+def test_a_numba_that_cannot_be_used_is_reported_once(
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "numba.py").write_text('raise ImportError("Numba needs NumPy 2.3 or less")')
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"^numba failed.*2\.3 or less.*NUMBA_DISABLE_JIT"):
+        assert not doubled(loop)
+    never(loop)
+
+
+def test_a_damaged_cache_of_numba_is_reported(loop: CompiledLoop, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    assert doubled(loop)
+    kept = list((tmp_path / "__pycache__").glob("*.nbc"))
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:300])
+    again = CompiledLoop("doubling", "double")
+    with pytest.warns(RuntimeWarning, match=r"truncated.*is damaged, delete it: \*\.nbi"):
+        assert not doubled(again)
+    never(again)
+
+
+def test_without_jit_no_python_loop_runs(
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    assert not doubled(loop)
+    never(loop)
+
+
+def test_a_loop_is_compiled_without_a_cache(
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba = pytest.importorskip("numba")
+    real = numba.njit
+
+    def njit(*, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function 'double': no locator available")
+        return real(**options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert doubled(loop)
+
+
+def test_memory_reaches_from_the_first_value_to_the_last() -> None:
+    values = np.arange(60).reshape(3, 4, 5)
+    assert memory_of(values).tolist() == list(range(60))
+    assert memory_of(values[1:, 1:3, 2:4]).tolist() == list(range(27, 54))
+    assert memory_of(values.transpose(2, 0, 1)).tolist() == list(range(60))
+    memory_of(values[1:, 1:3])[0] = -1
+    assert values[1, 1, 0] == -1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.empty((3, 4, 5)), (0, 20)),
+        (np.empty((3, 4, 5))[:, :, 1:3], (1, 2)),
+        (np.empty((3, 4, 5))[:, :, ::2], (2, 1)),
+        (np.empty((4, 3, 5)).transpose(1, 0, 2), (1, 5)),
+        (np.empty((3, 4, 1))[:, ::2], (1, 1)),
+        (np.empty((3, 1, 5)), (0, 5)),
+        (np.empty(3), (0, 1)),
+        (np.empty((3, 0, 5)), (2, 0)),
+        (np.broadcast_to(np.zeros(()), (3, 4)), (1, 1)),
+        (np.empty((3, 4, 5))[:, ::-1], (2, 0)),
+        (np.zeros((3, 4), ">f8"), (1, 0)),
+        (np.zeros((3, 4), "f4,u2")["f0"], (1, 0)),
+        (np.zeros(97, "u1")[1:].view("f8").reshape(3, 4), (1, 0)),
+    ],
+)
+def test_how_far_values_lie_side_by_side(values: np.ndarray, expected: tuple[int, int]) -> None:
+    assert values_side_by_side(values) == expected
+    assert values_side_by_side(np.empty(values.shape, values.dtype), values) == expected
+    assert rows_in_one_piece(values) == (expected[0] == 0)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named
-from trajstore.analysis.figures.across_runs import MOST_CURVES, mean_and_spread, run_groups
+from trajstore.analysis.figures.style import MOST_CURVES, mean_and_spread, run_groups
 from trajstore.errors import InvalidArgument
 
 AVERAGED = [name for name, figure in FIGURES.items() if figure.runs.averages]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trajstore.analysis.optimizer import moments
-from trajstore.compiled_loop import CompiledLoop
+from trajstore.threads import CompiledLoop
 from trajstore.values.optimizer_rule import MOMENTS
 
 pytest.importorskip("numba")

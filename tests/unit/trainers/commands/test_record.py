@@ -16,7 +16,11 @@ from click.testing import CliRunner
 from trajstore import RunWriter
 from trajstore.cli.main import main
 from trajstore.cli.output import PlainConsole
-from trajstore.trainers.commands.record import RecordingProgress, print_interrupted, print_recorded
+from trajstore.trainers.commands.training_commands import (
+    RecordingProgress,
+    print_interrupted,
+    print_recorded,
+)
 
 FACTS = {
     "committed_rows": 4, "bytes_native": 4096, "bytes_on_disk": 2048, "ratio": 2.0,

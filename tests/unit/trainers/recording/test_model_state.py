@@ -25,7 +25,7 @@ from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording.device_to_host import JoinedVector  # noqa: E402
 from trajstore.trainers.recording.kept_state import ModelBuffers  # noqa: E402
 from trajstore.trainers.recording.model_state import OF_ADAM  # noqa: E402
-from trajstore.trainers.step_models.step_model import set_generators  # noqa: E402
+from trajstore.trainers.step_model import set_generators  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -87,7 +87,7 @@ COMPUTED: list[Any] = [
     ),
     (
         "analyze {run} {other} freeze --common-steps",
-        "trajstore.store.reading.open_runs.open_runs",
+        "trajstore.store.reading.open_run.open_runs",
         {"join": "inner"},
     ),
     (
@@ -137,7 +137,9 @@ def test_an_option_reaches_the_function(
 ) -> None:
     if request.node.get_closest_marker("torch"):
         pytest.importorskip("torch")
-        monkeypatch.setattr("trajstore.trainers.commands.record._forked", lambda *given: FORKED)
+        monkeypatch.setattr(
+            "trajstore.trainers.commands.training_commands._forked", lambda *given: FORKED
+        )
 
     def call(*arguments: Any, **given: Any) -> None:
         assert options.items() <= given.items()

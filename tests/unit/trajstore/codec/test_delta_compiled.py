@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from bits_and_calls import random_bits
 
-from trajstore import compiled_loop
+from trajstore import threads
 from trajstore.codec import delta
-from trajstore.compiled_loop import CompiledLoop, values_side_by_side
+from trajstore.threads import CompiledLoop, values_side_by_side
 from trajstore.values.native_types import NATIVE_TYPES
 
 pytest.importorskip("numba")
@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many values the loop went through each time; it is compiled at once."""
-    monkeypatch.setattr(compiled_loop, "_ENOUGH", 0)
+    monkeypatch.setattr(threads, "_ENOUGH", 0)
     loop, made = CompiledLoop("trajstore.codec.delta", "unfold_rows"), []
     run = loop.run
 

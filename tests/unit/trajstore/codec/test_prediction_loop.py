@@ -10,7 +10,7 @@ numba = pytest.importorskip("numba")
 
 from trajstore.codec import predicted_rows  # noqa: E402
 from trajstore.codec.predicted_rows import coefficients_and_differences, decode_rows  # noqa: E402
-from trajstore.compiled_loop import CompiledLoop  # noqa: E402
+from trajstore.threads import CompiledLoop  # noqa: E402
 from trajstore.values.native_types import (  # noqa: E402
     NATIVE_TYPES,
     NativeType,

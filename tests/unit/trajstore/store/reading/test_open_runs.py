@@ -12,7 +12,7 @@ from growing_runs import begin
 
 from trajstore import RunWriter, analysis, open_run, open_runs
 from trajstore.errors import InvalidArgument, RunNotFound
-from trajstore.store.reading.open_runs import final_loss, run_table
+from trajstore.store.reading.open_run import final_loss, run_table
 from trajstore.store.reading.run_info import information, run_paths
 
 CONFIG = {"initialization": {"sigma": 1e-5}, "optimizer": {"name": "adam"}, "data": {"name": "x"}}

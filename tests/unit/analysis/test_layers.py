@@ -9,7 +9,7 @@ import xarray as xr
 from parameter_tables import parameter_table
 
 from trajstore import analysis
-from trajstore.analysis.model.layers import METRICS
+from trajstore.analysis.layers import METRICS
 from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 

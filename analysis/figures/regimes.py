@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import CURVES, SeveralRuns
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_curves,
@@ -22,14 +21,16 @@ from trajstore.analysis.figures.axes_marks import (
 from trajstore.analysis.figures.figure import Options, figure, with_members
 from trajstore.analysis.figures.style import (
     CAUSE_COLORS,
+    CURVES,
     REGIME_COLORS,
     REGIME_MEANINGS,
     RunStyle,
+    SeveralRuns,
     population_color,
 )
 from trajstore.analysis.motion import freezing, ulp_motion
 from trajstore.analysis.optimizer import freeze_causes
-from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.result_variables import count_by_population
 from trajstore.analysis.scan.rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 

@@ -101,7 +101,7 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
 def test_another_version_of_transformers_is_named(
     recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used = "trajstore.trainers.step_models.step_model.transformers"  # tests may import it again
+    used = "trajstore.trainers.step_model.transformers"  # tests may import it again
     version = transformers.__version__
     monkeypatch.setattr(f"{used}.__version__", "99.0")
 

@@ -29,7 +29,7 @@ from trajstore.trainers.recording.kept_state import set_random_state
 from trajstore.trainers.recording.notes import group_attributes
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.replays.recorded_rows import tensor_of
-from trajstore.trainers.step_models.step_state import (
+from trajstore.trainers.step_state import (
     Row,
     RunParameters,
     StoredParameter,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trajstore.store.writing.writer import RunWriter
     from trajstore.trainers import RunConfig
     from trajstore.trainers.recording.capture import Recorder
-    from trajstore.trainers.recording.resumed_run import ComparedRun
+    from trajstore.trainers.recording.existing_run import ComparedRun
     from trajstore.trainers.texts import Corpus
 
 

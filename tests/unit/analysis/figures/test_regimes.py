@@ -129,7 +129,7 @@ def test_a_strip_marks_dead_tokens(run):
 
 def test_the_note_gives_the_size_of_pooled_cells(run, monkeypatch):
     pooled = analysis.heatmap(run, most_steps=4, most_groups=3)
-    monkeypatch.setattr("trajstore.analysis.figures.freezing.ulp_motion.heatmap", lambda *_: pooled)
+    monkeypatch.setattr("trajstore.analysis.figures.regimes.ulp_motion.heatmap", lambda *_: pooled)
     ax = FIGURES["heatmap"](run, Canvas().subplots())
     expected = "color: the most common regime of up to 4 tokens × up to 6 steps per cell"
     assert ax.get_legend().get_title().get_text().replace("\n", " ") == (

@@ -1,1 +1,0 @@
-"""Logits and explained gradients of the model, and metrics of its layers."""

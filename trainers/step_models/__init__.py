@@ -1,1 +1,0 @@
-"""Models and optimizers of recorded steps, from runs that hold all parameters."""
