@@ -10,8 +10,8 @@ from trajstore.analysis.cloud.near_vectors import adjacency as adjacency
 from trajstore.analysis.cloud.near_vectors import nearest_distance as nearest_distance
 from trajstore.analysis.cloud.shape import inertia as inertia
 from trajstore.analysis.cloud.shape import pca as pca
-from trajstore.analysis.layers import Attention as Attention
-from trajstore.analysis.layers import layers as layers
+from trajstore.analysis.layer_metrics import Attention as Attention
+from trajstore.analysis.layer_metrics import layers as layers
 from trajstore.analysis.motion.collective import bulk_thermal as bulk_thermal
 from trajstore.analysis.motion.collective import centroid as centroid
 from trajstore.analysis.motion.collective import coherence as coherence
@@ -54,8 +54,6 @@ from trajstore.analysis.predictions import mean_logits as mean_logits
 from trajstore.analysis.results.summary import summary as summary
 from trajstore.analysis.scan.result_variables import by_population as by_population
 from trajstore.analysis.scan.rows import REGIMES as REGIMES
-from trajstore.analysis.several_quantities import QUANTITIES as QUANTITIES
-from trajstore.analysis.several_quantities import compute as compute
 from trajstore.analysis.several_runs import compare as compare
 from trajstore.analysis.several_runs import divergence as divergence
 from trajstore.analysis.several_runs import each_run as each_run
@@ -66,7 +64,6 @@ __all__ = [
     "CAUSES",
     "COUNTERFACTUALS",
     "OUTCOMES",
-    "QUANTITIES",
     "REGIMES",
     "VECTORS",
     "Attention",
@@ -81,7 +78,6 @@ __all__ = [
     "clusters",
     "coherence",
     "compare",
-    "compute",
     "crossings",
     "discontinuities",
     "displacement",
@@ -135,7 +131,6 @@ class Methods:
     clusters = as_method(clusters)
     coherence = as_method(coherence)
     compare = as_method(compare)
-    compute = as_method(compute)
     crossings = as_method(crossings)
     discontinuities = as_method(discontinuities)
     displacement = as_method(displacement)

@@ -120,7 +120,7 @@ def in_trajstore(path: Path, question: str) -> None:
 
     import trajstore
     from trajstore import analysis
-    from trajstore.analysis import several_quantities
+    from trajstore.analysis import accessor
 
     ds = trajstore.open_run(path)
     ds = ds.drop_vars([name for name in ds if name not in ("W", "grad", "clip_coef")])
@@ -136,7 +136,7 @@ def in_trajstore(path: Path, question: str) -> None:
         analysis.compute(ds, ["grad_norms", "freeze", "regimes"]).compute()
     elif question.startswith("sum of "):
         name, *options = question.removeprefix("sum of ").split()
-        several_quantities.compute_named(ds, [name], options).sum().compute()
+        accessor.compute_named(ds, [name], options).sum().compute()
     else:
         analysis.compute(ds, [question]).compute()
 

@@ -14,8 +14,15 @@ import xarray as xr
 from trajstore.analysis.cloud.shape import principal_axes
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import DIMS, Array, ConsecutiveRows, Wide, along, measure
-from trajstore.analysis.scan.dask_internals import read_again
+from trajstore.analysis.scan.block_tasks import (
+    DIMS,
+    Array,
+    ConsecutiveRows,
+    Wide,
+    along,
+    measure,
+    read_again,
+)
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset, table
 from trajstore.analysis.scan.scan import Scan

@@ -11,8 +11,15 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, Wide, along, fold, in_parts, measure
-from trajstore.analysis.scan.dask_internals import read_again
+from trajstore.analysis.scan.block_tasks import (
+    Array,
+    Wide,
+    along,
+    fold,
+    in_parts,
+    measure,
+    read_again,
+)
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset
 from trajstore.analysis.scan.scan import Scan

@@ -36,8 +36,8 @@ from trajstore.analysis.figures.style import (
     POPULATION_COLORS,
     RunStyle,
 )
-from trajstore.analysis.layers import CIRCUITS, METRICS, recorded_norm
-from trajstore.analysis.layers import layers as measured_layers
+from trajstore.analysis.layer_metrics import CIRCUITS, METRICS, recorded_norm
+from trajstore.analysis.layer_metrics import layers as measured_layers
 from trajstore.analysis.optimizer import lost_updates
 from trajstore.analysis.optimizer import moment_sizes as optimizer_sizes
 from trajstore.analysis.scan import input_checks

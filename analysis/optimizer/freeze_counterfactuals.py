@@ -13,8 +13,7 @@ import xarray as xr
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.public import Public
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import Array, along, measure
-from trajstore.analysis.scan.dask_internals import chunks_of
+from trajstore.analysis.scan.block_tasks import Array, along, chunks_of, measure
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, count_by_population, dataset
 from trajstore.analysis.scan.rows import chosen_type, moved_elements, tiles

@@ -14,9 +14,8 @@ import xarray as xr
 
 import trajstore.analysis.figures
 from trajstore import analysis, open_run
-from trajstore.analysis.accessor import TrajAccessor
+from trajstore.analysis.accessor import ACROSS_RUNS, TrajAccessor
 from trajstore.analysis.figures.figure import Drawing
-from trajstore.analysis.several_quantities import ACROSS_RUNS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.schema import MIN_UNCHANGED
 

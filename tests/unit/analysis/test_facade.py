@@ -8,7 +8,7 @@ import sys
 
 def test_importing_analysis_does_not_import_zarr():
     loaded = (
-        "import trajstore.analysis.several_quantities, sys; "
+        "import trajstore.analysis.accessor, sys; "
         "print('xarray' in sys.modules, 'zarr' in sys.modules)"
     )
     done = subprocess.run(

@@ -6,8 +6,14 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from trajstore.analysis.scan.block_tasks import ConsecutiveRows, along, in_turn, measure
-from trajstore.analysis.scan.dask_internals import chunks_of, read_again
+from trajstore.analysis.scan.block_tasks import (
+    ConsecutiveRows,
+    along,
+    chunks_of,
+    in_turn,
+    measure,
+    read_again,
+)
 from trajstore.analysis.scan.result_variables import ResultVariable, table
 
 
