@@ -1,8 +1,7 @@
 """`ds.traj`: the populations of a run, and every function of `trajstore.analysis` as a method.
 
-xarray finds it through the entry point `traj` of the group `trajstore.accessors`.
-
-All quantities by name, and the computation of several in one pass.
+xarray finds it through the entry point `traj` of the group `trajstore.accessors`. `compute`
+computes several quantities in one pass.
 """
 
 from __future__ import annotations

@@ -41,6 +41,11 @@ ENCODINGS: tuple[str, ...] = get_args(Encoding)
 LATTICES = ("native", "bfloat16", "float16", "float32")
 """Lattices (floating-point grids) that quantities accept: of the native type, or of another."""
 
+MIN_UNCHANGED = 50
+"""Optimizer steps that leave a frozen token unchanged, by default. In Lil Gatsby, 6 % of the tokens
+that are unchanged for 50 steps at the end of a recording move again when the training continues,
+and 19 % of those unchanged for one step."""
+
 
 State = Literal["before the step", "after the step", "in the step"]
 Row0 = Literal["initial", "zero", "nan"]
@@ -406,8 +411,3 @@ def resolve_variables(variables: str | tuple[str, ...] | list[str]) -> tuple[str
             "holds one of them"
         )
     return tuple(name for name in VARIABLES if name in wanted)
-
-
-MIN_UNCHANGED = 50
-"""Optimizer steps. In Lil Gatsby, 6 % of the tokens that are unchanged for 50 steps at the end of a
-recording move again when the training continues, and 19 % of those unchanged for one step."""

@@ -1,12 +1,11 @@
-"""Threads: their number, and jobs for them, also while the interpreter exits.
+"""Threads: their number, jobs for them, and compiled loops that do not block each other.
 
-Loops that numba compiles, if it is installed and there are enough numbers to process.
-
-NumPy reads the numbers once per operation, and takes the interpreter's lock after each; threads
-then wait for one another. A compiled loop reads them once, without the lock. numba is the extra
-`fast`. Without it the results are the same, only later. A process loads numba in about half a
-second. It compiles a short loop in the same time, a long one in seconds, once per machine. Small
-runs therefore use neither.
+numba compiles a loop, if it is installed and there are enough numbers to process. NumPy reads the
+numbers once per operation, and takes the interpreter's lock after each; threads then wait for one
+another. A compiled loop reads them once, without the lock. numba is the extra `fast`. Without it
+the results are the same, only later. A process loads numba in about half a second. It compiles a
+short loop in the same time, a long one in seconds, once per machine. Small runs therefore use
+neither.
 
 Loops take their arrays as 1-D memory, since numba knows only then that values are contiguous.
 """

@@ -1,10 +1,9 @@
-"""Styles on light and dark ground, colors that all figures share, and names in titles.
+"""Styles and colors that all figures share, names in titles, and the curves of several runs.
 
 Dead, live, each regime and each cause have one color in all figures. Populations and causes have
 the hues of Okabe and Ito (2008), which color-blind readers distinguish. Regimes have those of
-viridis, from unchanged to the longest hops, ordered by lightness.
-
-Several runs in one figure: the runs of each curve, their mean and spread.
+viridis, from unchanged to the longest hops, ordered by lightness. Many runs are drawn as mean and
+spread.
 """
 
 from __future__ import annotations

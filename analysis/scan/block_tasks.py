@@ -4,7 +4,7 @@
 several results in one pass. dask starts tasks whose inputs are ready in an order of its own. The
 functions that split, combine or delay tasks keep only few blocks in memory at once.
 
-What the analysis needs of dask outside its documented interface, each with the reason.
+All that the analysis needs of dask outside its documented interface is here, each with its reason.
 """
 
 from __future__ import annotations

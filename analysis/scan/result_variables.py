@@ -1,7 +1,4 @@
-"""Variables of a result: their types, attributes and flags, and Datasets of them.
-
-Statistics over populations: dead, live and all tokens, and user-defined populations.
-"""
+"""Variables of a result: types, attributes, flags, Datasets, and statistics over populations."""
 
 from __future__ import annotations
 

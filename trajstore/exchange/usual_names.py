@@ -1,12 +1,11 @@
-"""Usual names of arrays and numbers in files, with their dimensions and types.
+"""Usual names of arrays and numbers in files, and the numbers that a file holds.
 
 A name is looked up whole, and then without common additions: the prefix ``run_0_``, the suffixes
 ``_history`` or ``_bits``, ``_E``, ``_W`` or ``_U`` for the matrix, ``dead_`` or ``live_`` for the
 rows of some tokens. Case does not matter. Arrays with other names need ``--map``.
 
-Single numbers of a file, and the attributes of a run that they become: its configuration.
-
-They are attributes, strings with numbers, and arrays of one value.
+Numbers are attributes, strings with numbers, and arrays of one value. They become the configuration
+of the run.
 """
 
 from __future__ import annotations

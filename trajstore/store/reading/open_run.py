@@ -1,9 +1,7 @@
-"""Opening a run lazily: `open_run`, and xarray's engine ``trajstore`` for `xr.open_dataset`.
+"""Opening runs lazily: `open_run`, `open_runs`, and xarray's engine ``trajstore``.
 
-Both return the Dataset of `xr.open_zarr`, with checks. xarray finds the engine by its entry point,
-and uses it for folders of runs.
-
-Several runs: one lazy Dataset along ``run``, and a table of their facts and settings.
+They return the Dataset of `xr.open_zarr`, with checks; `open_runs` one Dataset along ``run``.
+xarray finds the engine by its entry point, and uses it for folders of runs.
 """
 
 from __future__ import annotations
