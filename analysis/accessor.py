@@ -26,7 +26,6 @@ from trajstore.analysis.scan.result_variables import (
     is_category,
     with_flag,
 )
-from trajstore.analysis.scan.result_variables import by_population as statistics_by_population
 from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
 from trajstore.analysis.several_runs import as_method, over_runs
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
@@ -244,12 +243,6 @@ class TrajAccessor(Methods):
             raise AttributeError(
                 f"ds.traj has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}"
             )
-
-
-import_functions()
-for _name, _public in FUNCTIONS.items():
-    if _public.is_method:
-        setattr(TrajAccessor, _name, as_method(_public.function, each=_public.each_run))
 
 
 class Plots(Drawings):
@@ -559,7 +552,7 @@ def _by_population(name: str, result: xr.DataArray | xr.Dataset) -> xr.Dataset:
         raise InvalidArgument(f"{name} does not have one number per token; leave out by_population")
     if is_category(result):
         return category_counts(result).to_dataset(name="tokens")
-    return statistics_by_population(result)
+    return by_population(result)
 
 
 def _compute_across_runs(
@@ -612,3 +605,9 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+import_functions()
+for _name, _public in FUNCTIONS.items():
+    if _public.is_method:
+        setattr(TrajAccessor, _name, as_method(_public.function, each=_public.each_run))

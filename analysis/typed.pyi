@@ -2,6 +2,8 @@
 
 from trajstore.analysis.figures.figure import Drawing
 from trajstore.analysis.several_runs import as_method
+from trajstore.analysis.accessor import QUANTITIES as QUANTITIES
+from trajstore.analysis.accessor import compute as compute
 from trajstore.analysis.cloud.directions import alignment as alignment
 from trajstore.analysis.cloud.directions import projection as projection
 from trajstore.analysis.cloud.directions import sky as sky
@@ -64,6 +66,7 @@ __all__ = [
     "CAUSES",
     "COUNTERFACTUALS",
     "OUTCOMES",
+    "QUANTITIES",
     "REGIMES",
     "VECTORS",
     "Attention",
@@ -78,6 +81,7 @@ __all__ = [
     "clusters",
     "coherence",
     "compare",
+    "compute",
     "crossings",
     "discontinuities",
     "displacement",
@@ -131,6 +135,7 @@ class Methods:
     clusters = as_method(clusters)
     coherence = as_method(coherence)
     compare = as_method(compare)
+    compute = as_method(compute)
     crossings = as_method(crossings)
     discontinuities = as_method(discontinuities)
     displacement = as_method(displacement)

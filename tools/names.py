@@ -17,7 +17,7 @@ from trajstore.analysis.figures.figure import LISTED
 from trajstore.analysis.public import FUNCTIONS
 
 FOLDER = Path(trajstore.analysis.__file__).parent
-WITHOUT_NAMES = ("commands", "exploring", "figures", "names", "accessor")
+WITHOUT_NAMES = ("commands", "exploring", "figures", "names")
 
 ABOUT = "Made by `make names` from the decorators of functions and figures; do not edit."
 
