@@ -355,17 +355,13 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) ->
 
 
 @pytest.fixture
-def run_of_plot_command(example_run: Path) -> Path:
+def drawn_run(example_run: Path) -> Path:
     return example_run
 
 
-def test_figures(
-    run_of_plot_command: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_figures(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     one = tmp_path / "norms.svg"
-    out = trajstore_cli(
-        "plot", run_of_plot_command, "grad-norms", "-o", one, "--style", "dark"
-    ).stdout
+    out = trajstore_cli("plot", drawn_run, "grad-norms", "-o", one, "--style", "dark").stdout
     assert "norms.svg: grad_norms." in out
     text = one.read_text()
     assert "gatsby.zarr · W 128 × 4, AdamW, bfloat16" in text
@@ -373,16 +369,14 @@ def test_figures(
     sheet = tmp_path / "sheet.png"
     parts = ("step=2:", "token=live", "population=live")
     options = [word for part in parts for word in ("--select", part)]
-    out = trajstore_cli(
-        "plot", run_of_plot_command, "grad_norms", "freeze", "-o", sheet, *options
-    ).stdout
+    out = trajstore_cli("plot", drawn_run, "grad_norms", "freeze", "-o", sheet, *options).stdout
     assert "sheet.png: grad_norms, freeze." in out
     assert sheet.stat().st_size > 10_000
     both = tmp_path / "both.png"
     trajstore_cli(
         "plot",
-        run_of_plot_command,
-        run_of_plot_command,
+        drawn_run,
+        drawn_run,
         "loss",
         "freeze",
         "-o",
@@ -391,48 +385,42 @@ def test_figures(
         "native",
     )
     paths = tmp_path / "paths.svg"
-    trajstore_cli(
-        "plot", run_of_plot_command, "displacement", "-o", paths, "--vectors", "centroid:all"
-    )
+    trajstore_cli("plot", drawn_run, "displacement", "-o", paths, "--vectors", "centroid:all")
     assert "centroid of all 1 × 4" in paths.read_text()
     other = tmp_path / "other.zarr"
-    shutil.copytree(run_of_plot_command, other)
+    shutil.copytree(drawn_run, other)
     runs = tmp_path / "runs.svg"
-    out = trajstore_cli(
-        "plot", run_of_plot_command, other, "divergence", "-o", runs, "--common-steps"
-    ).stdout
+    out = trajstore_cli("plot", drawn_run, other, "divergence", "-o", runs, "--common-steps").stdout
     assert "runs.svg: divergence." in out
 
 
-def test_the_film(
-    run_of_plot_command: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_film(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     still = tmp_path / "film.svg"
     options = ("--frames", "even:3", "--style", "dark")
-    out = trajstore_cli("plot", run_of_plot_command, "film", "-o", still, *options).stdout
+    out = trajstore_cli("plot", drawn_run, "film", "-o", still, *options).stdout
     assert out.split() == ["Wrote", f"{still}:", "film."]
     assert "frozen (" in still.read_text()
-    other = shutil.copytree(run_of_plot_command, tmp_path / "other.zarr")
+    other = shutil.copytree(drawn_run, tmp_path / "other.zarr")
     for arguments, sentence in (
         (
-            (run_of_plot_command, "film", "loss"),
+            (drawn_run, "film", "loss"),
             "film is drawn alone, got film, loss; draw the others",
         ),
-        ((run_of_plot_command, other, "film"), "film shows one run, got 2; draw a film of each"),
+        ((drawn_run, other, "film"), "film shows one run, got 2; draw a film of each"),
         (
-            (run_of_plot_command, "loss", "--frames", 5),
+            (drawn_run, "loss", "--frames", 5),
             "--frames is for film, got loss; leave it out",
         ),
         (
-            (run_of_plot_command, "film", "--frames", "odd:5"),
+            (drawn_run, "film", "--frames", "odd:5"),
             "got frames='odd:5', expected a number from 2",
         ),
         (
-            (run_of_plot_command, "film", "-o", "film.avi"),
+            (drawn_run, "film", "-o", "film.avi"),
             "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a",
         ),
         (
-            (run_of_plot_command, "film", "-o", still),
+            (drawn_run, "film", "-o", still),
             "already exists; choose another path, or replace it with --overwrite",
         ),
     ):
@@ -441,17 +429,15 @@ def test_the_film(
 
 
 def test_an_added_population_is_drawn(
-    run_of_plot_command: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "added.svg"
-    trajstore_cli(
-        "plot", run_of_plot_command, "grad_norms", "-o", file, "--population", "few=token < 9"
-    )
+    trajstore_cli("plot", drawn_run, "grad_norms", "-o", file, "--population", "few=token < 9")
     assert all(f"{name} tokens" in file.read_text() for name in ("dead", "live", "few"))
 
 
 def test_wrong_options_of_plot_are_errors(
-    run_of_plot_command: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
@@ -462,19 +448,19 @@ def test_wrong_options_of_plot_are_errors(
         (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
     ):
-        error = trajstore_cli("plot", run_of_plot_command, *arguments, rc=code).stderr
+        error = trajstore_cli("plot", drawn_run, *arguments, rc=code).stderr
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
-    refused = trajstore_cli("plot", run_of_plot_command, "loss", "-o", file, rc=2).stderr
+    refused = trajstore_cli("plot", drawn_run, "loss", "-o", file, rc=2).stderr
     assert "already exists; choose another path, or replace it with --overwrite" in refused
     assert file.read_text() == "mine"
-    trajstore_cli("plot", run_of_plot_command, "loss", "-o", file, "--overwrite")
+    trajstore_cli("plot", drawn_run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
 def test_results_of_an_evaluation(
-    run_of_plot_command: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     results = tmp_path / "results.zarr"
     xr.Dataset(
@@ -489,5 +475,5 @@ def test_results_of_an_evaluation(
     assert "results.zarr · probe, gatsby.zarr" in file.read_text()
     error = trajstore_cli("plot", results, "freeze", rc=2).stderr
     assert "got 'freeze', expected one or more of all, text, text_loss" in error
-    error = trajstore_cli("plot", results, run_of_plot_command, "text_loss", rc=1).stderr
+    error = trajstore_cli("plot", results, drawn_run, "text_loss", rc=1).stderr
     assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())

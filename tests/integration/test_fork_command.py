@@ -78,7 +78,7 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-SMALL_OF_WHAT_IF_COMMAND = (
+TINY = (
     "training.steps=12", "training.batch_size=2", "model.context=16", "model.hidden=8",
     "model.layers=1", "recording.block_rows=8",
 )  # fmt: skip
@@ -89,9 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     text = folder / "text.txt"
     text.write_bytes(b"It was a bright cold day in April. " * 9)
-    return record(
-        preset("gatsby").with_values(SMALL_OF_WHAT_IF_COMMAND), folder / "run.zarr", corpus=text
-    )
+    return record(preset("gatsby").with_values(TINY), folder / "run.zarr", corpus=text)
 
 
 def cli(*arguments: object, rc: int = 0) -> str:
