@@ -13,12 +13,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from bits_and_calls import Cli, random_bits
 
 import trajstore
-from trajstore import analysis
+from trajstore import RunWriter, analysis
 from trajstore.analysis.commands.analyze import print_description
 from trajstore.analysis.results.write_results import describe
 from trajstore.cli.output import out
+from trajstore.schema import EVALUATION
+
+pytest.importorskip("matplotlib")
+
 
 ROWS, TOKENS, HIDDEN = 21, 12, 8
 
@@ -256,3 +261,219 @@ def test_counts_are_printed() -> None:
     lines = [line.split() for line in captured.get().splitlines()]
     assert ["cause", "moves", "rests"] in lines
     assert ["lr", "1", "2,000"] in lines
+
+
+def record(
+    path: Path, rows: int, changed: tuple[int, int] | None = None, parameter: str = "W"
+) -> Path:
+    """A run of finite values, with one bit of W changed in one row at one token."""
+    with RunWriter.create(
+        path, token=np.arange(5), hidden=3, variables={"W": "bfloat16", "loss": "float32"},
+        attributes={"recording": {"parameter": parameter}},
+    ) as run:  # fmt: skip
+        for step in range(rows):
+            w = random_bits((5, 3), step) & 0xBFFF  # exponents that are finite
+            if changed and step == changed[0]:
+                w[changed[1], 0] ^= 1
+            run.append(step=step, W=w, loss=np.float32(step))
+    return path
+
+
+def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one, other = record(tmp_path / "a.zarr", 9), record(tmp_path / "b.zarr", 7, (4, 2))
+    text = trajstore_cli("compare", one, other).stdout
+    assert "Over 7 common steps and 2 common variables, the runs differ in W.\n" in text
+    assert "The first run has 9 rows, the second 7.\n" in text
+    facts = json.loads(trajstore_cli("compare", one, other, "--json").stdout)
+    assert facts["variables"]["W"]["first_difference"] == 4
+    assert facts["variables"]["W"]["differing_steps"] == 1
+    assert [value > 0 for value in facts["variables"]["W"]["distance"]] == [
+        step == 4 for step in range(7)
+    ]
+    assert facts["variables"]["loss"]["first_difference"] == -1
+
+
+def test_over_names_the_step_from_which_losses_differ(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one, other = record(tmp_path / "a.zarr", 5), record(tmp_path / "b.zarr", 5)
+    text = trajstore_cli("compare", one, other, "--over", "1%").stdout
+    assert "are identical, bit for bit" in text
+    assert "The losses never differ by more than 1%; the largest difference: 0.000%" in text
+    with RunWriter.resume(other) as run:
+        run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5.1))
+    with RunWriter.resume(one) as run:
+        run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5))
+    text = " ".join(trajstore_cli("compare", one, other, "--over", "1%").stdout.split())
+    assert "differ by more than 1% from step 5 on, at 1 of 1 step; the largest" in text
+    facts = json.loads(trajstore_cli("compare", one, other, "--over", "50%", "--json").stdout)
+    assert facts["loss"]["first_over"] == -1
+    assert (
+        "expected a percentage" in trajstore_cli("compare", one, other, "--over", "1", rc=2).stderr
+    )
+
+
+def test_a_name_stands_for_the_two_matrices_of_a_training(
+    tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    record(tmp_path / "un.E.zarr", 3, parameter="E")
+    alone = trajstore_cli("compare", tmp_path / "un.zarr", rc=2).stderr
+    assert "expected two runs" in alone
+    record(tmp_path / "un.W.zarr", 3, (1, 2), parameter="W")
+    text = trajstore_cli("compare", tmp_path / "un.zarr").stdout
+    assert "Over 3 common steps and 2 common variables, the runs differ in W.\n" in text
+
+
+def test_variables_that_only_one_run_has_are_named(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one = record(tmp_path / "a.zarr", 2)
+    with RunWriter.create(
+        tmp_path / "b.zarr",
+        token=np.arange(5),
+        hidden=3,
+        variables={"W": "bfloat16", "grad": "float32", "logits": "float32"},
+    ) as run:
+        for step in range(2):
+            w = random_bits((5, 3), step) & 0xBFFF
+            run.append(step=step, W=w, grad=np.zeros((5, 3), "f4"), logits=np.zeros(5, "f4"))
+    text = trajstore_cli("compare", one, run.path).stdout
+    assert "Over 2 common steps and 1 common variable, the runs are identical" in text
+    assert "Only the first run has loss.\nOnly the second run has grad, logits.\n" in text
+    facts = json.loads(trajstore_cli("compare", one, run.path, "--json").stdout)
+    assert (facts["only_first"], facts["only_second"]) == (["loss"], ["grad", "logits"])
+
+
+def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one = record(tmp_path / "a.zarr", 2)
+    for token, rc, told in (
+        ([4, 2, 9, 0, 1, 3], 0, "has 5 tokens, the second 6; only the 5 common tokens"),
+        ([7, 8], 2, "no common token"),
+    ):
+        with RunWriter.create(
+            tmp_path / f"{rc}.zarr", token=token, hidden=3, variables={"W": "bfloat16"}
+        ) as run:
+            run.append(step=0, W=np.zeros((len(token), 3), "f4"))
+        done = trajstore_cli("compare", one, run.path, rc=rc)
+        assert told in " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.fixture
+def drawn_run(example_run: Path) -> Path:
+    return example_run
+
+
+def test_figures(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    one = tmp_path / "norms.svg"
+    out = trajstore_cli("plot", drawn_run, "grad-norms", "-o", one, "--style", "dark").stdout
+    assert "norms.svg: grad_norms." in out
+    text = one.read_text()
+    assert "gatsby.zarr · W 128 × 4, AdamW, bfloat16" in text
+    assert "L2 norm of the gradient / nat" in text
+    sheet = tmp_path / "sheet.png"
+    parts = ("step=2:", "token=live", "population=live")
+    options = [word for part in parts for word in ("--select", part)]
+    out = trajstore_cli("plot", drawn_run, "grad_norms", "freeze", "-o", sheet, *options).stdout
+    assert "sheet.png: grad_norms, freeze." in out
+    assert sheet.stat().st_size > 10_000
+    both = tmp_path / "both.png"
+    trajstore_cli(
+        "plot",
+        drawn_run,
+        drawn_run,
+        "loss",
+        "freeze",
+        "-o",
+        both,
+        "--lattice",
+        "native",
+    )
+    paths = tmp_path / "paths.svg"
+    trajstore_cli("plot", drawn_run, "displacement", "-o", paths, "--vectors", "centroid:all")
+    assert "centroid of all 1 × 4" in paths.read_text()
+    other = tmp_path / "other.zarr"
+    shutil.copytree(drawn_run, other)
+    runs = tmp_path / "runs.svg"
+    out = trajstore_cli("plot", drawn_run, other, "divergence", "-o", runs, "--common-steps").stdout
+    assert "runs.svg: divergence." in out
+
+
+def test_the_film(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    still = tmp_path / "film.svg"
+    options = ("--frames", "even:3", "--style", "dark")
+    out = trajstore_cli("plot", drawn_run, "film", "-o", still, *options).stdout
+    assert out.split() == ["Wrote", f"{still}:", "film."]
+    assert "frozen (" in still.read_text()
+    other = shutil.copytree(drawn_run, tmp_path / "other.zarr")
+    for arguments, sentence in (
+        (
+            (drawn_run, "film", "loss"),
+            "film is drawn alone, got film, loss; draw the others",
+        ),
+        ((drawn_run, other, "film"), "film shows one run, got 2; draw a film of each"),
+        (
+            (drawn_run, "loss", "--frames", 5),
+            "--frames is for film, got loss; leave it out",
+        ),
+        (
+            (drawn_run, "film", "--frames", "odd:5"),
+            "got frames='odd:5', expected a number from 2",
+        ),
+        (
+            (drawn_run, "film", "-o", "film.avi"),
+            "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a",
+        ),
+        (
+            (drawn_run, "film", "-o", still),
+            "already exists; choose another path, or replace it with --overwrite",
+        ),
+    ):
+        error = trajstore_cli("plot", *arguments, rc=2).stderr
+        assert sentence in " ".join(error.split()), arguments
+
+
+def test_an_added_population_is_drawn(
+    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "added.svg"
+    trajstore_cli("plot", drawn_run, "grad_norms", "-o", file, "--population", "few=token < 9")
+    assert all(f"{name} tokens" in file.read_text() for name in ("dead", "live", "few"))
+
+
+def test_wrong_options_of_plot_are_errors(
+    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.png"
+    for arguments, code, sentence in (
+        (("divergence",), 2, "divergence compares runs, got one"),
+        (("loss", "--select", "step=5:2"), 2, "no recorded step is in '5:2'"),
+        (("loss", "--select", "token=999"), 2, "token 999 was not recorded"),
+        (("freeze", "--select", "population=mostly_dead"), 2, "choose from dead, live, all"),
+        (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
+        (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
+    ):
+        error = trajstore_cli("plot", drawn_run, *arguments, rc=code).stderr
+        assert sentence in " ".join(error.split()), arguments
+    file.write_text("mine")
+    refused = trajstore_cli("plot", drawn_run, "loss", "-o", file, rc=2).stderr
+    assert "already exists; choose another path, or replace it with --overwrite" in refused
+    assert file.read_text() == "mine"
+    trajstore_cli("plot", drawn_run, "loss", "-o", file, "--overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_results_of_an_evaluation(
+    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    results = tmp_path / "results.zarr"
+    xr.Dataset(
+        {"text_loss": ("step", [3.0, 2.0]), "text": ("step", np.array(["a", "b"], object))},
+        {"step": [0, 1]},
+        {EVALUATION: {"run": "gatsby.zarr", "function": "probe"}},
+    ).to_zarr(results, zarr_format=3)
+    file = tmp_path / "results.svg"
+    out = trajstore_cli("plot", results, "all", "-o", file).stdout
+    assert "results.svg: text_loss." in out
+    assert "text is left out: text has texts" in out
+    assert "results.zarr · probe, gatsby.zarr" in file.read_text()
+    error = trajstore_cli("plot", results, "freeze", rc=2).stderr
+    assert "got 'freeze', expected one or more of all, text, text_loss" in error
+    error = trajstore_cli("plot", results, drawn_run, "text_loss", rc=1).stderr
+    assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())

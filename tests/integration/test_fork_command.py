@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 from trajstore.cli.main import main
+from trajstore.trainers import preset, record
 
 pytestmark = pytest.mark.torch
 
@@ -74,3 +76,71 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "other.ckpt", "other.zarr", "run.ckpt", "run.zarr",
     ]  # fmt: skip
+
+
+TINY = (
+    "training.steps=12", "training.batch_size=2", "model.context=16", "model.hidden=8",
+    "model.layers=1", "recording.block_rows=8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_bytes(b"It was a bright cold day in April. " * 9)
+    return record(preset("gatsby").with_values(TINY), folder / "run.zarr", corpus=text)
+
+
+def cli(*arguments: object, rc: int = 0) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == rc, done.output + done.stderr
+    return done.output if rc == 0 else done.stderr
+
+
+def test_without_settings_the_result_equals_the_run(run: Path, tmp_path: Path) -> None:
+    said = cli("what-if", run, "-o", tmp_path / "same.zarr")
+    assert "13 rows, steps 0 to 12" in said
+    assert "Note: no setting was changed; the result equals the recorded run, bit for bit" in said
+    compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
+    assert compared["only_first"] == compared["only_second"] == []
+    assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
+    assert cli("verify", "--replay", tmp_path / "same.zarr").count("Replayed 12 of 12 steps") == 1
+
+
+def test_a_run_that_was_changed_is_not_said_to_be_the_same_again(run: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.zarr"
+    shutil.copytree(run, changed)
+    root = changed / "zarr.json"
+    assert '"maximize": false' in root.read_text()
+    root.write_text(root.read_text().replace('"maximize": false', '"maximize": true'))
+    said = cli("what-if", changed, "-o", tmp_path / "other.zarr")
+    assert "W or a moment differs from the recorded run from step 1 on" in said
+
+
+def test_output_info_and_summary_name_the_run_as_what_if(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    said = cli(
+        "what-if", run, "--set", "optimizer.state_dtype=float32", "--at", 4,
+        "--tokens", "dead", "-o", other,
+    )  # fmt: skip
+    assert "9 rows, steps 4 to 12, from the gradients of" in said
+    shown = cli("info", other)
+    assert "provenance" in shown
+    assert "what_if.settings = ['optimizer.state_dtype=float32']" in shown
+    assert "what_if.caveat = the gradients are those of the recorded run" in shown
+    assert "displacement" in cli("summary", other).lower()
+
+
+def test_a_refused_what_if_writes_nothing(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    for wrong, sentence, code in (
+        (["--set", "training.batch_size=4"], "what-if cannot change training.batch_size", 2),
+        (["--tokens", "nowhere.txt"], "expected all, dead, live or a text file", 2),
+        (["--at", 40], "step 40 was not recorded", 1),
+    ):
+        said = cli("what-if", run, *wrong, "-o", other, rc=code)
+        assert sentence in said
+        assert said.startswith("trajstore: ")
+    assert not other.exists()
+    assert not list(tmp_path.iterdir())

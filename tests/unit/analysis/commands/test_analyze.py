@@ -62,17 +62,23 @@ def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) ->
     assert "recording, but its process is gone" in call("info", run.path, run.path).stdout
 
 
-def test_info_fits_80_columns_and_cuts_no_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Columns of the terminal."""
+    columns: int = request.param
+    monkeypatch.setattr(output.out, "width", columns)
+    return columns
+
+
+@pytest.mark.parametrize("width", [80], indirect=True)
+def test_info_fits_80_columns_and_cuts_no_name(tmp_path: Path, width: int) -> None:
     names = ["W", "grad", "grad_token_norm", "W_step_norm", "exp_avg_sq"]
     path = recorded_names(tmp_path / "run.zarr", names)
-    monkeypatch.setattr(output.out, "width", 80)
     lines = call("info", path).stdout.splitlines()
     table = lines[[line.split()[:1] == ["array"] for line in lines].index(True) :]
     for name in (*names, "token_text", "text"):
         assert any(name in line.split() for line in table), name
-    assert max(len(line.rstrip()) for line in table if "×" in line) <= 80
+    assert max(len(line.rstrip()) for line in table if "×" in line) <= width
     assert "…" not in "".join(lines)
 
 
@@ -84,13 +90,10 @@ def recorded_names(path: Path, names: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_texts_of_others_do_no_harm(
-    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("width", [80, 200], indirect=True)
+def test_texts_of_others_do_no_harm(tmp_path: Path, width: int) -> None:
     hostile = {text: {text: text} for text in (*HOSTILE[:3], "[bold red]x[/bold red]")}
     path = recorded(tmp_path / "\x1b[31m[red]run\u202e.zarr", config=hostile)
-    monkeypatch.setattr(output.out, "width", width)
     for name in ("info", "summary"):
         printed = call(name, path).stdout
         assert not [sign for sign in printed if not sign.isprintable() and sign != "\n"]

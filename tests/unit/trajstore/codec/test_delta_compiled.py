@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from bits_and_calls import random_bits
 
-from trajstore import threads
 from trajstore.codec import delta
 from trajstore.threads import CompiledLoop, values_side_by_side
 from trajstore.values.native_types import NATIVE_TYPES
@@ -21,8 +20,7 @@ pytest.importorskip("numba")
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many values the loop went through each time; it is compiled at once."""
-    monkeypatch.setattr(threads, "_ENOUGH", 0)
-    loop, made = CompiledLoop("trajstore.codec.delta", "unfold_rows"), []
+    loop, made = CompiledLoop("trajstore.codec.delta", "unfold_rows", enough=0), []
     run = loop.run
 
     def watched(*arguments: Any) -> bool:

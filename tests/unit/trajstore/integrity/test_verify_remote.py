@@ -59,11 +59,17 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.fixture
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard is read in many pieces."""
+    monkeypatch.setattr(array_checks, "_WINDOW", 500)
+
+
+@pytest.mark.usefixtures("small_requests")
 @pytest.mark.parametrize("damage", nightly_but(DAMAGES, "nothing", "a chunk", "the root"))
 def test_damage_at_an_address_is_found_and_repaired_as_in_a_folder(
-    run: Path, address: str, damage: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, address: str, damage: str
 ) -> None:
-    monkeypatch.setattr(array_checks, "_WINDOW", 500)  # so that a shard is read in many pieces
     DAMAGES[damage](run)
     far = copied(run, address)
     found = verify(run)
@@ -103,11 +109,11 @@ def test_a_checkpoint_is_checked_there(address: str, run: Path) -> None:
     assert not checkpoint.exists()
 
 
+@pytest.mark.usefixtures("small_requests")
 def test_a_shard_that_is_replaced_meanwhile_is_read_again(
     address: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the last block of a recording is, with each commit."""
-    monkeypatch.setattr(array_checks, "_WINDOW", 500)
     far = copied(run, address)
     real, replaced = RemotePath.read_range, []
 

@@ -76,12 +76,15 @@ def test_what_is_being_recorded_is_not_replaced(tmp_path: Path) -> None:
     assert value(run) == 1
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_run_is_replaced_whole(
-    tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not at_once:
+@pytest.fixture(params=[True, False], ids=["at once", "in two steps"])
+def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the system call that exchanges two folders, and without it."""
+    if not request.param:
         monkeypatch.setattr("trajstore.store.writing.create.exchange", lambda one, other: False)
+
+
+@pytest.mark.usefixtures("replacing")
+def test_a_run_is_replaced_whole(tmp_path: Path) -> None:
     run = tmp_path / "run.zarr"
     write(run, 1)
     with staged_run(run, overwrite=True) as new:
@@ -98,12 +101,10 @@ def test_a_run_is_replaced_whole(
     assert list(tmp_path.iterdir()) == [run]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.usefixtures("replacing")
 def test_what_is_replaced_stays_until_the_new_one_survives_a_loss_of_power(
-    tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not at_once:
-        monkeypatch.setattr("trajstore.store.writing.create.exchange", lambda one, other: False)
     run, file = tmp_path / "new" / "run.zarr", tmp_path / "other" / "file"
     disk = Disk(monkeypatch)
     survived: list[bool] = []
