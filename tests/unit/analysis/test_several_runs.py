@@ -123,30 +123,30 @@ def test_without_populations_or_W(paths: list[Path]) -> None:
 
 
 @pytest.fixture
-def paths_of_many_runs(example_run: Path, tmp_path: Path) -> list[Path]:
+def two_paths(example_run: Path, tmp_path: Path) -> list[Path]:
     return [example_run, shutil.copytree(example_run, tmp_path / "two.zarr")]
 
 
 @pytest.mark.parametrize("name", ["freeze", "freeze_cause", "clusters", "pca", "logit_stats"])
-def test_the_results_are_those_of_each_run(name: str, paths_of_many_runs: list[Path]) -> None:
-    got = getattr(open_runs(paths_of_many_runs).traj, name)()
-    expected = getattr(analysis, name)(open_run(paths_of_many_runs[0]))
+def test_the_results_are_those_of_each_run(name: str, two_paths: list[Path]) -> None:
+    got = getattr(open_runs(two_paths).traj, name)()
+    expected = getattr(analysis, name)(open_run(two_paths[0]))
     xr.testing.assert_identical(got.isel(run=1, drop=True).load(), expected.load())
 
 
-def test_several_quantities_of_several_runs(paths_of_many_runs: list[Path]) -> None:
-    ds = open_runs(paths_of_many_runs)
+def test_several_quantities_of_several_runs(two_paths: list[Path]) -> None:
+    ds = open_runs(two_paths)
     got = compute_named(ds, ["speed", "freeze"])
     xr.testing.assert_equal(
         got.isel(run=0, drop=True).load(),
-        analysis.compute(open_run(paths_of_many_runs[0]), ["speed", "freeze"]).load(),
+        analysis.compute(open_run(two_paths[0]), ["speed", "freeze"]).load(),
     )
     bands = compute_named(ds, ["speed"], by_population=True)
     assert bands["mean"].dims == ("run", "step", "population")
 
 
-def test_wrong_calls_with_several_runs_are_errors(paths_of_many_runs: list[Path]) -> None:
-    one, several = open_run(paths_of_many_runs[0]), open_runs(paths_of_many_runs)
+def test_wrong_calls_with_several_runs_are_errors(two_paths: list[Path]) -> None:
+    one, several = open_run(two_paths[0]), open_runs(two_paths)
     with pytest.raises(InvalidArgument, match="got several runs, expected one"):
         analysis.speed(several)
     with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):

@@ -28,7 +28,7 @@ from trajstore.trainers import (  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-VOCAB, HIDDEN_OF_HIDDEN_STATES, CONTEXT = 17, 8, 5
+VOCAB, WIDTH, CONTEXT = 17, 8, 5
 VARIABLES = ("W", "grad", "loss", "hidden_mean", "hidden_trace", "hidden_cosine", "hidden_states")
 
 
@@ -38,11 +38,9 @@ class OwnModel(torch.nn.Module):
     def __init__(self, *, batch_first: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.embedding = torch.nn.Embedding(VOCAB, HIDDEN_OF_HIDDEN_STATES)
-        self.position = torch.nn.Embedding(CONTEXT, HIDDEN_OF_HIDDEN_STATES)
-        layer = torch.nn.TransformerEncoderLayer(
-            HIDDEN_OF_HIDDEN_STATES, 2, 16, dropout=0.0, batch_first=batch_first
-        )
+        self.embedding = torch.nn.Embedding(VOCAB, WIDTH)
+        self.position = torch.nn.Embedding(CONTEXT, WIDTH)
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=batch_first)
         self.encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, ids: Any) -> tuple[Any, Any]:
@@ -121,7 +119,7 @@ class OwnMatrix(OwnModel):
     def __init__(self) -> None:
         super().__init__()
         self.W = torch.nn.Parameter(torch.randn(VOCAB, CONTEXT))
-        self.inner = torch.nn.Linear(HIDDEN_OF_HIDDEN_STATES, CONTEXT)
+        self.inner = torch.nn.Linear(WIDTH, CONTEXT)
 
     def forward(self, ids: Any) -> tuple[Any, Any]:
         hidden = self.inner(super().forward(ids)[1])
@@ -142,7 +140,7 @@ class NamedInput(OwnModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = torch.nn.Linear(HIDDEN_OF_HIDDEN_STATES, VOCAB, bias=False)
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: Any) -> tuple[Any, Any]:
         self.last = super().forward(ids)[1]

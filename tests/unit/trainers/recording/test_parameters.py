@@ -79,7 +79,7 @@ class Pairs(nn.Module):
         return -(self.inputs(input_ids) * self.outputs(labels)).sum(-1).sigmoid().log().mean()
 
 
-def train_of_parameters(
+def train_matrix(
     model: Any, record: Callable[..., Any], kind: Any = torch.optim.SGD, **options: Any
 ) -> None:
     optimizer = kind(model.parameters(), lr=0.1)
@@ -104,7 +104,7 @@ def test_the_embedding_and_its_logits_are_found(
     unembed: str, has_logits: bool, note: str, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
     model = OwnModel(unembed)
-    train_of_parameters(model, record)
+    train_matrix(model, record)
     ds = read(tmp_path)
     assert ds.attrs["recording"]["parameter"] == "embedding.weight"
     assert about(notes, note)
@@ -116,14 +116,14 @@ def test_the_embedding_and_its_logits_are_found(
 def test_what_makes_no_logits_has_no_note_about_them(
     record: Any, notes: list[str], tmp_path: Path
 ) -> None:
-    train_of_parameters(Pairs(), record, is_dead=np.zeros(VOCAB, bool), strict=True)
+    train_matrix(Pairs(), record, is_dead=np.zeros(VOCAB, bool), strict=True)
     assert notes == ["no parameter= was given, so W is inputs.weight (17 × 8), and not "
                      "outputs.weight (17 × 8)"]  # fmt: skip
     assert {"W", "grad", "loss"} <= set(read(tmp_path))
 
 
 def test_an_inner_matrix_has_no_logits(record: Any, notes: list[str], tmp_path: Path) -> None:
-    train_of_parameters(OwnModel("functional"), record, parameter="inner.0.weight")
+    train_matrix(OwnModel("functional"), record, parameter="inner.0.weight")
     assert "logits" not in read(tmp_path)
     assert not about(notes, "logits")
 
@@ -131,19 +131,19 @@ def test_an_inner_matrix_has_no_logits(record: Any, notes: list[str], tmp_path: 
 def test_only_an_embedding_that_is_trained_is_chosen(record: Any, notes: list[str]) -> None:
     model = OwnModel("untied")
     model.embedding.requires_grad_(False)
-    train_of_parameters(model, record)
+    train_matrix(model, record)
     assert about(notes, "W is pos_emb.weight (34 × 8)")
     model.pos_emb.requires_grad_(False)
     with pytest.raises(
         RecordingError, match=r"no embedding that the optimizer trains.*head\.weight"
     ):
-        train_of_parameters(model, record, overwrite=True)
+        train_matrix(model, record, overwrite=True)
 
 
 def test_a_model_that_names_its_embeddings_has_no_note(
     tiny: Any, record: Any, notes: list[str]
 ) -> None:
-    train_of_parameters(Losses(tiny), record)
+    train_matrix(Losses(tiny), record)
     assert not about(notes, "no parameter= was given")
 
 
@@ -163,13 +163,13 @@ def test_the_input_embedding_of_a_classifier(record: Any, notes: list[str]) -> N
     model = OwnModel("functional")
     model.get_output_embeddings = lambda: None
     model.get_input_embeddings = lambda: model.pos_emb
-    train_of_parameters(model, record)
+    train_matrix(model, record)
     assert about(notes, "W is pos_emb.weight")
 
 
 def test_state_that_an_optimizer_lacks_is_no_news(record: Any, notes: list[str]) -> None:
     for kind in (torch.optim.SGD, torch.optim.Adagrad):
-        train_of_parameters(OwnModel("untied"), record, kind, overwrite=True)
+        train_matrix(OwnModel("untied"), record, kind, overwrite=True)
     assert not about(notes, "exp_avg")
 
 
@@ -187,7 +187,7 @@ def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"W", "exp_avg", "grad", "logits", "loss"} <= set(read(tmp_path))
 
 
-HIDDEN_OF_JOINED_OPTIMIZER, HEAD, NORM = (
+WIDTH, HEAD, NORM = (
     "blocks.0.mlp.weight",
     "head.weight",
     "blocks.0.norm.weight",
@@ -206,7 +206,7 @@ def test_each_matrix_has_the_values_of_its_own_optimizer(
     pair = muon_and_adamw(model)
     ordered = pair if first == "Muon" else pair[::-1]
     plans = {optimizer: CosineAnnealingLR(optimizer, 8) for optimizer in pair}
-    lists = {name: Lists(model.get_parameter(name)) for name in (HIDDEN_OF_JOINED_OPTIMIZER, HEAD)}
+    lists = {name: Lists(model.get_parameter(name)) for name in (WIDTH, HEAD)}
     owned = dict(zip(lists.values(), pair, strict=True))
     options = {"parameter": list(lists), "max_grad_norm": 0.5, "on_note": notes.append}
     with capture(model, iter(pair), tmp_path / "run.zarr", **options):
@@ -229,7 +229,7 @@ def test_each_matrix_has_the_values_of_its_own_optimizer(
     for name, kept in lists.items():
         ds = kept.agree_with(tmp_path / f"run.{name}.zarr")
         assert ds.attrs["optimizer"]["class"].endswith(type(owned[kept]).__name__)
-    muon = open_run(tmp_path / f"run.{HIDDEN_OF_JOINED_OPTIMIZER}.zarr")
+    muon = open_run(tmp_path / f"run.{WIDTH}.zarr")
     assert "momentum_buffer" in muon
     assert "exp_avg" not in muon
     replays = [replay(tmp_path / f"run.{name}.zarr") for name in lists]
@@ -346,12 +346,12 @@ def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
     model = SmallGPT().float()  # a scaler does not unscale gradients of 16 bits
     pair = muon_and_adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    lists = {name: Lists(model.get_parameter(name)) for name in (HIDDEN_OF_JOINED_OPTIMIZER, HEAD)}
+    lists = {name: Lists(model.get_parameter(name)) for name in (WIDTH, HEAD)}
     overflows = [
         (),
         (),
-        (HIDDEN_OF_JOINED_OPTIMIZER, HEAD),
-        (HIDDEN_OF_JOINED_OPTIMIZER,),
+        (WIDTH, HEAD),
+        (WIDTH,),
         (HEAD,),
         (),
     ]
@@ -386,13 +386,13 @@ def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
         np.testing.assert_array_equal(ds.clip_coef.sel(step=steps), torch.stack(factors))
         for step in steps:
             np.testing.assert_array_equal(ds.grad.sel(step=step), gradients[step])
-        assert name == HIDDEN_OF_JOINED_OPTIMIZER or replay(path).replayed == 6
+        assert name == WIDTH or replay(path).replayed == 6
     assert about(notes, "skipped the step of Muon only")
     assert about(notes, "skipped the step of AdamW only")
 
 
 def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"variables": "everything", "parameter": HIDDEN_OF_JOINED_OPTIMIZER}
+    options: dict[str, Any] = {"variables": "everything", "parameter": WIDTH}
     data = batches(6)
     for stop in (6, 3):
         model = SmallGPT()
@@ -419,7 +419,7 @@ def test_hyperparameters_are_those_of_the_own_optimizer(
         model,
         pair,
         tmp_path / "run.zarr",
-        parameter=HIDDEN_OF_JOINED_OPTIMIZER,
+        parameter=WIDTH,
         on_note=notes.append,
     ):
         for number, batch in enumerate(batches(3)):
@@ -442,7 +442,7 @@ def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, tmp_path: P
             self.steps += 1
 
     other, pair = Other(), muon_and_adamw(model)
-    with capture(model, pair, tmp_path / "run.zarr", parameter=HIDDEN_OF_JOINED_OPTIMIZER):
+    with capture(model, pair, tmp_path / "run.zarr", parameter=WIDTH):
         torch.amp.GradScaler("cpu", enabled=False).step(other)
         model(**batches(1)[0])["loss"].backward()
         for optimizer in pair:

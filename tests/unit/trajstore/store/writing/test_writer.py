@@ -334,7 +334,7 @@ def test_an_impossible_run_is_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
-ROWS, EXAMPLES, POSITIONS, HIDDEN_OF_WRITER_EXAMPLES = 10, 4, 6, 3
+ROWS, EXAMPLES, POSITIONS, WIDTH = 10, 4, 6, 3
 EXAMPLE_TYPES = {
     "W": "bfloat16",
     "hidden_trace": "float32",
@@ -347,13 +347,11 @@ EXAMPLE_TYPES = {
 def rows() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     made = {
-        "W": rng.integers(0, 1 << 14, (ROWS, 5, HIDDEN_OF_WRITER_EXAMPLES)).astype("u2"),
+        "W": rng.integers(0, 1 << 14, (ROWS, 5, WIDTH)).astype("u2"),
         "hidden_trace": rng.normal(size=ROWS).astype("f4"),
         "batch": rng.integers(0, 1 << 52, (ROWS, EXAMPLES)).astype("f8"),
         "example_loss": rng.normal(size=(ROWS, EXAMPLES)).astype("f4"),
-        "hidden_states": rng.integers(
-            0, 1 << 14, (ROWS, EXAMPLES, POSITIONS, HIDDEN_OF_WRITER_EXAMPLES)
-        ).astype("u2"),
+        "hidden_states": rng.integers(0, 1 << 14, (ROWS, EXAMPLES, POSITIONS, WIDTH)).astype("u2"),
     }
     for name in ("hidden_trace", "batch", "example_loss"):
         made[name][0] = np.nan
@@ -363,7 +361,7 @@ def rows() -> dict[str, Any]:
 
 def write(path: Path, first: int = 0, stop: int = ROWS) -> None:
     values = rows()
-    sizes = {"examples": EXAMPLES, "positions": POSITIONS, "hidden": HIDDEN_OF_WRITER_EXAMPLES}
+    sizes = {"examples": EXAMPLES, "positions": POSITIONS, "hidden": WIDTH}
     with RunWriter.create(
         path, token=range(5), variables=EXAMPLE_TYPES, block_rows=4, **sizes
     ) as run:
@@ -433,7 +431,7 @@ def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(tmp_path: Pat
 def test_lengths_of_examples_and_positions_are_required(tmp_path: Path) -> None:
     sizes = {
         "token": range(5),
-        "hidden": HIDDEN_OF_WRITER_EXAMPLES,
+        "hidden": WIDTH,
         "variables": EXAMPLE_TYPES,
     }
     with pytest.raises(InvalidArgument, match="hidden_states: got no length of the dimension posi"):
