@@ -22,7 +22,7 @@ from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import FormatError, RunExists  # noqa: E402
 from trajstore.store.storage.remote_path import Location  # noqa: E402
 from trajstore.trainers import record  # noqa: E402
-from trajstore.trainers.recording.step_hooks import Recorder  # noqa: E402
+from trajstore.trainers.recording.capture import Recorder  # noqa: E402
 from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing  # noqa: E402
 from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
