@@ -34,15 +34,12 @@ from trajstore.schema import EVALUATION
 from trajstore.store.reading.run_attributes import parameter_dataset
 
 if TYPE_CHECKING:
-    from trajstore.exchange.selection import Steps
-
-
-if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
 
     from trajstore.analysis.figures.figure import Drawing
     from trajstore.analysis.typed import Drawings, Methods
+    from trajstore.exchange.selection import Steps
 else:
     Drawings = Methods = object
 

@@ -25,8 +25,7 @@ from pydantic.fields import FieldInfo
 
 from trajstore.errors import ConfigError, InvalidArgument, config_field, did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
-from trajstore.store.writing.commit import COMMIT_EVERY
-from trajstore.units import parse_bytes
+from trajstore.units import COMMIT_EVERY, parse_bytes
 
 MAY_CHANGE = frozenset(
     {
@@ -439,8 +438,9 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             # There is no such section; another section may have the field that was to be set.
             meant = next((place for key in first["input"] if (place := _elsewhere(key, model))), "")
         return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
-    cause = first.get("ctx", {}).get("error")  # of a validator of ours
-    reason: str = cause.args[0] if cause else first["msg"]
+    cause: Any = first.get("ctx", {}).get("error")  # of a validator of ours
+    is_sentence = isinstance(cause, ValueError) and len(cause.args) == 1
+    reason: str = cause.args[0] if is_sentence else first["msg"].removeprefix("Value error, ")
     if reason[0].isupper():
         reason = reason[0].lower() + reason[1:]
     value = first["input"]

@@ -34,7 +34,15 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, TrajstoreError, argument, did_you_mean, wording
+from trajstore.errors import (
+    InvalidArgument,
+    TrajstoreError,
+    Wording,
+    argument,
+    did_you_mean,
+    in_command,
+    wording,
+)
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import threads_of_each
@@ -395,8 +403,9 @@ class Evaluator:
         except Exception as error:  # any code of the user
             place = _place(self._function, error)
             raise InvalidArgument(
-                f"step {step}: {self._name} raised {type(error).__name__}: {error} "
-                f"({os.path.basename(place.filename)}, line {place.lineno})"
+                f"step {step}: {self._name} raised {type(error).__name__}: "
+                + Wording(str(error), in_command(error))
+                + f" ({os.path.basename(place.filename)}, line {place.lineno})"
             ) from error
 
 

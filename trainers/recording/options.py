@@ -28,10 +28,9 @@ from trajstore.errors import InvalidArgument, argument, did_you_mean
 from trajstore.schema import EVERYTHING, STEP, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
-from trajstore.store.writing.commit import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_folder, check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
-from trajstore.units import DEFAULT_MEMORY, parse_bytes
+from trajstore.units import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every, parse_bytes
 
 Tokens = str | npt.ArrayLike
 """``all``, ``dead``, ``live``, or ids."""

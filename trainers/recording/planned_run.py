@@ -1,7 +1,7 @@
 """The plan of one parameter's run, made before the training starts.
 
 Planning does not change the disk. A new run is created when the first step has provided the type of
-every variable. An existing run is compared with its plan (see `resumed_run`). `LoggedRows` passes
+every variable. An existing run is compared with its plan (see `existing_run`). `LoggedRows` passes
 numbers of every n-th row to the tracker of the training.
 """
 

@@ -91,7 +91,7 @@ class Hdf5File(ArrayFile):
         native = dtype.name
         with self._checked(key):
             if "native_dtype" in dataset.attrs:
-                # A variable-length string would be read from the heap; see `hdf5_writing`.
+                # A variable-length string would be read from the heap.
                 fixed = dataset.attrs.get_id("native_dtype").dtype.kind == "S"
                 native = "a variable-length string"
                 native = dataset.attrs["native_dtype"].decode() if fixed else native
@@ -160,7 +160,7 @@ class Hdf5File(ArrayFile):
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
                 yield from self._items(h5py, item, f"{prefix}{name}/", depth + 1, left)
-            # No variable holds strings. Variable-length ones are never read; see `hdf5_writing`.
+            # No variable holds strings. Variable-length ones are never read.
             elif isinstance(item, h5py.Dataset) and _is_plain(item.dtype):
                 _check_stored(self.path, f"{prefix}{name}", item)
                 yield f"{prefix}{name}", item

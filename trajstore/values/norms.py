@@ -1,12 +1,12 @@
 """Summaries per token and row, and the effect of rounding on an optimizer's averages.
 
 A recorder stores the summaries with the matrices (`grad_token_norm`, `W_step_norm`, `W_ulp_l1`).
-If they were not stored, `analysis` computes the same values from the matrices. `device_norms`
-implements the same definitions in torch for recording on an accelerator. Both agree in every bit.
-Therefore only operations with a unique IEEE 754 result are used: differences, squares, quotients
-and roots in float64, and sums in the order of `hidden_sum`. The result is rounded once to float32
-(not for a float64 history, for which a recorder still keeps float32). A NaN norm is the quiet NaN
-without sign and payload, because processors differ in both.
+If they were not stored, `analysis` computes the same values from the matrices. For an accelerator,
+`device_summaries` of the recording implements the same definitions in torch. Both agree in every
+bit. Therefore only operations with a unique IEEE 754 result are used: differences, squares,
+quotients and roots in float64, and sums in the order of `hidden_sum`. The result is rounded once to
+float32 (not for a float64 history, for which a recorder still keeps float32). A NaN norm is the
+quiet NaN without sign and payload, because processors differ in both.
 
 An optimizer keeps its averages in a native type, and each step rounds them. A 16-bit type has few
 enough values to apply one step to each, and to count the values that do not change. The arithmetic

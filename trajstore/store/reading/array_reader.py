@@ -3,7 +3,7 @@
 `open_run` reads values without zarr's event loop. Exporters and resuming writers read native bits
 without a conversion to float32, and `verify` reads the shards themselves.
 
-Writers import this room, so it imports no xarray; see `trajstore.store.reading.tiled_reader`.
+Writers import this module, so it imports no xarray; see `trajstore.store.reading.tiled_reader`.
 """
 
 from __future__ import annotations

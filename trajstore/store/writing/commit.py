@@ -11,7 +11,6 @@ commit, so that rows are committed even while the next step takes long.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
+from trajstore.errors import RecordingError, RunNotFound
 from trajstore.store.metadata.metadata_form import ShardDigest, Status, block_digest
 from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.lock import taken_over
@@ -212,25 +211,8 @@ def _whole_block(reports: Sequence[_Report]) -> Written | None:
     return written[0][0], [shard for _, shards in written for shard in shards]
 
 
-COMMIT_EVERY = 10.0
-"""Default of the seconds between commits."""
-
 _PAUSE = 5  # pause per duration of the last such commit: they use at most a sixth of the time
 _ATTEMPTS = 10  # attempts in the time of one pause, while another write is running
-
-
-def check_commit_every(seconds: float | None) -> None:
-    """Raise an error unless the seconds between commits are valid.
-
-    Raises
-    ------
-    InvalidArgument
-        If they are not positive, or not finite.
-    """
-    if seconds is not None and not (0 < seconds < math.inf):
-        raise InvalidArgument(
-            f"commit_every: got {seconds}, expected seconds above 0, or None for whole blocks only"
-        )
 
 
 class CommitTimer:

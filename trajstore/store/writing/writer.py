@@ -28,7 +28,6 @@ from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
 from trajstore.store.storage.lock import RemoteLock, RunLock
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.blocks import BlockCommits, OnCommit
-from trajstore.store.writing.commit import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
 from trajstore.store.writing.new_run import (
     announce_run,
@@ -45,7 +44,7 @@ from trajstore.store.writing.resumed_run import (
     in_all_processes,
     resumed_run,
 )
-from trajstore.units import DEFAULT_MEMORY, parse_bytes
+from trajstore.units import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every, parse_bytes
 from trajstore.values.native_types import as_bits
 
 
