@@ -210,10 +210,12 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
 
     check_local_target(output, overwrite=options["overwrite"])  # before torch is imported
     from trajstore import trainers
+
+    compute = trainers.what_if  # without torch, this names the extra
     from trajstore.trainers.recording.options import read_tokens
 
     with StopRequest() as stop, StepsProgress("computing", stop=stop) as progress:
-        written = trainers.what_if(
+        written = compute(
             run,
             output,
             tokens=tokens if tokens in ("all", "dead", "live") else read_tokens(tokens),
