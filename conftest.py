@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _needs_torch(item: pytest.DoctestItem) -> bool:
     return (
         item.path.is_relative_to(item.config.rootpath / "trajstore" / "trainers")
-        or "torch" in item.path.stem
+        or "torch" in item.name
     )
 
 
