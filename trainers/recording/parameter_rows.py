@@ -109,8 +109,8 @@ class ParameterRows:
             None  # step of the complete row that is only in the transfer
         )
         self._templates: Row = {}  # shapes and types of the run, on the device `meta`
-        # Kinds of values that the places have taken, and whether tokens of them are selected.
-        self._known_kinds: dict[str, tuple[torch.dtype, tuple[int, ...], bool]] = {}
+        # Kinds of values that the places have taken, and the tokens to select of them.
+        self._known_kinds: dict[str, tuple[torch.dtype, tuple[int, ...], torch.Tensor | None]] = {}
         self.take_initial(with_moments=existing is None)
         self._written_W: torch.Tensor | None = None  # W of the last complete step, where it lies
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
@@ -233,9 +233,10 @@ class ParameterRows:
         """
         accepted = {}
         for name, value in values.items():
-            dtype, shape, selects = self._known_kinds.get(name, (None, None, False))
+            dtype, shape, ids = self._known_kinds.get(name, (None, None, None))
             if value.dtype is dtype and value.shape == shape and type(value) in _UNSHARDED:
-                accepted[name] = value.index_select(0, self._ids) if selects else value  # type: ignore
+                # A tensor, as its type says; mypy does not follow that.
+                accepted[name] = value if ids is None else value.index_select(0, ids)  # type: ignore[union-attr]
             elif (checked := self._checked(name, value)) is not None:
                 accepted[name] = checked
         self._put(accepted)
@@ -255,16 +256,19 @@ class ParameterRows:
                 value = padded(value, [self._lengths.get(dim, value.shape[-1]) for dim in dims])
         if self.writer is None:
             problem = why_unrecordable(name, value, self.own_W())
-        selects = self._ids is not None and VARIABLES[name].dims[1:2] == ("token",)
-        if selects and (self.writer is not None or problem is None):
-            value = value.index_select(0, self._ids)  # type: ignore
+        ids = self._ids
+        if ids is not None and VARIABLES[name].dims[1:2] != ("token",):
+            ids = None
+        may_select = self.writer is not None or problem is None
+        if ids is not None and may_select and isinstance(value, torch.Tensor):
+            value = value.index_select(0, ids)
         if self.writer is not None:
             problem = why_misfit(name, value, self._templates[name])
             if problem and (name == "W" or isinstance(value, JoinedVector)):
                 raise CannotFollow(f"{problem}; record a new run for the new shape or type")
             problem = problem and f"{problem}; it is not recorded in such a step"
             if problem is None and type(original) in _UNSHARDED and name not in OF_EXAMPLES:
-                self._known_kinds[name] = original.dtype, original.shape, selects
+                self._known_kinds[name] = original.dtype, original.shape, ids
         if problem is not None:
             self._notes.add(problem)
             return None
