@@ -39,7 +39,7 @@ newest:  ## Test without torch, with the newest versions of everything
 
 .PHONY: flips
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be detected or harmless
-	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/unit/trajstore/integrity/test_verify.py
+	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/unit/trajstore/integrity/test_verify_flips.py
 
 .PHONY: fuzz
 fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each command: errors or runs

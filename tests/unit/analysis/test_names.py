@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -30,3 +32,14 @@ def test_every_place_in_a_list_is_taken_once() -> None:
         [listed.place_in_list for listed in LISTED],
     ):
         assert Counter(places).most_common(1)[0][1] == 1
+
+
+def test_importing_analysis_does_not_import_zarr():
+    loaded = (
+        "import trajstore.analysis.accessor, sys; "
+        "print('xarray' in sys.modules, 'zarr' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False"]

@@ -1,0 +1,306 @@
+"""A second reader, from docs/reference/format.md alone, and what it returns for runs of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+from numcodecs import blosc
+
+from trajstore import RunWriter, open_run
+
+COORDINATES = ("token", "is_dead", "token_count", "token_text")
+BITS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4", "float64": "<u8", "int64": "<u8"}
+
+# The reader: nothing of trajstore, and nothing of zarr.
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def checked(data: bytes, covered: bytes = b"") -> bytes:
+    """What stands before a checksum that fits."""
+    body, found = data[:-4], int.from_bytes(data[-4:], "little")
+    if google_crc32c.value(body + covered) != found:
+        raise ValueError("a checksum does not fit")
+    return body
+
+
+def wide(bits: np.ndarray) -> np.ndarray:
+    """float32 of the bits of bfloat16."""
+    return (bits.astype("u4") << 16).view("f4")
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16, as float32."""
+    bits = values.astype("f4").view("u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype("u4").view("f4")
+
+
+class Reader:
+    """A run."""
+
+    def __init__(self, path: Path) -> None:
+        root = json.loads((path / "zarr.json").read_text())
+        self.path, self.attributes = path, root["attributes"]
+        self.arrays = root["consolidated_metadata"]["metadata"]
+        self.rows, self.block_rows = (self.attributes[k] for k in ("committed_rows", "block_rows"))
+        self.series = sorted(self.arrays.keys() - set(COORDINATES))
+        if self.attributes["trajstore_format"] != 3:
+            raise ValueError("this reads format 3")
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """All that decides how bytes become values."""
+        metadata = self.arrays[name]
+        (codec,) = metadata["codecs"]
+        configuration = dict(codec["configuration"])
+        configuration.pop("runs", None)
+        shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        return configuration | {"array": name, "shape": shape}
+
+    def parts(self, name: str) -> int:
+        """Objects of a block."""
+        shape, chunk = self.arrays[name]["shape"], self.settings(name)["shape"]
+        return -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
+
+    def load(self, name: str, block: int, part: int) -> tuple[list[bytes], int, bytes]:
+        """Inner chunks of an object, its valid rows and its content."""
+        settings = self.settings(name)
+        numbers = [block, part, 0][: len(settings["shape"])]
+        data = (self.path / name / ".".join(["c", *map(str, numbers)])).read_bytes()
+        grid = [w // p for w, p in zip(settings["shape"], settings["chunk_shape"], strict=True)]
+        start = len(data) - 16 * int(np.prod(grid)) - 4
+        index = checked(data[start:])
+        label = checked(data[start - 140 : start], index)
+        magic, run, array, *place, rows, encoded, content = struct.unpack(
+            "<8s16s32sQII32s32s", label
+        )
+        runs = self.attributes["runs"]
+        allowed = {who for _, who in runs[sum(first <= block for first, _ in runs) - 1 :]}
+        assert (magic, array.rstrip(b"\0").decode(), place) == (b"trajblk2", name, [block, part])
+        assert run.hex() in allowed
+        assert encoded == sha256(canonical(settings))
+        assert rows >= min(self.rows - block * self.block_rows, self.block_rows)
+        entries = np.frombuffer(index, "<u8").reshape(-1, 2).tolist()
+        pieces = [data[offset : offset + length] for offset, length in entries]
+        assert content == sha256(b"".join(map(sha256, pieces)))
+        return pieces, rows, content
+
+    def decode(self, name: str, piece: bytes) -> np.ndarray:
+        """Native bits of an inner chunk; of numbers of a step bits of the stored type."""
+        settings = self.settings(name)
+        frame, shape = checked(piece), settings["chunk_shape"]
+        bits = np.dtype(BITS[settings["native_dtype"]])
+        if settings["kind"] in ("predicted", "computed"):
+            form, frame = frame[0], frame[1:]
+            if form == 1 and settings["kind"] == "predicted":
+                return self.predicted(settings, frame)
+            if form == 1:  # after the number of skipped steps, the first row and the corrections
+                frame, out = frame[4:], np.zeros(shape, bits)
+                (length,) = struct.unpack("<I", frame[12:16])
+                out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
+                if left := frame[length:]:  # not all corrections are 0
+                    out[1:].flat = np.frombuffer(blosc.decompress(left), bits)
+                return out
+        size = int(np.prod(shape)) * bits.itemsize
+        assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
+        axes = list(range(len(shape)))
+        if settings["token_first"]:
+            axes = [1, 0, *axes[2:]]
+        z = np.frombuffer(blosc.decompress(frame), bits).reshape([shape[axis] for axis in axes])
+        z = z.transpose(np.argsort(axes))
+        if settings["kind"] == "plain":
+            return z
+        return np.add.accumulate((z >> 1) ^ -(z & 1), axis=0, dtype=bits)
+
+    def predicted(self, settings: dict[str, Any], frame: bytes) -> np.ndarray:
+        """Native bits of a predicted inner chunk of bfloat16."""
+        (length,), (rows, tokens, hidden) = struct.unpack("<I", frame[:4]), settings["chunk_shape"]
+        terms = np.frombuffer(blosc.decompress(frame[4 : 4 + length]), "<u2")
+        terms = wide(terms.reshape(rows, -1, hidden + tokens))
+        z = np.frombuffer(blosc.decompress(frame[4 + length :]), "<u2")
+        total = np.zeros((rows, tokens, hidden), "f4")
+        for term in range(terms.shape[1]):
+            total += terms[:, term, hidden:, None] * terms[:, term, None, :hidden]
+        order = lambda b: np.where(b & 0x8000, ~b, b | 0x8000)  # noqa: E731
+        d = ((z >> 1) ^ -(z & 1)).reshape(total.shape)
+        o = (order(rounded(total).view("u4").astype("u8") >> 16) + d).astype("u2")
+        return np.where(o & 0x8000, o & 0x7FFF, ~o)
+
+    def computed(self) -> dict[str, np.ndarray]:
+        """Native bits of the arrays that are computed, of a run of bfloat16 and AdamW."""
+        names = ("W", "exp_avg", "exp_avg_sq")
+        rule = self.settings("W")["rule"]["optimizer"]
+        whole = {name: self.bits(name).copy() for name in (*names, "grad")}
+        step, lr = self.bits("step").astype("i8"), self.bits("lr").view("f8")
+        f4, f8 = np.float32, np.float64
+        for t in range(self.rows):
+            if t % self.block_rows == 0:
+                continue
+            W, m, v = (wide(whole[name][t - 1]) for name in names)
+            g, n = wide(whole["grad"][t]), int(step[t])
+            W = rounded(W * f4(1 - lr[t] * rule["weight_decay"]))
+            m = rounded(f4((g - m).astype(f8) * f8(f4(1 - rule["beta1"])) + m))
+            v = rounded(v * f4(rule["beta2"]))
+            v = rounded(f4((g * f4(1 - rule["beta2"])).astype(f8) * g + v))
+            s = rounded(rounded(np.sqrt(v)) / f4((1 - rule["beta2"] ** n) ** 0.5))
+            s = rounded(s + rounded(f4([rule["eps"]])))
+            W = rounded(W + f4(-lr[t] / (1 - rule["beta1"] ** n)) * m / s)
+            for name, made in zip(names, (W, m, v), strict=True):
+                whole[name][t] ^= (made.view("u4") >> 16).astype("u2")
+        return whole
+
+    def bits(self, name: str) -> np.ndarray:
+        """Bits of a whole array, as `decode` gives them."""
+        settings, shape = self.settings(name), self.arrays[name]["shape"]
+        blocks, parts, whole = -(-self.rows // self.block_rows), self.parts(name), settings["shape"]
+        lengths = [blocks * whole[0], *([parts * whole[1], *whole[2:]] if whole[1:] else [])]
+        out = np.empty(lengths, BITS[settings["native_dtype"]])
+        for block, part in itertools.product(range(blocks), range(parts)):
+            corner = [block, part, 0][: len(shape)]
+            pieces = iter(self.load(name, block, part)[0])
+            grid = [w // p for w, p in zip(whole, settings["chunk_shape"], strict=True)]
+            for at in itertools.product(*map(range, grid)):
+                first = [c * w + a * p for c, w, a, p in
+                         zip(corner, whole, at, settings["chunk_shape"], strict=True)]  # fmt: skip
+                window = [slice(f, f + p) for f, p in
+                          zip(first, settings["chunk_shape"], strict=True)]  # fmt: skip
+                out[tuple(window)] = self.decode(name, next(pieces))
+        return out[tuple(map(slice, shape))]
+
+    def digests(self) -> tuple[str, str]:
+        """Content digest and fingerprint."""
+        arrays, stored = json.loads(json.dumps(self.arrays)), {}
+        for name, metadata in arrays.items():
+            metadata["attributes"].pop("root_attributes", None)
+            for codec in metadata["codecs"]:
+                codec.get("configuration", {}).pop("runs", None)
+            if name in self.series:
+                metadata["shape"][0] = 0
+            else:
+                stored[f"{name}/c.0"] = sha256((self.path / name / "c.0").read_bytes()).hex()
+        tip = sha256(canonical({"arrays": arrays, "coordinates": stored}))
+        for block in range(-(-self.rows // self.block_rows)):
+            held = min(self.rows - block * self.block_rows, self.block_rows)
+            entries = b""
+            for name in self.series:
+                for part in range(self.parts(name)):
+                    _, rows, content = self.load(name, block, part)
+                    assert rows == held
+                    entries += name.encode() + b"\0" + struct.pack("<II32s", part, rows, content)
+            tip = sha256(tip + sha256(entries))
+        changing = {"status", "committed_rows", "updated", "content_digest", "fingerprint"}
+        fixed = {name: value for name, value in self.attributes.items() if name not in changing}
+        if "provenance" in fixed:
+            kept = fixed["provenance"].items()
+            fixed["provenance"] = {name: value for name, value in kept if name != "resumed"}
+        return tip.hex(), sha256(sha256(canonical(fixed)) + tip).hex()
+
+
+# The test.
+
+
+ROWS, TOKENS, HIDDEN = 31, 23, 3
+TYPES = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "logits": "bfloat16",
+         "loss": "float32", "lr": "float64"}  # fmt: skip
+SHAPES = {"W": (TOKENS, HIDDEN), "grad": (TOKENS, HIDDEN), "exp_avg": (TOKENS, HIDDEN),
+          "logits": (TOKENS,), "loss": (), "lr": ()}  # fmt: skip
+
+
+def random_rows() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(13)
+    return {
+        name: np.frombuffer(
+            rng.bytes(ROWS * int(np.prod(shape)) * np.dtype(BITS[TYPES[name]]).itemsize),
+            BITS[TYPES[name]],
+        ).reshape(ROWS, *shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Blocks of 12 rows, the last one of 7, in several parts, each in several inner chunks."""
+
+    plan = "trajstore.store.metadata.block_plan."
+    for name, value in {"_SMALL_ROW": 0, "_LARGEST_OBJECT": 12 * HIDDEN * 4 * 10, "_CHUNK": 600,
+                        "_CHUNK_OF_HISTORIES": 300, "_FEWEST_TOKENS": 3}.items():  # fmt: skip
+        monkeypatch.setattr(plan + name, value)
+    path = tmp_path / "run.zarr"
+    values = random_rows()
+    with RunWriter.create(
+        path,
+        token=np.arange(TOKENS) * 3,
+        hidden=HIDDEN,
+        variables=TYPES,
+        is_dead=np.arange(TOKENS) % 2 == 0,
+        token_count=np.arange(TOKENS) % 2,
+        token_text=['é𝄞\n"\\\x7f' + str(number) for number in range(TOKENS)],
+        config={
+            "text": 'é𝄞\n"\\\x7f',
+            "lr": 1e-05,
+            "rows": 2,
+            "eps": 1e16,
+            "beta": 0.5,
+            "one": 1.0,
+        },
+        attributes={"provenance": {"host": "é", "resumed": [{"step": 1}]}},
+        block_rows=12,
+    ) as writer:
+        for row in range(ROWS):
+            for name, place in writer.next_row().items():
+                place[...] = values[name][row]
+            writer.commit_row(2 * row)
+    return path
+
+
+def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(run: Path) -> None:
+    reader = Reader(run)
+    assert [reader.parts(name) for name in ("W", "grad", "logits", "loss")] == [3, 3, 1, 1]
+    assert reader.settings("W")["token_first"]
+    assert all(len(reader.load(name, 0, 0)[0]) > 1 for name in ("W", "grad", "exp_avg"))
+    for name, bits in random_rows().items():
+        assert (reader.bits(name) == bits).all(), name
+    assert reader.bits("step").tolist() == list(range(0, 2 * ROWS, 2))
+    attributes = reader.attributes
+    assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
+
+
+def test_a_reader_by_the_specification_computes_the_rows_of_a_replay_run(tmp_path: Path) -> None:
+    from trajstore import sample_run
+
+    ds = open_run(sample_run(tmp_path / "sample.zarr")).isel(step=slice(0, 40)).load()
+    optimizer = ds.attrs["optimizer"] | {"class": "torch.optim.adamw.AdamW"}  # corrected at times
+    names = ("W", "grad", "exp_avg", "exp_avg_sq", "lr")
+    path = tmp_path / "run.zarr"
+    with RunWriter.create(
+        path,
+        token=ds.token.values,
+        hidden=ds.sizes["hidden"],
+        variables={name: ds[name].attrs["native_dtype"] for name in names},
+        attributes={"optimizer": optimizer},
+        block_rows=16,
+        encoding="compact",
+    ) as writer:
+        for row, step in enumerate(ds.step.values):
+            writer.append(step=int(step), **{name: ds[name].values[row] for name in names})
+    reader = Reader(path)
+    forms = [reader.load(name, 1, 0)[0][0][0] for name in names[:4]]
+    assert forms == [1, 1, 1, 1]
+    for name, bits in reader.computed().items():
+        assert (wide(bits).view("u4") == ds[name].values.view("u4")).all(), name
+    attributes = reader.attributes
+    assert attributes["encoding"] == "compact"
+    assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
