@@ -23,7 +23,6 @@ from trajstore.errors import InvalidArgument, RunExists, argument
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
 from trajstore.store.writing.create import staged_run
-from trajstore.trainers.downloads import cached
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.kept_state import set_random_state
 from trajstore.trainers.recording.notes import group_attributes
@@ -36,7 +35,7 @@ from trajstore.trainers.step_state import (
     optimizer_state_at,
     state_of,
 )
-from trajstore.trainers.texts import AsciiTokenizer, FileTokenizer, Tokenizer
+from trajstore.trainers.texts import find_tokenizer
 from trajstore.values.native_types import NativeType
 from trajstore.values.optimizer_rule import with_numbers
 
@@ -476,63 +475,6 @@ def set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:
     """Set the random generators of a model's device to a row of ``random_state``."""
     device = next(model.parameters()).device
     set_random_state(device, torch.from_numpy(values).to(torch.uint8))
-
-
-def find_tokenizer(
-    attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None
-) -> Tokenizer | None:
-    """Return the tokenizer of a run; None if it has none, or one that is not in the cache.
-
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of the run.
-    given : path-like or str, optional
-        A tokenizer to use instead: ``ascii``, a folder, or a ``tokenizer.json``.
-
-    Raises
-    ------
-    InvalidArgument, CorpusError
-        If the given tokenizer cannot be loaded.
-    """
-    if given is not None:
-        return AsciiTokenizer() if given == "ascii" else FileTokenizer(given)
-    if attribute(attributes, "provenance", "tokenizer", "name") == AsciiTokenizer.name:
-        return AsciiTokenizer()
-    sha256 = attribute(attributes, "provenance", "tokenizer", "sha256")
-    path = None if sha256 is None else cached("gpt2")
-    tokenizer = None if path is None else FileTokenizer(path)
-    return tokenizer if tokenizer is not None and tokenizer.sha256 == sha256 else None
-
-
-def run_tokenizer(
-    attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None
-) -> Tokenizer:
-    """Return the tokenizer of a run.
-
-    Parameters
-    ----------
-    attributes, given
-        As for `find_tokenizer`.
-
-    Raises
-    ------
-    InvalidArgument
-        If the run has none that is available.
-    CorpusError
-        If the given tokenizer cannot be loaded.
-    """
-    tokenizer = find_tokenizer(attributes, given)
-    if tokenizer is None:
-        name = attribute(attributes, "provenance", "tokenizer", "name")
-        reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
-        raise InvalidArgument(
-            f"the run {reason}; give one: "
-            + argument("tokenizer", "'ascii'")
-            + ", or "
-            + argument("tokenizer", "FOLDER")
-        )
-    return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""Texts as token ids, including the embedded ones, and the tokenizers that make them."""
+"""Texts as token ids, the embedded ones, tokenizers, and the tokenizer of a run."""
 
 from __future__ import annotations
 
 import bz2
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument, argument, config_field
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.downloads import cached
 
@@ -362,3 +364,60 @@ def _tokenizer(name: str, path: str | os.PathLike[str] | None) -> Tokenizer | No
         return AsciiTokenizer()
     fetched = None if name == "none" else cached(name)
     return FileTokenizer(fetched) if fetched else None
+
+
+def find_tokenizer(
+    attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None
+) -> Tokenizer | None:
+    """Return the tokenizer of a run; None if it has none, or one that is not in the cache.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    given : path-like or str, optional
+        A tokenizer to use instead: ``ascii``, a folder, or a ``tokenizer.json``.
+
+    Raises
+    ------
+    InvalidArgument, CorpusError
+        If the given tokenizer cannot be loaded.
+    """
+    if given is not None:
+        return AsciiTokenizer() if given == "ascii" else FileTokenizer(given)
+    if attribute(attributes, "provenance", "tokenizer", "name") == AsciiTokenizer.name:
+        return AsciiTokenizer()
+    sha256 = attribute(attributes, "provenance", "tokenizer", "sha256")
+    path = None if sha256 is None else cached("gpt2")
+    tokenizer = None if path is None else FileTokenizer(path)
+    return tokenizer if tokenizer is not None and tokenizer.sha256 == sha256 else None
+
+
+def run_tokenizer(
+    attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a run.
+
+    Parameters
+    ----------
+    attributes, given
+        As for `find_tokenizer`.
+
+    Raises
+    ------
+    InvalidArgument
+        If the run has none that is available.
+    CorpusError
+        If the given tokenizer cannot be loaded.
+    """
+    tokenizer = find_tokenizer(attributes, given)
+    if tokenizer is None:
+        name = attribute(attributes, "provenance", "tokenizer", "name")
+        reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
+        raise InvalidArgument(
+            f"the run {reason}; give one: "
+            + argument("tokenizer", "'ascii'")
+            + ", or "
+            + argument("tokenizer", "FOLDER")
+        )
+    return tokenizer

@@ -11,7 +11,8 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
-from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule, steps_of_another_optimizer
+from trajstore.store.reading.run_attributes import steps_of_another_optimizer
+from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
 
 RUN = "run"
 """Name of the dimension of several runs."""

@@ -14,6 +14,7 @@ from trajstore.arguments import ANY, exact
 from trajstore.errors import InvalidArgument, StepNotFound, argument, config_field
 from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.zarr_json import unproven_rows
+from trajstore.store.reading.run_attributes import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.counterfactuals.settings import (
     ChangedSettings,
@@ -35,7 +36,7 @@ from trajstore.trainers.replays.recorded_rows import (
 )
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
-from trajstore.values.optimizer_rule import MOMENTS, steps_of_another_optimizer
+from trajstore.values.optimizer_rule import MOMENTS
 
 Array = npt.NDArray[Any]
 

@@ -22,9 +22,9 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.step_model import model_at, run_tokenizer
+from trajstore.trainers.step_model import model_at
 from trajstore.trainers.step_state import RunParameters
-from trajstore.trainers.texts import Tokenizer, tokenize_file
+from trajstore.trainers.texts import Tokenizer, run_tokenizer, tokenize_file
 
 Ids = npt.NDArray[np.int64]
 

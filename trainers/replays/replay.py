@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.options import torch_threads
@@ -44,7 +44,7 @@ from trajstore.trainers.replays.replay_result import (
     finding_at,
 )
 from trajstore.values.native_types import widen
-from trajstore.values.optimizer_rule import MOMENTS, steps_of_another_optimizer
+from trajstore.values.optimizer_rule import MOMENTS
 
 Array = npt.NDArray[Any]
 

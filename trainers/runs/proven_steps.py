@@ -29,7 +29,7 @@ from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.existing_run import RowDifference
 from trajstore.trainers.replays.recorded_optimizer import replay_device, replay_devices
@@ -46,7 +46,6 @@ from trajstore.trainers.runs.retraining import train_again
 from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import native_type
-from trajstore.values.optimizer_rule import steps_of_another_optimizer
 
 _SEGMENT = 256
 """Maximum number of rows that are trained without a new start, so that progress does not wait."""

@@ -625,26 +625,3 @@ class VectorRule:
             clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
             made.append(Rates(step=int(count), lr=lr, clip=clip) if taken else None)
         return made[: len(counts)]
-
-
-def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
-    """Last step of an optimizer other than that of the run's attributes; 0 if there is none.
-
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of a run. All forks in its history count.
-    """
-    provenance = attributes.get("provenance")
-    fork = provenance.get("fork") if isinstance(provenance, Mapping) else None
-    last, common = 0, None
-    while isinstance(fork, Mapping):
-        step = fork.get("step")
-        if not isinstance(step, int):
-            break
-        # Of an earlier fork, the run holds only the steps until here.
-        common = step if common is None else min(common, step)
-        if fork.get("optimizer") is not None:
-            last = max(last, common)
-        fork = fork.get("forked_before")
-    return last

@@ -18,7 +18,7 @@ from damage import edit, put
 from trajstore import open_run
 from trajstore.errors import FormatError
 from trajstore.store.metadata.zarr_json import array_faults, facts_of, metadata_of
-from trajstore.values.optimizer_rule import steps_of_another_optimizer
+from trajstore.store.reading.run_attributes import steps_of_another_optimizer
 
 Small = tuple[Path, dict[str, np.ndarray]]
 
