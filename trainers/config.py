@@ -30,6 +30,7 @@ from trajstore.units import COMMIT_EVERY, parse_bytes
 MAY_CHANGE = frozenset(
     {
         "training.steps",
+        "training.threads",
         "recording.memory",
         "recording.commit_every",
         "recording.checkpoint_every",
@@ -217,6 +218,9 @@ class TrainingConfig(_Section):
     """Random seed."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Device to train on."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of torch, on which the bits of the training depend. Default: as the recorded run
+    that is resumed or forked; otherwise torch's default."""
 
 
 class RecordingConfig(_Section):

@@ -20,7 +20,7 @@ from trajstore.trainers.config import (
 
 def gatsby() -> RunConfig:
     """Lil Gatsby, W, gradient and moments: 128 ASCII tokens that start at one point (15.1a)."""
-    return RunConfig(data=DataConfig(target_offset=2))
+    return RunConfig(data=DataConfig(target_offset=2), training=TrainingConfig(threads=1))
 
 
 def gatsby_gradients() -> RunConfig:
@@ -36,7 +36,7 @@ def gatsby_adam() -> RunConfig:
         initialization=InitializationConfig(kind="default"),
         optimizer=OptimizerConfig(name="adam", weight_decay=0.0),
         schedule=ScheduleConfig(name="constant"),
-        training=TrainingConfig(loop="plain", max_grad_norm=0.0, autocast="none"),
+        training=TrainingConfig(loop="plain", max_grad_norm=0.0, autocast="none", threads=1),
         recording=RecordingConfig(logits_mode="mean"),
     )
 

@@ -67,7 +67,11 @@ _OPTIONS = (
 _FLAGS = ("overwrite", "resume")
 """Arguments that an option of the same name sets."""
 
-_OPTION_FIELDS = {"training.steps": "--steps", "training.device": "--device"}
+_OPTION_FIELDS = {
+    "training.steps": "--steps",
+    "training.device": "--device",
+    "training.threads": "--threads",
+}
 """Options that set a field of the configuration; the others need ``--set``."""
 
 

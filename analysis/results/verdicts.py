@@ -161,7 +161,7 @@ Config = Mapping[str, Mapping[str, Any]]
 _OF_RESUME = {"training.steps"}
 """Fields that a resume changes; a fork changes the others."""
 
-_IGNORED = ("recording.", "training.device")
+_IGNORED = ("recording.", "training.device", "training.threads")
 
 
 def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:

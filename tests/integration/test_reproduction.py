@@ -22,19 +22,20 @@ from trajstore.trainers import fork, record, recorded_config
 pytestmark = pytest.mark.torch
 
 
-def begin(path: Path, text: Path, **options: Any) -> None:
-    record(small_config(["gatsby", "recording.every=2"], steps=6), path, corpus=text, **options)
+def begin(path: Path, text: Path, *settings: str, **options: Any) -> None:
+    config = small_config(["gatsby", "recording.every=2", *settings], steps=6)
+    record(config, path, corpus=text, **options)
 
 
-def extend(path: Path, steps: int, **options: Any) -> None:
-    longer = recorded_config(path).with_values([f"training.steps={steps}"])
-    record(longer, path, resume=True, **options)
+def extend(path: Path, steps: int, *settings: str) -> None:
+    longer = recorded_config(path).with_values([f"training.steps={steps}", *settings])
+    record(longer, path, resume=True)
 
 
 def extended(path: Path, text: Path) -> Path:
-    begin(path, text, threads=2)
+    begin(path, text, "training.threads=2")
     extend(path, 9)
-    extend(path, 12, threads=3)
+    extend(path, 12, "training.threads=3")
     return path
 
 

@@ -65,8 +65,8 @@ THREADS = click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of torch's CPU threads, which affects the bits. Default: as recorded in the run, "
-    "or torch's default.",
+    help="CPU threads of torch, on which the bits depend. Default: those of the recorded run or "
+    "the configuration, otherwise torch's own number.",
 )
 
 configuration = _together(
@@ -110,6 +110,7 @@ recording = _together(
 PLACES = {
     "steps": "training.steps",
     "device": "training.device",
+    "threads": "training.threads",
     "seed": "training.seed",
     "variables": "recording.variables",
     "every": "recording.every",

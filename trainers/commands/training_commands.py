@@ -234,7 +234,7 @@ def _sizes(totals: dict[str, Any]) -> list[str]:
     return [*map(format_bytes, (totals["bytes_native"], *totals["bytes_by_encoding"].values()))]
 
 
-_PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
+_PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync")
 """Options that the training takes as they are; the configuration holds the others."""
 
 

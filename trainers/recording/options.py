@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, Bound, Count, check_fields, exact, exact_json
-from trajstore.errors import InvalidArgument, argument, did_you_mean
+from trajstore.errors import InvalidArgument, config_field, did_you_mean
 from trajstore.schema import EVERYTHING, STEP, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
@@ -426,7 +426,7 @@ def slower_threads() -> str | None:
     return (
         f"one thread computes {ratio:.1f} times as fast as {several} threads now, so other "
         "programs use the processors; "
-        + argument("threads", 1)
+        + config_field("training.threads", 1)
         + " would be faster, and changes the bits"
     )
 

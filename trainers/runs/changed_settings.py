@@ -334,6 +334,7 @@ _FIELDS = (
     "training.max_grad_norm",
     "training.autocast",
     "training.device",
+    "training.threads",
     "model.dtype",
     "recording.memory",
     "recording.commit_every",

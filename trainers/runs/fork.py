@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.arguments import Count, checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, config_field
 from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
@@ -66,7 +66,6 @@ def fork(
     overwrite: bool = False,
     fsync: bool = True,
     strict_numerics: bool = False,
-    threads: Count | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -94,11 +93,11 @@ def fork(
         Step of the run that has a row, and is not 0.
     settings : sequence of str
         Changes, ``section.field=value``: any field of ``optimizer`` and ``schedule``,
-        ``training.steps``, ``.max_grad_norm``, ``.autocast`` and ``.device``, ``model.dtype`` from
-        bfloat16 to float32, ``recording.memory``, ``.commit_every`` and ``.checkpoint_every``. The
-        optimizer's state is converted, and kept between adam and adamw; to and from sgd the
-        optimizer starts without state.
-    corpus, tokenizer, overwrite, fsync, strict_numerics, threads
+        ``training.steps``, ``.max_grad_norm``, ``.autocast``, ``.device`` and ``.threads``,
+        ``model.dtype`` from bfloat16 to float32, ``recording.memory``, ``.commit_every`` and
+        ``.checkpoint_every``. The optimizer's state is converted, and kept between adam and adamw;
+        to and from sgd the optimizer starts without state.
+    corpus, tokenizer, overwrite, fsync, strict_numerics
         As for `trainers.record`.
     stop, on_corpus, on_step, on_note, on_retrain
         As for `trainers.record`. `stop` is not called while steps are trained again.
@@ -184,7 +183,6 @@ def fork(
         tokenizer=tokenizer,
         fsync=fsync,
         strict_numerics=strict_numerics,
-        threads=threads,
         stop=stop,
         on_corpus=on_corpus,
         on_step=on_step,

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trajstore.arguments import Count, checks_types
+from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, RunExists, argument, config_field
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.metadata_form import recorded_threads
@@ -47,7 +47,6 @@ def record(
     resume: bool = False,
     fsync: bool = True,
     strict_numerics: bool = False,
-    threads: Count | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_products: Callable[[str], None] | None = None,
@@ -61,8 +60,8 @@ def record(
     ----------
     config : RunConfig
         A resumed run needs its own configuration (`trainers.recorded_config`). Only
-        ``training.steps``, ``recording.memory``, ``recording.commit_every`` and
-        ``recording.checkpoint_every`` may change.
+        ``training.steps``, ``training.threads``, ``recording.memory``, ``recording.commit_every``
+        and ``recording.checkpoint_every`` may change.
     path : path-like
         Path of the run, by custom ``NAME.zarr``. With untied weights each matrix has a run,
         ``NAME.<parameter>.zarr``.
@@ -80,9 +79,6 @@ def record(
     strict_numerics : bool
         Raise an error instead of a note if the optimizer's state cannot decay or grow in its type,
         or the weights cannot decay in theirs.
-    threads : int, optional
-        Threads of torch on the CPU, on which the bits of the training depend. `provenance` stores
-        the number. Default: a resumed run keeps its number; a new run uses torch's default.
     stop : callable
         Called after every recorded step. If it returns True, the run is closed as ``interrupted``,
         with a checkpoint of that step.
@@ -109,7 +105,7 @@ def record(
         If the run cannot be resumed: it was imported or computed, or repeating its training gives
         other rows. It stays unchanged.
     InvalidArgument
-        If the text or the tokenizer cannot be read, or `threads` is less than 1.
+        If the text or the tokenizer cannot be read.
     CorpusError
         If the text cannot be trained on, or differs from that of the resumed run; nothing is
         written.
@@ -149,6 +145,7 @@ def record(
     config, products = with_products(config)
     attributes = open_group(target).attrs.asdict() if point else {}
     state = point.checkpoint if point else None
+    threads = config.training.threads
     sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     if existing is not None:

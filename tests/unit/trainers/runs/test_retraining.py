@@ -186,9 +186,9 @@ def test_nobody_else_may_write_while_it_is_proven(lost: Path, text: Path) -> Non
 CONFIG = small_config(["gatsby"], steps=5)
 
 
-def extend(path: Path, steps: int, **options: Any) -> None:
-    record(recorded_config(path).with_values([f"training.steps={steps}"]), path, resume=True,
-           **options)  # fmt: skip
+def extend(path: Path, steps: int, *settings: str, **options: Any) -> None:
+    longer = recorded_config(path).with_values([f"training.steps={steps}", *settings])
+    record(longer, path, resume=True, **options)
 
 
 def without_checkpoints(path: Path) -> Path:
@@ -299,9 +299,9 @@ def test_threads_are_recorded_and_used_again(text: Path, tmp_path: Path) -> None
     own = torch.get_num_threads()
     used: list[int] = []
     count: Any = lambda *_: used.append(torch.get_num_threads())  # noqa: E731
-    record(CONFIG, path, corpus=text, threads=own + 1, on_step=count)
+    record(CONFIG.with_values([f"training.threads={own + 1}"]), path, corpus=text, on_step=count)
     extend(path, 6, on_step=count)
-    extend(path, 7, threads=own + 2, on_step=count)
+    extend(path, 7, f"training.threads={own + 2}", on_step=count)
     assert used == [own + 1] * 6 + [own + 2]
     assert torch.get_num_threads() == own
     provenance = xr.open_zarr(path).attrs["provenance"]
