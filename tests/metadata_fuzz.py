@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from golden_runs import unpack
 from metadata_damage import damage_metadata
 
 from trajstore import RunWriter, open_run, repair, verify
@@ -34,8 +35,7 @@ MOST_SECONDS = 10
 MOST_SPACE = 3 << 30
 """Bytes of addresses that a try may take; each thread takes many and uses few."""
 
-DATA = Path(__file__).parent / "data"
-RUNS = ("format3-delta.zarr", "format3-delta-large.zarr")
+RUNS = ("delta.zarr", "parts.zarr")
 
 
 class Hang(BaseException):
@@ -94,9 +94,9 @@ def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     raw: dict[str, str] = {}
     hangs = 0
     slowest = 0.0
-    sound = {each: run.with_name(each) for each in RUNS}
-    for each, place in sound.items():
-        shutil.copytree(DATA / each, place)
+    folder = unpack(run.parent)
+    sound = {each: folder / each for each in RUNS}
+    for place in sound.values():
         COMMANDS[name](_fresh(place, run))  # what is loaded is no memory of a try
     start = _memory("VmRSS")
     space = _memory("VmSize") + MOST_SPACE

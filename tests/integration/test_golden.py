@@ -1,82 +1,75 @@
-"""Stores that an earlier build of the same format wrote are read, bit for bit.
-
-Release 0.3.0 wrote release-0.3.0.zarr: record --preset gatsby --steps 6 --threads 1 --set
-model.hidden=4 --set model.layers=1 --set model.heads=1 --set model.context=16
-"""
+"""Every version reads the runs of all earlier ones; tests/golden_runs.py wrote them."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import shutil
+import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xarray as xr
+from golden_runs import DATA, LOOPS, digests, train, unpack
 
 import trajstore
 from trajstore.schema import FORMAT
-from trajstore.values.native_types import native_type, widen
 
-DATA = Path(__file__).parents[1] / "data"
-
-_spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
-assert _spec is not None
-assert _spec.loader is not None
-golden = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(golden)
-
-
-FINGERPRINTS = {
-    "delta": "31451b6087303a6b3350cda1da930f5a39c234d7e8542d22d70c0016c19747c6",
-    "delta-large": "551445c84adf9bcb14363539d17f7728c1074d0f9ad2e53ef18f2a8706ab57eb",
+WRITTEN = {
+    (archive.stem.removeprefix("runs-"), run): written
+    for archive in sorted(DATA.glob("runs-*.zip"))
+    for run, written in json.loads(zipfile.ZipFile(archive).read("digests.json")).items()
 }
 
 
-@pytest.mark.parametrize("name", FINGERPRINTS)
-@pytest.mark.parametrize("opener", [trajstore.open_run, xr.open_zarr])
-def test_a_golden_store_reads_as_it_was_written(name: str, opener: object) -> None:
-    ds = opener(DATA / f"format3-{name}.zarr")
-    assert ds.attrs["trajstore_format"] == FORMAT
-    assert ds.attrs["status"] == "complete"
-    assert ds.step.values.tolist() == [0, 10, 20, 30, 40, 50, 60]
-    assert ds.token.values.tolist() == [2, 3, 5, 7]
-    assert ds.is_dead.values.tolist() == [True, False, False, True]
-    assert ds.token_text.values.tolist() == ["a", "b", "é", "\\n"]
-    for variable, dtype in golden.TYPES.items():
-        expected = widen(golden.golden_bits(variable), native_type(dtype))
-        assert ds[variable].attrs["native_dtype"] == dtype
-        assert ds[variable].values.tobytes() == np.ascontiguousarray(expected).tobytes()
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each version."""
+    folder = tmp_path_factory.mktemp("golden")
+    for version in {version for version, _ in WRITTEN}:
+        unpack(folder, version)
+    return folder
 
 
-@pytest.mark.parametrize("name", FINGERPRINTS)
-def test_a_golden_store_is_sound(name: str) -> None:
-    """Labels, content digest and fingerprint are made again from what is stored."""
-    found = trajstore.verify(DATA / f"format3-{name}.zarr")
+@pytest.mark.parametrize(("version", "name"), WRITTEN)
+def test_a_run_is_read_verified_and_exported(
+    unpacked: Path, tmp_path: Path, version: str, name: str
+) -> None:
+    written = WRITTEN[version, name]
+    run = unpacked / version / name
+    opened = trajstore.open_run(run)
+    assert opened.attrs["trajstore_format"] == FORMAT
+    assert opened.attrs["fingerprint"] == written["fingerprint"]
+    assert digests(opened) == written["values"]
+    assert digests(xr.open_zarr(run)) == written["values"]
+    found = trajstore.verify(run)
     assert found.clean, found.problems
-    attributes = trajstore.open_run(DATA / f"format3-{name}.zarr").attrs
-    assert attributes["fingerprint"] == FINGERPRINTS[name]
+    trajstore.export(run, tmp_path / "plain.zarr", format="zarr")
+    exported = digests(xr.open_zarr(tmp_path / "plain.zarr"))
+    assert exported == written["values"]
+
+
+RESUMED = ("matrix", "compact", "everything", "fork", *LOOPS)
 
 
 @pytest.mark.torch
-def test_a_run_of_the_last_release_is_opened_verified_exported_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "name"), [key for key in WRITTEN if key[1].removesuffix(".zarr") in RESUMED]
+)
+def test_a_run_is_resumed(unpacked: Path, tmp_path: Path, version: str, name: str) -> None:
     trainers = pytest.importorskip("trajstore.trainers", exc_type=ImportError)
-    from safetensors.torch import load_file
-
-    for kind in ("zarr", "ckpt"):
-        shutil.copytree(DATA / f"release-0.3.0.{kind}", tmp_path / f"run.{kind}")
-    run = tmp_path / "run.zarr"
-    before = trajstore.open_run(run).load()
-    assert before.attrs["provenance"]["trajstore"] == "0.3.0"
-    assert trajstore.verify(run).clean
-    assert trainers.replay(run).clean
-    trajstore.export(run, tmp_path / "run.safetensors")
-    exported = load_file(tmp_path / "run.safetensors")["W"].float()
-    assert exported.numpy().tobytes() == before.W.values.tobytes()
-    config = trainers.recorded_config(run).with_values(["training.steps=8"])
-    trainers.record(config, run, resume=True, threads=1)
+    kind = name.removesuffix(".zarr")
+    for source in (unpacked / version).glob(f"{kind}.*"):
+        shutil.copytree(source, tmp_path / source.name)
+    run = tmp_path / name
+    rows = trajstore.open_run(run).sizes["step"]
+    if kind in LOOPS:
+        train(run, LOOPS[kind], range(rows, rows + 2), resume=True)
+    else:
+        config = trainers.recorded_config(run)
+        steps = config.training.steps + 2
+        trainers.record(config.with_values([f"training.steps={steps}"]), run, resume=True)
     after = trajstore.open_run(run)
-    assert after.step.values.tolist() == list(range(9))
-    assert after.isel(step=slice(7)).W.values.tobytes() == before.W.values.tobytes()
+    assert after.sizes["step"] == rows + 2
+    first = digests(after.isel(step=slice(rows)))
+    assert first == WRITTEN[version, name]["values"]
     assert trajstore.verify(run).clean
-    assert trainers.replay(run).clean

@@ -20,6 +20,7 @@ import zarr
 from checkpoints import write_checkpoint
 from click.testing import CliRunner
 from damage import contents, cut, edit, flip, put, shard_index, wide_run, write_shard
+from golden_runs import unpack
 
 from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.cli.main import main
@@ -29,8 +30,6 @@ from trajstore.integrity import metadata_checks as inspection
 from trajstore.integrity import verify as checkpoint_files
 from trajstore.integrity.verify import Verification, check_checkpoints
 from trajstore.store.storage.remote_path import checkpoint_folder
-
-DATA = Path(__file__).parents[3] / "data"
 
 
 def only(found: Verification) -> Any:
@@ -463,8 +462,7 @@ def _arrays(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_another_format_is_not_judged(tmp_path: Path) -> None:
-    run = tmp_path / "run.zarr"
-    shutil.copytree(DATA / "format3-delta.zarr", run)
+    run = unpack(tmp_path) / "delta.zarr"
     newer = {"trajstore_format": 9, "trajstore_version": "9.1"}
     edit(run / "zarr.json", lambda root: root["attributes"].update(newer))
     edit(run / "step" / "zarr.json", _in_copy(newer))

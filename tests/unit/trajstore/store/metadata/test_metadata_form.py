@@ -15,6 +15,7 @@ import pytest
 import xarray as xr
 from bits_and_calls import random_bits
 from damage import put
+from golden_runs import golden_metadata
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.errors import FormatError
@@ -33,9 +34,7 @@ from trajstore.store.metadata.metadata_form import (
     trained_segments,
 )
 
-ROOT = json.loads(
-    Path(__file__).parents[4].joinpath("data", "format3-delta.zarr", "zarr.json").read_bytes()
-)
+ROOT = golden_metadata()
 
 
 def test_the_root_of_a_recorder_has_no_faults() -> None:

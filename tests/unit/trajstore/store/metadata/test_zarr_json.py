@@ -14,6 +14,7 @@ import pytest
 import xarray as xr
 import zarr
 from damage import edit, put
+from golden_runs import golden_metadata
 
 from trajstore import open_run
 from trajstore.errors import FormatError
@@ -22,9 +23,7 @@ from trajstore.store.reading.run_attributes import steps_of_another_optimizer
 
 Small = tuple[Path, dict[str, np.ndarray]]
 
-GOLDEN = json.loads(
-    Path(__file__).parents[4].joinpath("data", "format3-delta.zarr", "zarr.json").read_bytes()
-)["consolidated_metadata"]["metadata"]
+GOLDEN = golden_metadata()["consolidated_metadata"]["metadata"]
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -1,0 +1,167 @@
+"""Small runs of each version, which every later version reads: tests/data/runs-VERSION.zip.
+
+``python tests/golden_runs.py`` writes the archive of the installed version. It also holds
+digests.json: for each run SHA-256 of every variable and coordinate. The archive of 0.3.0 has two
+more runs, of a build before it: `delta` with a block of three rows, `parts` with several objects a
+block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+DATA = Path(__file__).parent / "data"
+TRAJSTORE = Path(sys.executable).with_name("trajstore")
+SMALL = ("record --preset gatsby --steps 6 --threads 1 --set model.hidden=4 --set model.layers=1 "
+         "--set model.heads=1 --set model.context=16 --set training.batch_size=4")  # fmt: skip
+EXACT = "--set model.dtype=float32 --set training.autocast=none"
+COMMANDS = {
+    "matrix": SMALL,
+    "compact": f"{SMALL} --encoding compact --steps 10 --set recording.block_rows=4",
+    "weights": f"{SMALL} {EXACT} --variables weights",
+    "grads": f"{SMALL} --variables weights+grads --set training.loop=plain "
+    "--set model.dtype=float32 --set training.autocast=float16",
+    "sgd": f"{SMALL} {EXACT} --set optimizer.name=sgd --set optimizer.momentum=0.9",
+    "norms": f"{SMALL} --variables norms,cells --set training.accumulation=2",
+    "everything": f"{SMALL} --variables everything --set recording.block_rows=4",
+    "everything-compact": f"{SMALL} --variables everything --encoding compact",
+    "mixed": f"{SMALL} --set optimizer.state_dtype=float32 --population rare=token_count<9 "
+    "--variables matrix,hidden_mean,hidden_trace,hidden_cosine,W_step_norm,W_ulp_l1",
+    "untied": f"{SMALL} --set model.tied=false",
+    "fork": "fork matrix.zarr --at 3 --steps 6 --set optimizer.lr=0.01",
+    "imported": "import matrix.safetensors",
+}
+LOOPS = {"sharded": "float32", "killed": "float16"}
+"""Type of the weights, by the name of the run."""
+
+
+def train(path: Path, dtype: str, steps: range, *, resume: bool = False) -> None:
+    """Record a loop, in one process or, with ``RANK`` set, as one of several processes."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from trajstore import open_run
+    from trajstore.trainers import capture
+
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(11, 4)
+    head = torch.nn.Linear(4, 11, bias=False)
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, torch.nn.Linear(4, 4), head)
+    model.to(getattr(torch, dtype))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    if resume:
+        last = open_run(path).W.values[-1]
+        embedding.weight.data.copy_(torch.from_numpy(last))
+    options = {"parameter": "0.weight", "block_rows": 3, "resume": resume}
+    with capture(model, optimizer, path, first_step=steps.start - 1, **options):
+        for step in steps:
+            ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+        if path.name == "killed.zarr" and not resume:
+            time.sleep(600)  # until write_runs kills the process
+    if "RANK" in os.environ:
+        torch.distributed.destroy_process_group()
+
+
+def write_runs(folder: Path) -> None:
+    """Write all runs."""
+    for name, command in COMMANDS.items():
+        if name == "imported":
+            _run(folder, "export matrix.zarr -o matrix.safetensors")
+        _run(folder, f"{command} -o {name}.zarr")
+    (folder / "matrix.safetensors").unlink()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+             "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    for process in [_start(folder, "sharded", **group, RANK=str(rank)) for rank in range(2)]:
+        process.wait()
+
+    writer, metadata = _start(folder, "killed"), folder / "killed.zarr" / "zarr.json"
+    while not metadata.exists() or '"committed_rows": 6' not in metadata.read_text():
+        time.sleep(0.1)
+    writer.kill()
+    writer.wait()
+
+
+def _run(folder: Path, command: str) -> None:
+    subprocess.run([TRAJSTORE, *command.split()], cwd=folder, check=True)
+
+
+def _start(folder: Path, name: str, **environment: str) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    call = f"golden_runs.train(golden_runs.Path('{name}.zarr'), '{LOOPS[name]}', range(1, 8))"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import golden_runs; {call}"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )
+
+
+def golden_metadata(run: str = "delta.zarr", version: str = "0.3.0") -> Any:
+    """The root's zarr.json."""
+    with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
+        return json.loads(archive.read(f"{run}/zarr.json"))
+
+
+def unpack(folder: Path, version: str = "0.3.0") -> Path:
+    """Unpack the runs of a version into a new folder, and return it."""
+    shutil.unpack_archive(DATA / f"runs-{version}.zip", folder / version)
+    return folder / version
+
+
+def digests(ds: xr.Dataset) -> dict[str, str]:
+    """SHA-256 of the bytes of every variable and coordinate; of texts, of their JSON."""
+    found = {}
+    for name, array in sorted(ds.variables.items()):
+        values = array.values
+        data = (
+            json.dumps(values.tolist()).encode()
+            if values.dtype.kind in "OUT"
+            else np.ascontiguousarray(values).tobytes()
+        )
+        found[str(name)] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def main() -> None:
+    import trajstore
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_runs(folder)
+        found = {}
+        for path in sorted(folder.glob("*.zarr")):
+            ds = trajstore.open_run(path)
+            found[path.name] = {"fingerprint": ds.attrs["fingerprint"], "values": digests(ds)}
+        (folder / "digests.json").write_text(json.dumps(found, indent=1))
+        target = DATA / f"runs-{trajstore.__version__}.zip"
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+                archive.write(file, file.relative_to(folder))
+    print(f"Wrote {target}: {len(found)} runs, {target.stat().st_size} bytes.")
+
+
+if __name__ == "__main__":
+    main()
