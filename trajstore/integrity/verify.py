@@ -27,6 +27,7 @@ import numpy as np
 from trajstore.arguments import Count, checks_types
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.formats.safetensors import Entry, SafetensorsFile
+from trajstore.installation import __version__
 from trajstore.integrity.array_checks import CheckedChunks, check_chunks, check_coordinates
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.metadata_faults import CheckedMetadata, Problem, digests_of
@@ -450,6 +451,9 @@ def _check_fingerprint(metadata: CheckedMetadata) -> list[Problem]:
                 "the content digest differs from the committed one, but no part is damaged; an "
                 "older block was restored, or metadata or coordinates were changed in all copies"
             )
+            writer = attributes["trajstore_version"]
+            if writer != __version__:  # a later one may have added variables
+                message += f"; check it with the trajstore {writer} that recorded it, too"
         elif digests[FINGERPRINT] != attributes[FINGERPRINT]:
             message = (
                 "the fingerprint differs from the committed one: attributes of the root were "

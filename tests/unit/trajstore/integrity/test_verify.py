@@ -471,6 +471,13 @@ def test_another_format_is_not_judged(tmp_path: Path) -> None:
         verify(run)
 
 
+def test_a_digest_that_differs_names_the_version_which_may_know_more(tmp_path: Path) -> None:
+    run = unpack(tmp_path) / "delta.zarr"
+    edit(run / "zarr.json", lambda root: root["attributes"].update(content_digest="0" * 64))
+    (problem,) = verify(run).problems
+    assert "trajstore 0.3.0.dev0 that recorded it" in problem.message
+
+
 def test_what_is_no_file_or_far_too_large_is_a_problem(run: Path) -> None:
     shard = run / "W" / "c.0.0.0"
     shard.unlink()
