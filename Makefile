@@ -71,6 +71,10 @@ docs: .venv  ## Build the site of docs/ into docs/_build; warnings are errors
 names: .venv  ## Write analysis/names.py and typed.pyi from the decorators of functions and figures
 	$(BIN)/python tools/names.py
 
+.PHONY: reference
+reference: .venv  ## Write the parts of docs/reference that come from docstrings, help and tables
+	$(BIN)/python tools/reference.py
+
 .PHONY: map
 map: .venv  ## Print the import layers of the packages of each package
 	$(BIN)/python tools/map.py

@@ -216,15 +216,13 @@ def regimes(
 ) -> xr.Dataset:
     """Regime of each token at each step, by norms of its hops ΔW/ulp(W_{t−1}) over hidden.
 
-    =========  ===========================================================================
-    unchanged  L1 = 0: no bit changed
-    single     0 < L1 ≤ 1: one element moved by one spacing, or by half a spacing down across a
-               power of two
-    neighbor   L∞ ≤ 1, L1 > 1: no element moved further than to its neighbor
-    local      L∞ > 1, L2 ≤ √D
-    jump       L2 > √D, or a NaN or infinity appeared or disappeared
-    far        only with the option `far`: L2 > far
-    =========  ===========================================================================
+    - ``unchanged``: L1 = 0: no bit changed
+    - ``single``: 0 < L1 ≤ 1: one element moved by one spacing, or by half a spacing down across a
+      power of two
+    - ``neighbor``: L∞ ≤ 1, L1 > 1: no element moved further than to its neighbor
+    - ``local``: L∞ > 1, L2 ≤ √D
+    - ``jump``: L2 > √D, or a NaN or infinity appeared or disappeared
+    - ``far``: only with the option `far`: L2 > far
 
     Parameters
     ----------

@@ -282,18 +282,16 @@ def freeze_cause(
 ) -> xr.DataArray:
     """Cause for each token that did not move, at each step.
 
-    =============  ===========================================================================
-    moved          the token moved
-    below_cell     W moved, but stayed in its cells of another `lattice` than the native one
-    no_gradient    the gradient and both moments of the token are exactly zero
-    learning_rate  the learning rate is 0
-    skipped        no optimizer step was taken, because the learning rate is NaN, or no moment of
-                   any token changed despite gradients
-    lost_update    W + update rounds to W in every element
-    unexplained    none of these: the previous step was not recorded, or other code changed W
-    =============  ===========================================================================
+    - ``moved``: the token moved
+    - ``below_cell``: W moved, but stayed in its cells of another `lattice` than the native one
+    - ``no_gradient``: the gradient and both moments of the token are exactly zero
+    - ``learning_rate``: the learning rate is 0
+    - ``skipped``: no optimizer step was taken, because the learning rate is NaN, or no moment of
+      any token changed despite gradients
+    - ``lost_update``: W + update rounds to W in every element
+    - ``unexplained``: none of these: the previous step was not recorded, or other code changed W
 
-    The first row of this table that applies is the cause.
+    The first of these that applies is the cause.
 
     Parameters
     ----------

@@ -62,14 +62,12 @@ def freeze_attribution(
     state before it, and each with one change. If W + update then rounds to another W in any element
     at any of these steps, the changed part is the cause: the token would not have frozen there.
 
-    ===============  ===========================================================================
-    recorded         no change, for comparison
-    exact_moments    both moments without rounding, as `exact_moments` computes them
-    peak_lr          the largest learning rate of all steps
-    live_moments     the moments of the live token whose gradient has the median norm of all
-                     live tokens at each step (the lower median for an even number)
-    float32_weights  W in float32, and the update computed in float32
-    ===============  ===========================================================================
+    - ``recorded``: no change, for comparison
+    - ``exact_moments``: both moments without rounding, as `exact_moments` computes them
+    - ``peak_lr``: the largest learning rate of all steps
+    - ``live_moments``: the moments of the live token whose gradient has the median norm of all live
+      tokens at each step (the lower median for an even number)
+    - ``float32_weights``: W in float32, and the update computed in float32
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""Pages of docs/reference/ against the code that they describe; docs/conf.py writes some tables."""
+"""Pages of docs/reference/ against the code that they describe; `make reference` writes parts."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -9,7 +10,21 @@ import pytest
 
 from trajstore import analysis, errors, schema
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+TOOL = ROOT / "tools" / "reference.py"
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not TOOL.exists(), reason="needs a clone")
+def test_the_parts_from_the_code_are_up_to_date() -> None:
+    for needed in ("torch", "lightning", "matplotlib"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location("reference_tool", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    for path, text in tool.files().items():
+        assert path.read_text("utf-8") == text, f"{path} is old; run make reference"
 
 
 def rows(page: str, heading: str | None = None) -> list[list[str]]:
@@ -52,7 +67,7 @@ def test_every_exception_is_described() -> None:
 def test_every_function_has_a_question_and_a_page() -> None:
     names = {name for name in analysis.__all__ if name.islower()}
     pages = "".join(page.read_text() for page in (REFERENCE / "analysis").glob("*.md"))
-    assert names - {*re.findall(r"^\.\. autofunction:: (\w+)$", pages, re.MULTILINE)} == set()
+    assert names - {*re.findall(r"^## `(\w+)`$", pages, re.MULTILINE)} == set()
     asked = {name for row in rows("quantities.md") for name in re.findall(r"\w+", row[1])}
     helpers = {"by_population", "compute", "each_run", "over_runs", "with_populations"}
     assert names - asked == helpers
@@ -64,7 +79,9 @@ def test_every_section_and_field_of_the_configuration_is_described() -> None:
     from trajstore.trainers.config import RunConfig
 
     page = (REFERENCE / "configuration.md").read_text()
-    assert re.findall(r"^```{fields} (\w+)$", page, re.MULTILINE) == [*RunConfig.model_fields]
+    assert re.findall(r"^<!-- make reference: fields (\w+) -->$", page, re.MULTILINE) == [
+        *RunConfig.model_fields
+    ]
     for section, entry in RunConfig.model_fields.items():
         for name, field in entry.annotation.model_fields.items():
             assert field.description, (section, name)
