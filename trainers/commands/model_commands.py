@@ -31,6 +31,13 @@ _OPTIONS = {
 """Ready-made evaluations and their options; the first one is required."""
 
 
+CONSTRUCTOR = click.option(
+    "--constructor",
+    metavar="FILE.py:FUNCTION",
+    help="Function that returns the model, for runs that do not record its configuration.",
+)
+
+
 @click.command()
 @RUN
 @click.argument("function", metavar="FUNCTION")
@@ -57,11 +64,7 @@ _OPTIONS = {
     help="Tokens to read of --text (default: all) or to generate (default: 40).",
 )
 @RUN_TOKENIZER
-@click.option(
-    "--constructor",
-    metavar="FILE.py:FUNCTION",
-    help="Function that returns the model, for runs that do not record its configuration.",
-)
+@CONSTRUCTOR
 @click.option("--overwrite", is_flag=True, help="Remove existing results.")
 def evaluate(
     run: str, function: str, output: str, selected: dict[str, Any], **options: Any
@@ -150,32 +153,44 @@ def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
     "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
 )
 @RUN_TOKENIZER
+@CONSTRUCTOR
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
 @needs_extra("checkout", "train")
-def checkout(run: str, output: str, **options: Any) -> None:
+def checkout(run: str, output: str, constructor: str | None, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
     The run must be recorded with --variables everything. The weights have the recorded bits.
     AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
-    tokenizer, if the run has one.
+    tokenizer, if the run has one. Of a model that is not of transformers, which needs
+    --constructor, the folder has model.pt, its state dict.
 
     \b
     Example:
       trajstore checkout gatsby.zarr --at 300 -o step-300/
       trajstore checkout gatsby.zarr --at 300 --optimizer -o step-300-optimizer/
+      trajstore checkout lstm.zarr --at 300 --constructor model.py:build -o lstm-300/
     """
     from transformers.utils import logging
 
     from trajstore import trainers
+    from trajstore.trainers.evaluations.evaluate import load_function
 
     logging.disable_progress_bar()
+    build = None if constructor is None else load_function(constructor)
     with StopRequest():
-        folder = trainers.checkout(run, output, **options)
-    parts = ["model", *(["tokenizer"] if folder.tokenizer else [])]
+        folder = trainers.checkout(run, output, constructor=build, **options)
+    of_transformers = (folder.path / "config.json").exists()
+    parts = [
+        "model" if of_transformers else "model.pt",
+        *(["tokenizer"] if folder.tokenizer else []),
+    ]
     parts += ["optimizer.pt"] if options["optimizer"] else []
     out.print(f"Wrote {output}: {', '.join(parts)} of step {options['step']} of {run}.")
     print_notes(folder.notes)
-    out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
+    if of_transformers:
+        out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
+    else:
+        out.print(f"Load it with: model.load_state_dict(torch.load({f'{output}/model.pt'!r}))")
 
 
 @click.command("what-if")
