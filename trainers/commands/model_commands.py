@@ -253,6 +253,9 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
 @click.option(
     "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
 )
+@click.option(
+    "--texts", type=click.Path(), metavar="FILE", help="JSON list with the text of each token id."
+)
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
 @needs_extra("annotate", "train")
 def annotate(
@@ -260,6 +263,7 @@ def annotate(
     corpus: str | None,
     tokenizer: str | None,
     masks: str | None,
+    texts: str | None,
     overwrite: bool,
 ) -> None:
     """Label dead tokens, occurrences and texts of tokens after recording.
@@ -271,11 +275,11 @@ def annotate(
     Example:
       trajstore annotate run.zarr --corpus book.txt --tokenizer gpt2/
       trajstore annotate run.zarr --tokenizer ascii
-      trajstore annotate run.zarr --masks dead_mask.npy
+      trajstore annotate run.zarr --masks dead_mask.npy --texts texts.json
     """
     import numpy as np
 
-    from trajstore.exchange.token_tables import annotations_of
+    from trajstore.exchange.token_tables import annotations_of, texts_of
     from trajstore.store.reading.open_group import open_group
     from trajstore.store.writing.create import annotate_run, check_unlabeled
 
@@ -285,11 +289,19 @@ def annotate(
         )
     if masks is not None and corpus is not None:
         raise InvalidArgument("got both --masks and --corpus, which both set is_dead; give one")
+    if texts is not None and tokenizer is not None:
+        raise InvalidArgument("got both --texts and --tokenizer, which set token_text; give one")
     if not overwrite:  # before a file is read, or transformers is imported
-        sources = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        sources = {
+            "token_text": texts or tokenizer,
+            "is_dead": masks or corpus,
+            "token_count": corpus,
+        }
         check_unlabeled(run, [name for name, file in sources.items() if file is not None])
     token = np.asarray(open_group(run)["token"])
     coordinates: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
+    if texts is not None:
+        coordinates["token_text"] = texts_of(texts, token)
     if tokenizer is not None:
         coordinates |= _text_coordinates(corpus, tokenizer, token)
     added = annotate_run(run, **coordinates, overwrite=overwrite)
