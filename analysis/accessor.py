@@ -7,9 +7,10 @@ computes several quantities in one pass.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.vectors import vectors_named
 from trajstore.analysis.public import FUNCTIONS, Public, import_functions, public
-from trajstore.analysis.scan.input_checks import RUN
+from trajstore.analysis.scan.input_checks import RUN, require_variables
 from trajstore.analysis.scan.quantity import Quantity, every_quantity, quantities_of_one_pass
 from trajstore.analysis.scan.result_variables import (
     NO_ROW_BEFORE,
@@ -30,7 +31,7 @@ from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
 from trajstore.analysis.several_runs import as_method, over_runs
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.populations import errors_about_rows, named_as_rows
-from trajstore.schema import EVALUATION
+from trajstore.schema import EVALUATION, RECORDED
 from trajstore.store.reading.run_attributes import parameter_dataset
 
 if TYPE_CHECKING:
@@ -338,7 +339,8 @@ def compute(
     ds : Dataset
         A run.
     names : sequence of str
-        Names in `QUANTITIES`, computed with default options.
+        Names in `QUANTITIES`, computed with default options, and recorded variables, such as
+        ``loss``.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Round W to this type for quantities that have this option. Others use W unchanged.
     steps : str, int, slice or iterable of int, optional
@@ -355,13 +357,14 @@ def compute(
         The results of all functions. A DataArray has the name of its function; the variables of a
         Dataset keep their names. All have every step of `ds`, or of the window. Steps without a
         value, such as a first row without a previous row, are NaN in floats, −1 in integers and
-        False in flags.
+        False in flags. With a recorded variable, the result is a table of one line per step: it
+        has only the variables along step, and one for each population, such as ``distinct_dead``.
 
     Raises
     ------
     InvalidArgument
-        If a name is unknown, no name is given, the lattice is unknown, or no quantity has a given
-        option.
+        If a name is unknown, no name is given, the lattice is unknown, no quantity has a given
+        option, or one has no value per step beside a recorded variable.
     VariableNotRecorded
         If the run does not hold a required variable.
 
@@ -370,6 +373,8 @@ def compute(
     >>> result = compute(ds, ["grad_norms", "speed", "logit_stats"]).compute()
     >>> list(result)[:4]
     ['grad_norms', 'speed', 'logit_min', 'logit_max']
+    >>> list(compute(ds, ["loss", "freeze"]).to_dataframe().columns)[:3]
+    ['loss', 'unchanged_fraction_dead', 'unchanged_fraction_live']
     """
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -380,18 +385,20 @@ def compute(
         raise InvalidArgument(
             f"{alone[0]} requires its own options; compute it separately with analysis.{alone[0]}"
         )
-    unknown = [name for name in names if name not in QUANTITIES]
-    unknown_names = [f"{name!r}{did_you_mean(name, QUANTITIES)}" for name in unknown]
+    recorded = [name for name in names if _is_recorded(ds, name)]
+    chosen = {name: QUANTITIES[name] for name in names if name in QUANTITIES}
+    unknown = [name for name in names if name not in recorded and name not in chosen]
+    unknown_names = [f"{name!r}{did_you_mean(name, [*QUANTITIES, *ds])}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
             f"got {', '.join(unknown_names) or 'no names'}, "
-            f"expected one or more of {', '.join(QUANTITIES)}"
+            f"expected recorded variables, or one or more of {', '.join(QUANTITIES)}"
         )
-    chosen = [QUANTITIES[name] for name in names]
-    _check_lattice(names, lattice)
-    _check_known(names, "min_unchanged", min_unchanged)
+    require_variables(ds, *recorded)
+    _check_lattice([*chosen], lattice)
+    _check_known([*chosen], "min_unchanged", min_unchanged)
     measures: dict[str, tuple[str, ...]] = {}
-    for quantity in chosen:
+    for quantity in chosen.values():
         of = lattice if quantity.known(lattice=lattice) else "native"
         measures[of] = (*measures.get(of, ()), *quantity.measures)
     scan = windowed_scan(ds, steps, within=within, measures=measures)
@@ -399,19 +406,46 @@ def compute(
     if min_unchanged is not None:
         options["min_unchanged"] = min_unchanged
     variables: dict[str, xr.DataArray] = {}
+    without_steps = []
     for name in names:
-        result = QUANTITIES[name].function(scan, **QUANTITIES[name].known(**options))
-        if isinstance(result, xr.DataArray):
-            variables[name] = result
-        else:
-            variables |= {str(key): array for key, array in result.data_vars.items()}
+        result: xr.DataArray | xr.Dataset = (
+            chosen[name].function(scan, **chosen[name].known(**options))
+            if name in chosen
+            else scan.in_window(scan.ds[name])
+        )
+        part = result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
+        columns = _columns(part) if recorded else dict(part.data_vars)
+        variables |= {str(key): array for key, array in columns.items()}
+        without_steps += [] if columns else [name]
+    if without_steps:
+        raise InvalidArgument(
+            f"got {', '.join(without_steps)} without a value per step, or per step and population; "
+            "a table with recorded variables has one line per step, so leave it out"
+        )
     padded = {name: _with_every_step(array, scan) for name, array in variables.items()}
     return named_as_rows(xr.Dataset(padded), scan.ds)
 
 
+def _is_recorded(ds: xr.Dataset, name: str) -> bool:
+    """True for the name of a variable that is no quantity; the run may lack it."""
+    return name not in QUANTITIES | ALONE and (name in ds.data_vars or name in RECORDED)
+
+
+def _columns(result: xr.Dataset) -> dict[Hashable, xr.DataArray]:
+    """Variables along step alone: one for each population, or other text label, of a variable."""
+    columns: dict[Hashable, xr.DataArray] = {}
+    for name, array in result.data_vars.items():
+        others = [dim for dim in array.dims if dim != "step"]
+        if "step" in array.dims and all(array[dim].dtype.kind in "UTO" for dim in others):
+            for labels in itertools.product(*(array[dim].values.tolist() for dim in others)):
+                column = array.sel(dict(zip(others, labels, strict=True)), drop=True)
+                columns["_".join(map(str, (name, *labels)))] = column
+    return columns
+
+
 def _check_lattice(names: Sequence[str], lattice: str) -> None:
     """Raise if none of these quantities has the option lattice."""
-    if lattice != "native" and not all(QUANTITIES[name].only_native for name in names):
+    if lattice != "native" and not (names and all(QUANTITIES[name].only_native for name in names)):
         _check_known(names, "lattice", lattice)  # others raise their own error
 
 
@@ -467,8 +501,9 @@ def compute_named(
     ds : Dataset
         A run, or several runs from `trajstore.open_runs`, with results along ``run``.
     names : sequence of str
-        Names in `QUANTITIES`, or one name in `ALONE`. A single quantity is returned as by its
-        function, several as by `compute`. For several runs also one name in `ACROSS_RUNS`.
+        Names in `QUANTITIES` and recorded variables, or one name in `ALONE`. A single quantity is
+        returned as by its function, others as by `compute`. For several runs also one name in
+        `ACROSS_RUNS`.
     assignments : sequence of str
         Options of a single quantity, ``name=value`` or ``name=1,2,5``.
     by_population : bool
@@ -500,11 +535,11 @@ def compute_named(
         of_rows["vectors"] = vectors
         return _compute_across_runs(ds, names, assignments, by_population, lattice, of_rows)
     ds = vectors_named(ds, vectors)
-    if len(names) != 1:
+    if len(names) != 1 or _is_recorded(ds, names[0]):
         if assignments or by_population:
             raise InvalidArgument(
-                f"got {len(names)} quantities with options or populations: {', '.join(names)}; "
-                "name a single quantity per call"
+                f"got options or populations with {', '.join(names)}; name a single quantity per "
+                "call"
             )
         return compute(ds, names, lattice, **of_rows)
     (name,) = names
@@ -513,7 +548,8 @@ def compute_named(
     known = QUANTITIES | ALONE
     if name not in known:
         raise InvalidArgument(
-            f"unknown quantity {name!r}{did_you_mean(name, known)}; choose from {', '.join(known)}"
+            f"unknown quantity {name!r}{did_you_mean(name, [*known, *ds])}; choose from "
+            f"{', '.join(known)}"
         )
     quantity = known[name]
     options = _options(quantity, name, assignments)

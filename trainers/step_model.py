@@ -206,7 +206,9 @@ def _built(stored: RunParameters, constructor: Constructor | None) -> torch.nn.M
     if not recorded:
         raise InvalidArgument(
             f"{stored.run} does not record the configuration of its model, because it is not one "
-            "of transformers; pass constructor=…, a function that returns the model"
+            "of transformers; give "
+            + argument("constructor")
+            + ", a function that returns the model"
         )
     return _of_transformers(recorded, stored.run)
 
@@ -221,8 +223,9 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
     if not inspect.isclass(kind) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidArgument(
             f"{run} records a model of the class {recorded.get('class')}, which transformers "
-            f"{transformers.__version__} does not have; pass constructor=…, or install "
-            f"transformers {version}"
+            f"{transformers.__version__} does not have; give "
+            + argument("constructor")
+            + f", or install transformers {version}"
         )
     model_class: Any = kind
     values = dict(recorded["config"])
@@ -505,12 +508,14 @@ def checkout(
     step: int,
     optimizer: bool = False,
     tokenizer: str | os.PathLike[str] | None = None,
+    constructor: Constructor | None = None,
     overwrite: bool = False,
 ) -> Checkout:
     """Write the model of a step to a folder that ``from_pretrained`` loads.
 
     The folder has the weights (safetensors), the configuration, and the tokenizer if the run has
     one. ``AutoModelForCausalLM.from_pretrained(output)`` returns a model with the recorded bits.
+    A model that is not of transformers is written as its state dict, ``model.pt``.
 
     Parameters
     ----------
@@ -525,6 +530,8 @@ def checkout(
         them.
     tokenizer : path-like or str, optional
         Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
+    constructor : callable, optional
+        As for `model_at`.
     overwrite : bool
         Replace an existing checkout.
 
@@ -535,7 +542,7 @@ def checkout(
     Raises
     ------
     RunExists
-        If `output` exists, and `overwrite` is not set or it has no ``config.json``.
+        If `output` exists, and `overwrite` is not set or it is no checkout.
     RunNotFound
         If there is no run.
     VariableNotRecorded
@@ -544,8 +551,7 @@ def checkout(
     StepNotFound
         If the run does not hold the step.
     InvalidArgument
-        If the model is not one of transformers, or this version of transformers has other
-        parameters.
+        As for `model_at`.
 
     Examples
     --------
@@ -560,16 +566,15 @@ def checkout(
     """
     check_new_folder(output, overwrite=overwrite)
     stored = RunParameters(run)
-    if "model_config" not in stored.attributes:
-        raise InvalidArgument(
-            f"{run} does not record the configuration of a model of transformers, which a checkout "
-            "needs; use trajstore.trainers.model_at with a constructor"
-        )
-    model: Any = model_at(run, step)
+    model: Any = model_at(run, step, constructor=constructor)
     encoder = find_tokenizer(stored.attributes, tokenizer)
     state = optimizer_state_at(run, step) if optimizer else None
     with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
-        model.save_pretrained(new)
+        new.mkdir()
+        if isinstance(model, transformers.PreTrainedModel):
+            model.save_pretrained(new)
+        else:
+            torch.save(model.state_dict(), new / "model.pt")
         if encoder is not None:
             encoder.pretrained().save_pretrained(new)
         if state is not None:
@@ -599,7 +604,8 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
                 f"{path} already exists; choose another path, or replace it with "
                 + argument("overwrite", True)
             )
-        if target.is_symlink() or not (target / "config.json").is_file():
+        parts = [target / name for name in ("config.json", "model.pt")]
+        if target.is_symlink() or not any(part.is_file() for part in parts):
             raise RunExists(f"{path} is not a checkout and is not overwritten; choose another path")
     return target
 
@@ -615,7 +621,7 @@ def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
             "skips a token; use: trajstore evaluate RUN generation"
         )
     types = {parameter.native.name for parameter in stored.parameters}
-    if len(types) > 1:
+    if len(types) > 1 and "model_config" in stored.attributes:
         yield (
             f"the parameters have several types ({', '.join(sorted(types))}), and from_pretrained "
             "converts them to one; use trajstore.trainers.model_at"

@@ -63,6 +63,7 @@ class Wording(str):
 
 _OPTIONS = (
     "variables", "encoding", "tokenizer", "corpus", "source", "at", "threads", "every",
+    "constructor",
 )  # fmt: skip
 _FLAGS = ("overwrite", "resume")
 """Arguments that an option of the same name sets."""

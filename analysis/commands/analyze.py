@@ -26,7 +26,7 @@ from trajstore.cli.output import (
     without_tokens,
 )
 from trajstore.errors import InvalidArgument, did_you_mean
-from trajstore.schema import MIN_UNCHANGED
+from trajstore.schema import MIN_UNCHANGED, RECORDED
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -138,7 +138,8 @@ def analyze(
 ) -> None:
     """Compute quantities of a run in one pass. Write them, or print a summary.
 
-    With several runs, the results have the dimension run.
+    With several runs, the results have the dimension run. Beside a recorded variable, such as loss,
+    the result is a table of one line per step, with a column for each population.
 
     \b
     Example:
@@ -148,6 +149,7 @@ def analyze(
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+      trajstore analyze gatsby.zarr loss lr freeze distinct -o steps.csv
       trajstore analyze gatsby.zarr freeze centroid -o for-scripts.safetensors
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
       trajstore analyze gatsby.zarr autocorrelation --vectors hidden_mean
@@ -169,7 +171,8 @@ def analyze(
 
     if output is not None:
         check_result_target(output, overwrite=overwrite)
-    runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
+    known = {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS, *RECORDED}
+    runs, quantities = runs_and_names(words, known)
     if not quantities:
         raise InvalidArgument(
             "no quantity given; add one after the run, such as freeze (trajstore analyze --list)"

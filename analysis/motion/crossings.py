@@ -22,25 +22,34 @@ from trajstore.schema import RECORDED
 
 LEVELS = (0.5, 0.9, 0.99)
 
+_RESULTS = {
+    "first_crossing": "first step at which {} crosses",
+    "last_crossing": "last step at which {} crosses",
+    "first_above": "first step at which {} is at or above",
+}
+
 
 def _follow(state: Any, curves: Array, levels: Wide, downward: bool) -> tuple[Wide, ...]:
-    """First and last row at which each level was crossed, (level, curve); −1 means none.
+    """First and last row at which each level was crossed, and first row at or above it; −1: none.
 
-    Also returns the last side of each level (0 before the first number), and the number of rows.
+    They are (level, curve). Also returns the last side of each level (0 before the first number),
+    and the number of rows.
     """
     shape = (levels.size, curves.shape[1])
-    first, last, side, rows = state or (*np.full((2, *shape), -1.0), np.zeros(shape), np.zeros(()))
+    none = np.full((3, *shape), -1.0)
+    first, last, above, side, rows = state or (*none, np.zeros(shape), np.zeros(()))
     for row in curves:
         now = np.where(np.isnan(row), side, np.where(row >= levels[:, None], 1.0, -1.0))
         passed = (side != 0) & (now != side) & ((now > 0) | downward)
         first = np.where(passed & (first < 0), rows, first)
         last = np.where(passed, rows, last)
+        above = np.where((now > 0) & (above < 0), rows, above)
         side, rows = now, rows + 1
-    return first, last, side, rows
+    return first, last, above, side, rows
 
 
-def _steps_of_both(state: tuple[Wide, ...], steps: Array) -> npt.NDArray[np.int64]:
-    rows = np.stack(state[:2]).astype(np.int64)
+def _steps_of_rows(state: tuple[Wide, ...], steps: Array) -> npt.NDArray[np.int64]:
+    rows = np.stack(state[:3]).astype(np.int64)
     return np.where(rows < 0, -1, steps[rows])
 
 
@@ -57,7 +66,7 @@ def crossings(
     levels: Sequence[float] | float = LEVELS,
     of: Literal["change", "value"] = "change",
 ) -> xr.Dataset:
-    """First and last step at which a curve crosses levels, such as 50 % of its change.
+    """Steps at which a curve crosses levels, such as 50 % of its change, or first exceeds them.
 
     Parameters
     ----------
@@ -77,8 +86,9 @@ def crossings(
     Dataset, int64 (level, …)
         ``first_crossing``, the first step at which the curve is at or beyond the level, after a
         step at which it was not; ``last_crossing``, the last such step. Fractions of the change are
-        crossed from below only, values from either side. −1 if there is no crossing. The result has
-        the other dimensions of the curve.
+        crossed from below only, values from either side. ``first_above``, the first step at which
+        the curve is at or beyond the level, also if it starts there. −1 if there is no such step.
+        The result has the other dimensions of the curve.
 
     Raises
     ------
@@ -119,22 +129,22 @@ def crossings(
     crossing_steps = fold(
         _follow,
         flat,
-        finish=functools.partial(_steps_of_both, steps=curve["step"].values),
-        sizes=(2, chosen_levels.size),
+        finish=functools.partial(_steps_of_rows, steps=curve["step"].values),
+        sizes=(3, chosen_levels.size),
         dtype=np.int64,
         levels=chosen_levels,
         downward=of == "value",
-    ).reshape((2, chosen_levels.size, *others))
+    ).reshape((3, chosen_levels.size, *others))
     coords = {
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": chosen_levels}
     meaning = "as a fraction of its change" if of == "change" else "as a value"
     dims = ("level", *map(str, curve.dims[1:]))
     variables = {}
-    for number, which in enumerate(("first", "last")):
-        text = f"{which} step at which {curve.name} crosses the level, {meaning}"
+    for number, (name, which) in enumerate(_RESULTS.items()):
+        text = which.format(curve.name) + f" the level, {meaning}"
         fact = ResultVariable("i8", text, flags={-1: "never"})
-        variables[f"{which}_crossing"] = dims, crossing_steps[number], fact
+        variables[name] = dims, crossing_steps[number], fact
     return dataset(variables, coords)
 
 

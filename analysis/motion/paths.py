@@ -46,32 +46,38 @@ def _measure_lengths(
 
 
 def _walk(state: Any, segment: _Segment, window: int) -> tuple[Array, list[Wide]]:
-    """First row of the current window, and displacement and path of each window, (2, token)."""
+    """First row of the current window, and four numbers of each window, (4, token).
+
+    They are displacement, path, sum of the squared lengths, and change of the norm.
+    """
     start, done = state or (segment.ends[0], [])
     done = list(done)
     for row, length in enumerate(segment.lengths, segment.first):
         if row == 0:
             continue
         if (row - 1) % window == 0:
-            done.append(np.zeros((2, len(length))))
-        moved, path = done[-1]
+            done.append(np.zeros((4, len(length))))
+        moved, path, squares, outward = done[-1]
         if row in segment.ends:
             end = segment.ends[row]
             moved = vector_norm(np.subtract(end, start, dtype=np.float64))
+            outward = vector_norm(end) - vector_norm(start)
             start = end
-        done[-1] = np.stack([moved, path + length])
+        done[-1] = np.stack([moved, path + length, squares + length**2, outward])
     return start, done
 
 
 def _walked(state: tuple[Array, list[Wide]]) -> Wide:
-    """Displacement and path of each window, (2, window, token)."""
+    """The numbers of each window, (4, window, token)."""
     start, done = state
-    return np.stack(done, 1) if done else np.empty((2, 0, len(start)))
+    return np.stack(done, 1) if done else np.empty((4, 0, len(start)))
 
 
 @quantity(place=210, of_window=True)
 def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
-    """Straightness of each token's path: displacement over path length, per window.
+    """Straightness of each token's path, per window, also compared with a random walk.
+
+    With ``vectors(ds, "centroid")``, the path is that of each population's centroid.
 
     Parameters
     ----------
@@ -85,8 +91,12 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     -------
     Dataset, float64 (window, token)
         ``path_efficiency``, ‖W_b − W_a‖₂/Σ‖ΔW_t‖₂ from the first row a of a window to its last b:
-        1 for a straight line, NaN for a token that does not move. ``path_length``: the sum. The
-        coordinates ``window_start`` and ``window`` are the steps of a and b.
+        1 for a straight line, NaN for a token that does not move. ``path_length``: the sum.
+        ``walk_ratio``, ‖W_b − W_a‖₂/√Σ‖ΔW_t‖₂²: the displacement over its root mean square in a
+        random walk with steps of the same lengths (Rayleigh, Nature 72, 318, 1905). It is about 1
+        for a random walk, larger for a drift, and smaller for motion to and fro. ``norm_change``,
+        ‖W_b‖₂ − ‖W_a‖₂, positive outward. The coordinates ``window_start`` and ``window`` are the
+        steps of a and b.
 
     Raises
     ------
@@ -107,13 +117,13 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         )
     length = window or changes
     starts = np.arange(0, scan.rows - 1, length)
-    both = fold(
+    moved, path, squares, outward = fold(
         functools.partial(_walk, window=length),
         scan.rows_of("W").blocks,
         scan.rows_of("W").boundaries,
         np.arange(scan.rows),
         finish=_walked,
-        sizes=(2, len(starts)),
+        sizes=(4, len(starts)),
         prepare=_measure_lengths,
         window=length,
         last=scan.rows - 1,
@@ -125,20 +135,17 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         "window_start": ("window", steps[starts]),
     }
     dims = ("window", "token")
-    efficiency = measure(
-        _straight,
-        along(both[0], "window", "token"),
-        along(both[1], "window", "token"),
-        dims=("window", "token"),
-        dtype=np.float64,
-    )
+    ratios = [
+        measure(ratio, along(moved, *dims), along(below, *dims), dims=dims, dtype=np.float64)
+        for ratio, below in ((_straight, path), (_against_walk, squares))
+    ]
+    texts = ("displacement over length of the path", "displacement over that of a random walk")
+    efficiency, walk = (ResultVariable("f8", text) for text in texts)
     variables = {
-        "path_efficiency": (
-            dims,
-            efficiency,
-            ResultVariable("f8", "displacement over length of the path"),
-        ),
-        "path_length": (dims, both[1], ResultVariable("f8", "length of the path", scan.units)),
+        "path_efficiency": (dims, ratios[0], efficiency),
+        "path_length": (dims, path, ResultVariable("f8", "length of the path", scan.units)),
+        "walk_ratio": (dims, ratios[1], walk),
+        "norm_change": (dims, outward, ResultVariable("f8", "change of the norm", scan.units)),
     }
     return dataset(variables, coords)
 
@@ -146,6 +153,10 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
 def _straight(moved: Wide, path: Wide) -> Wide:
     # Rounding can make a straight displacement longer than its path.
     return np.minimum(moved / path, 1.0)
+
+
+def _against_walk(moved: Wide, squares: Wide) -> Wide:
+    return np.asarray(moved / np.sqrt(squares))
 
 
 def _split_motion(now: Array, before: Array, spacing: float, *center: Wide) -> dict[str, Array]:

@@ -43,6 +43,7 @@ _CROSSINGS = {
 }
 
 _PHASES = {
+    "last_far": ("far",),
     "last_jump": ("jump",),
     "last_local": ("local",),
     "last_hop": ("neighbor", "single"),
@@ -382,19 +383,16 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
 
 
 def _last_steps(
-    regime: npt.NDArray[np.int8], steps: npt.NDArray[np.int64]
+    regime: npt.NDArray[np.int8], steps: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
     """Last step of each phase in a block of rows, (1, phase, token); −1 means none."""
-    inside = (
-        [REGIMES[kind] in phase for kind in range(len(REGIMES))] for phase in _PHASES.values()
-    )
     return np.stack(
-        [np.where(np.array(each)[regime], steps[..., 0], -1).max(0, initial=-1) for each in inside]
+        [np.where(each[regime], steps[..., 0], -1).max(0, initial=-1) for each in inside]
     )[None]
 
 
 @quantity(place=320, measures=("regime",))
-def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
+def lifecycle(scan: Scan, lattice: str = "native", far: float | None = None) -> xr.Dataset:
     """Last step of each token in each regime of motion.
 
     A token may leave and reenter a regime several times before it freezes. The last time counts.
@@ -405,24 +403,35 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
         With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         As for `regimes`.
+    far : float, optional
+        Largest L2 of a jump, in cells, as for `regimes`. Default: no class ``far``.
 
     Returns
     -------
     Dataset
         int64 (token): ``last_jump``, ``last_local`` and ``last_hop`` (neighbor or single), the
-        last step in the regime, −1 if there is none.
+        last step in the regime, −1 if there is none. With `far` also ``last_far``.
+
+    Raises
+    ------
+    InvalidArgument
+        As for `regimes`.
 
     Examples
     --------
     >>> lifecycle(ds).last_hop.groupby("is_dead").max().values  # live and dead tokens
     array([13, 16])
     """
-    regime = _regime(scan, lattice)
-    sizes = {"step": 1, "phase": len(_PHASES)}
+    regime, names = _regime(scan, lattice), list(REGIMES)
+    if far is not None:
+        regime, names = _by_thresholds(regime, scan, lattice, 1, None, far)
+    phases = {name: phase for name, phase in _PHASES.items() if {*phase} <= {*names}}
+    sizes = {"step": 1, "phase": len(phases)}
     blocks = measure(
         _last_steps,
         regime.data,
         scan.steps[1:],
+        inside=np.array([[name in phase for name in names] for phase in phases.values()]),
         dims=("step", "phase", "token"),
         dtype=np.int64,
         sizes=sizes,
@@ -430,7 +439,7 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     last = blocks.max(0)
     coords = {name: values for name, values in regime.coords.items() if values.dims == ("token",)}
     variables = {}
-    for number, (name, phase) in enumerate(_PHASES.items()):
+    for number, (name, phase) in enumerate(phases.items()):
         text = f"last step in the regime {' or '.join(phase)}"
         variables[name] = "token", last[number], ResultVariable("i8", text, flags={-1: "never"})
     return with_lattice_attributes(dataset(variables, coords), lattice)

@@ -321,12 +321,13 @@ def known_names(command: str) -> dict[str, set[str]]:
     from trajstore.analysis.accessor import ACROSS_RUNS, ALONE
     from trajstore.analysis.figures import FIGURES
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
+    from trajstore.schema import RECORDED
 
     presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)
     named = {name.replace("_", "-") for name in presets}
     return {
         "plot": {"words": {*FIGURES, "all", "film", "text_loss", "attention_entropy"}},
-        "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS}},
+        "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS, *RECORDED}},
         "record": {"preset_name": named},
         "export": {"layout": {*EXPORT_LAYOUTS}},
     }.get(command, {})

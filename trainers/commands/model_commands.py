@@ -31,6 +31,13 @@ _OPTIONS = {
 """Ready-made evaluations and their options; the first one is required."""
 
 
+CONSTRUCTOR = click.option(
+    "--constructor",
+    metavar="FILE.py:FUNCTION",
+    help="Function that returns the model, for runs that do not record its configuration.",
+)
+
+
 @click.command()
 @RUN
 @click.argument("function", metavar="FUNCTION")
@@ -57,11 +64,7 @@ _OPTIONS = {
     help="Tokens to read of --text (default: all) or to generate (default: 40).",
 )
 @RUN_TOKENIZER
-@click.option(
-    "--constructor",
-    metavar="FILE.py:FUNCTION",
-    help="Function that returns the model, for runs that do not record its configuration.",
-)
+@CONSTRUCTOR
 @click.option("--overwrite", is_flag=True, help="Remove existing results.")
 def evaluate(
     run: str, function: str, output: str, selected: dict[str, Any], **options: Any
@@ -150,32 +153,44 @@ def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
     "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
 )
 @RUN_TOKENIZER
+@CONSTRUCTOR
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
 @needs_extra("checkout", "train")
-def checkout(run: str, output: str, **options: Any) -> None:
+def checkout(run: str, output: str, constructor: str | None, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
     The run must be recorded with --variables everything. The weights have the recorded bits.
     AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
-    tokenizer, if the run has one.
+    tokenizer, if the run has one. Of a model that is not of transformers, which needs
+    --constructor, the folder has model.pt, its state dict.
 
     \b
     Example:
       trajstore checkout gatsby.zarr --at 300 -o step-300/
       trajstore checkout gatsby.zarr --at 300 --optimizer -o step-300-optimizer/
+      trajstore checkout lstm.zarr --at 300 --constructor model.py:build -o lstm-300/
     """
     from transformers.utils import logging
 
     from trajstore import trainers
+    from trajstore.trainers.evaluations.evaluate import load_function
 
     logging.disable_progress_bar()
+    build = None if constructor is None else load_function(constructor)
     with StopRequest():
-        folder = trainers.checkout(run, output, **options)
-    parts = ["model", *(["tokenizer"] if folder.tokenizer else [])]
+        folder = trainers.checkout(run, output, constructor=build, **options)
+    of_transformers = (folder.path / "config.json").exists()
+    parts = [
+        "model" if of_transformers else "model.pt",
+        *(["tokenizer"] if folder.tokenizer else []),
+    ]
     parts += ["optimizer.pt"] if options["optimizer"] else []
     out.print(f"Wrote {output}: {', '.join(parts)} of step {options['step']} of {run}.")
     print_notes(folder.notes)
-    out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
+    if of_transformers:
+        out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
+    else:
+        out.print(f"Load it with: model.load_state_dict(torch.load({f'{output}/model.pt'!r}))")
 
 
 @click.command("what-if")
@@ -238,6 +253,9 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
 @click.option(
     "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
 )
+@click.option(
+    "--texts", type=click.Path(), metavar="FILE", help="JSON list with the text of each token id."
+)
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
 @needs_extra("annotate", "train")
 def annotate(
@@ -245,6 +263,7 @@ def annotate(
     corpus: str | None,
     tokenizer: str | None,
     masks: str | None,
+    texts: str | None,
     overwrite: bool,
 ) -> None:
     """Label dead tokens, occurrences and texts of tokens after recording.
@@ -256,11 +275,11 @@ def annotate(
     Example:
       trajstore annotate run.zarr --corpus book.txt --tokenizer gpt2/
       trajstore annotate run.zarr --tokenizer ascii
-      trajstore annotate run.zarr --masks dead_mask.npy
+      trajstore annotate run.zarr --masks dead_mask.npy --texts texts.json
     """
     import numpy as np
 
-    from trajstore.exchange.token_tables import annotations_of
+    from trajstore.exchange.token_tables import annotations_of, texts_of
     from trajstore.store.reading.open_group import open_group
     from trajstore.store.writing.create import annotate_run, check_unlabeled
 
@@ -270,11 +289,19 @@ def annotate(
         )
     if masks is not None and corpus is not None:
         raise InvalidArgument("got both --masks and --corpus, which both set is_dead; give one")
+    if texts is not None and tokenizer is not None:
+        raise InvalidArgument("got both --texts and --tokenizer, which set token_text; give one")
     if not overwrite:  # before a file is read, or transformers is imported
-        sources = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        sources = {
+            "token_text": texts or tokenizer,
+            "is_dead": masks or corpus,
+            "token_count": corpus,
+        }
         check_unlabeled(run, [name for name, file in sources.items() if file is not None])
     token = np.asarray(open_group(run)["token"])
     coordinates: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
+    if texts is not None:
+        coordinates["token_text"] = texts_of(texts, token)
     if tokenizer is not None:
         coordinates |= _text_coordinates(corpus, tokenizer, token)
     added = annotate_run(run, **coordinates, overwrite=overwrite)

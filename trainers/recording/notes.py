@@ -298,7 +298,7 @@ _NUMERIC = (
 
 
 def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return versions, machine and text.
+    """Return versions, machine, seed of torch's generator, and text.
 
     Parameters
     ----------
@@ -321,6 +321,8 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
+    if (seed := torch.initial_seed()) != torch.Generator().initial_seed():  # torch was seeded
+        facts["seed"] = seed
     if device.type == "cuda":
         facts["device_name"] = torch.cuda.get_device_name(device)
     facts |= origin or {}

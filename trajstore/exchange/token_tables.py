@@ -22,6 +22,7 @@ from trajstore.exchange.named_arrays import NamedArray, abridged, named_arrays
 from trajstore.exchange.usual_names import POPULATION_SIZES
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.formats.open_file import open_file
+from trajstore.strict_json import parse
 
 Array = npt.NDArray[Any]
 
@@ -367,3 +368,34 @@ def annotations_of(
             "the array dead_ids, live_ids, dead_mask, live_mask or token_count"
         )
     return coordinates
+
+
+def texts_of(path: str | os.PathLike[str], token: npt.NDArray[np.integer[Any]]) -> list[str]:
+    """``token_text`` of a run's tokens, from a file.
+
+    Parameters
+    ----------
+    path : path-like
+        A JSON list with the text of each vocabulary id.
+    token : ndarray of int, (token,)
+        Vocabulary ids of the run.
+
+    Raises
+    ------
+    FormatError
+        If the file is not such a list, or has no text for a token.
+    """
+    try:
+        texts = parse(Path(path).read_text("utf-8"))
+    except ValueError as error:
+        raise FormatError(
+            f'{path} is not JSON ({error}); write a list with a text for each token id: ["a", …]'
+        ) from error
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise FormatError(f'{path}: expected a list with a text for each token id: ["a", …]')
+    if len(texts) <= (largest := int(token.max(initial=-1))):
+        raise FormatError(
+            f"{path} holds {len(texts)} texts, but the run has token {largest}; write a text for "
+            f"each of the ids 0 to {largest}"
+        )
+    return [texts[number] for number in token]

@@ -221,6 +221,25 @@ def test_names_are_checked(run):
         analysis.compute(run.drop_vars("grad"), ["grad_norms"])
 
 
+def test_recorded_variables_make_a_table_of_steps(run):
+    ds = run.assign(loss=("step", np.linspace(4, 1, 23)))
+    table = analysis.compute(ds, ["loss", "lr", "freeze", "distinct"], steps="9:17")
+    assert set(table.dims) == {"step"}
+    assert table.loss.identical(ds.loss.sel(step=table.step))
+    distinct = analysis.distinct(ds).distinct.sel(population="dead", step=table.step)
+    assert table.distinct_dead.values.tolist() == distinct.values.tolist()
+    names = ["loss", "lr", "unchanged_fraction_dead", "frozen_fraction_all", "most_common_live"]
+    assert {*names} <= {*table.to_dataframe()}
+    assert list(compute_named(ds, ["loss"])) == ["loss"]
+    assert "token" in analysis.compute(ds.assign(speed=ds.loss), ["speed", "distinct"]).dims
+    with pytest.raises(InvalidArgument, match="got lifecycle, grad_norms, W without a value"):
+        analysis.compute(ds, ["lifecycle", "loss", "grad_norms", "W", "distinct"])
+    with pytest.raises(InvalidArgument, match="options or populations with loss"):
+        compute_named(ds, ["loss"], by_population=True)
+    with pytest.raises(VariableNotRecorded, match="loss"):
+        analysis.compute(run, ["loss", "freeze"])
+
+
 def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
     assert list(parameters) == ["ds", "min_unchanged", "lattice", "per"]

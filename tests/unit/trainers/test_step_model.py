@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from trajstore import sample_run
-from trajstore.errors import InvalidArgument, RunExists, StepNotFound, VariableNotRecorded
+from trajstore.cli.main import main
+from trajstore.errors import (
+    InvalidArgument,
+    RunExists,
+    StepNotFound,
+    VariableNotRecorded,
+    in_command,
+)
 
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
@@ -157,9 +166,19 @@ def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
 
 
 def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"model_at with a constructor"):
+    with pytest.raises(InvalidArgument, match=r"give constructor=…") as error:
         checkout(own.path, tmp_path / "step", step=4)
+    assert "give --constructor …" in in_command(error.value)
     assert [*tmp_path.iterdir()] == []
+    checkout(own.path, tmp_path / "step", step=3, constructor=OwnModel)
+    command = ["checkout", str(own.path), "--at", "4", "-o", str(tmp_path / "step"), "--overwrite"]
+    build = f"{inspect.getsourcefile(OwnModel)}:OwnModel"
+    done = CliRunner().invoke(main, [*command, "--constructor", build])
+    assert "Wrote" in done.stdout
+    assert "model.pt of step 4" in done.stdout
+    model = OwnModel()
+    model.load_state_dict(torch.load(tmp_path / "step" / "model.pt"))
+    assert same(dict(model.state_dict()), dict(own.models[4]))
 
 
 def test_a_character_that_is_not_ascii_is_an_error() -> None:

@@ -36,6 +36,7 @@ from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import ends, is_run, named_errors, open_group
 from trajstore.store.reading.run_attributes import (
     SEED,
+    attribute,
     differing_settings,
     setting_text,
     settings,
@@ -495,14 +496,16 @@ def run_table(information: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], 
     Returns
     -------
     columns : list of str
-        Run, status, rows, last step, seed, up to four settings that differ, loss, size on disk.
+        Run, status, rows, last step, seed if one is known, up to four settings that differ, loss,
+        size on disk.
     rows : list of list of str
     """
     runs = list(information.values())
     differing = differing_settings(runs)
     shown = [name for name in differing if name != SEED][:_MOST]
     values = {name: [setting_text(value) for value in differing[name]] for name in shown}
-    seeds = [settings(run).get(SEED) for run in runs]
+    seeds = [settings(run).get(SEED, attribute(run, "provenance", "seed")) for run in runs]
+    seeded = any(seed is not None for seed in seeds)
     titles = list(short_names(runs, shown).values())
     rows = [
         [
@@ -510,11 +513,12 @@ def run_table(information: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], 
             run_status(facts),
             f"{facts['committed_rows']:,}",
             f"{facts['steps']['last']:,}" if facts["steps"] else "",
-            "" if seed is None else str(seed),
+            *(["" if seed is None else str(seed)] if seeded else []),
             *(values[setting][at] for setting in shown),
             "" if facts["final_loss"] is None else f"{facts['final_loss']:.4f}",
             format_bytes(facts["bytes_on_disk"]),
         ]
         for at, ((name, facts), seed) in enumerate(zip(information.items(), seeds, strict=True))
     ]
-    return ["run", "status", "rows", "last step", "seed", *titles, "final loss", "on disk"], rows
+    first = ["run", "status", "rows", "last step", *(["seed"] if seeded else [])]
+    return [*first, *titles, "final loss", "on disk"], rows

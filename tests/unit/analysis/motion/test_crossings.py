@@ -44,6 +44,8 @@ def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str)
             first, last = (passes[0], passes[-1]) if passes else (-1, -1)
             assert got.first_crossing[number, token] == first
             assert got.last_crossing[number, token] == last
+            above = next((step for step, reached in seen if reached), -1)
+            assert got.first_above[number, token] == above, "also in the first row"
 
 
 def test_curves_of_a_run(make_run, walk) -> None:

@@ -35,6 +35,10 @@ def test_path_efficiency(window, run):
             come = np.linalg.norm(part[-1] - part[0], axis=-1)
             np.testing.assert_allclose(one.path_length, path, rtol=1e-9)
             np.testing.assert_allclose(one.path_efficiency, come / path, rtol=1e-9)
+            squares = np.square(np.diff(part, axis=0)).sum((0, -1))
+            np.testing.assert_allclose(one.walk_ratio, come / np.sqrt(squares), rtol=1e-9)
+            first, last = np.linalg.norm(part[[0, -1]], axis=-1)
+            np.testing.assert_allclose(one.norm_change, last - first, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("about", ["origin", "centroid"])

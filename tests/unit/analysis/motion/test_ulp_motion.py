@@ -126,13 +126,16 @@ def test_exponents_that_change(bits, chunks, make_run):
 def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
     steps = np.arange(len(bits)) * 3 + 5
     ds = make_run(bits, steps=steps, chunks=chunks)
-    regime = analysis.regimes(ds).regime.values
-    got = analysis.lifecycle(ds).compute()
-    for name, inside in {"last_jump": [4], "last_local": [3], "last_hop": [1, 2]}.items():
-        for token in range(bits.shape[1]):
-            rows = [r for r in range(len(regime)) if regime[r, token] in inside]
-            expected = steps[rows[-1] + 1] if rows else -1
-            assert got[name].values[token] == expected
+    phases = {"last_jump": [4], "last_local": [3], "last_hop": [1, 2]}
+    for far, more in ((None, {}), (50, {"last_far": [5]})):
+        regime = analysis.regimes(ds, far=far).regime.values
+        got = analysis.lifecycle(ds, far=far).compute()
+        assert set(got) == {*phases, *more}
+        for name, inside in (phases | more).items():
+            for token in range(bits.shape[1]):
+                rows = [r for r in range(len(regime)) if regime[r, token] in inside]
+                expected = steps[rows[-1] + 1] if rows else -1
+                assert got[name].values[token] == expected
 
 
 def test_ulp_upward_is_the_distance_to_the_next_larger_number():

@@ -15,7 +15,11 @@ from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 from trajstore.errors import ConfigError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.notes import RunNotes, optimizer_advice  # noqa: E402
+from trajstore.trainers.recording.notes import (  # noqa: E402
+    RunNotes,
+    optimizer_advice,
+    provenance,
+)
 from trajstore.trainers.recording.parameters import (  # noqa: E402
     JoinedOptimizer,
     find_parameters,
@@ -128,3 +132,11 @@ def test_the_type_of_a_state_that_is_there_counts() -> None:
     wide = torch.zeros_like(parameters[0].tensor, dtype=torch.float32)
     optimizer.state[parameters[0].tensor] = {"exp_avg": wide, "exp_avg_sq": wide}
     assert optimizer_advice(parameters) == []
+
+
+def test_the_provenance_has_the_seed_of_torch() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        assert provenance(torch.device("cpu"))["seed"] == 7
+        torch.set_rng_state(torch.Generator().get_state())
+        assert "seed" not in provenance(torch.device("cpu")), "nothing has set it"

@@ -214,3 +214,9 @@ def test_a_line_says_what_a_run_is_and_what_differs(tmp_path: Path) -> None:
         ["b.zarr", "complete", "1", "0", "1", "float32", ""],
         ["c.zarr", "complete", "0", "", "0", "unset", ""],
     ]
+    for facts, seed in zip(found.values(), (7, None, None), strict=True):
+        facts["config"], facts["provenance"] = {}, {"seed": seed}
+    columns, rows = run_table(found)
+    assert (columns[4], [row[4] for row in rows]) == ("seed", ["7", "", ""]), "of a captured run"
+    found["a.zarr"]["provenance"] = {}
+    assert "seed" not in run_table(found)[0]

@@ -18,7 +18,8 @@ from disk import Disk
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.cli.main import main
-from trajstore.errors import InvalidArgument, RunExists, RunLocked
+from trajstore.errors import FormatError, InvalidArgument, RunExists, RunLocked
+from trajstore.exchange.token_tables import texts_of
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.writing.create import annotate_run, staged_file, staged_folder, staged_run
 
@@ -251,7 +252,18 @@ def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) 
     done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
     assert "1 of 3 tokens are dead" in done.stdout
     assert open_run(run).is_dead.values.tolist() == [True, False, False]
-    for wrong in (["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
+    texts = tmp_path / "texts.json"
+    texts.write_text('["a", "b", "c", "\\n", "e", "f", "g", "é"]')
+    trajstore_cli("annotate", run, "--texts", texts)
+    assert open_run(run).token_text.values.tolist() == ["\n", "f", "é"]
+    for text, message in (('["a"]', "1 texts"), ('{"a": 0}', "a list"), ("a\nb", "not JSON")):
+        texts.write_text(text)
+        with pytest.raises(FormatError, match=message):
+            texts_of(texts, np.array([3, 5, 7]))
+    again = ["annotate", str(run), "--texts", str(texts)]
+    assert "already has token_text" in CliRunner().invoke(main, again).stderr.replace("\n", " ")
+    both = ["annotate", str(run), "--texts", str(texts), "--tokenizer", "ascii"]
+    for wrong in (both, ["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
         assert CliRunner().invoke(main, wrong).exit_code == 2
 
 
