@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # importing typing would take most of the time of this mo
 if TYPE_CHECKING:
     from typing import Any
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 
 _registered = False
 
