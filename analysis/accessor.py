@@ -284,7 +284,10 @@ class Plots(Drawings):
 
         known = figures_of(self._ds)
         if name not in known:
-            raise AttributeError(f"ds.traj.plot has no {name!r}; it has {', '.join(dir(self))}")
+            raise AttributeError(
+                f"ds.traj.plot has no {name!r}{did_you_mean(name, dir(self))}; it has "
+                f"{', '.join(dir(self))}"
+            )
         figure = known[name]
 
         def drawing(*arguments: Any, **options: Any) -> Axes:

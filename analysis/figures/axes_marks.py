@@ -63,11 +63,28 @@ def log_scale(ax: Axes, axis: str, *values: Any) -> None:
     """Make an axis logarithmic, if any value is positive."""
     shown = [np.asarray(value)[np.asarray(value) > 0] for value in values]
     if any(np.isfinite(value).any() for value in shown):
-        getattr(ax, f"set_{axis}scale")("log")
+        set_log(ax, axis)
     elif any(np.isfinite(np.asarray(value)).any() for value in values):
         message(ax, "all values are 0")
     else:
         message(ax, "all values are NaN")
+
+
+def set_log(ax: Axes, axis: str) -> None:
+    """Make an axis logarithmic, with numbers such as 0.3 if it spans less than two decades."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    numbered = ax.xaxis if axis == "x" else ax.yaxis
+
+    class Plain(LogFormatterSciNotation):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            text = super().__call__(x, pos)
+            low, high = sorted(numbered.get_view_interval())
+            return f"{x:g}" if text and high < 100 * low else text
+
+    getattr(ax, f"set_{axis}scale")("log")
+    for change in (numbered.set_major_formatter, numbered.set_minor_formatter):
+        change(Plain(minor_thresholds=(2, 0.4)))
 
 
 def message(ax: Axes, text: str) -> None:
@@ -233,8 +250,12 @@ def _covers(above: Sequence[_Curve], curve: _Curve) -> bool:
 
 
 def name_kinds(ax: Axes, look: RunStyle, kinds: Sequence[str]) -> None:
-    """Add the kinds of curves to the legend, once: after the last run."""
-    if look.number == look.runs - 1 and not look.alone:
+    """Add the kinds of curves to the legend, once: after the last run. One kind is a note."""
+    if look.alone:
+        return
+    if len(kinds) == 1:
+        look.note(f"shown: {kinds[0]}")
+    elif look.number == look.runs - 1:
         for kind, text in enumerate(kinds):
             ax.plot([], [], look.line(kind), color=look.style.ink, label=text)
 

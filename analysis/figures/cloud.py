@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,8 +128,11 @@ _CELLS = 500
 _NAMED = np.array([[8], [20]])
 """Columns and rows of the cells that have one name each."""
 
-_EDGE = 0.9
-"""Part of the width from which names are to the left of their ends."""
+_FONT, _MARK = 7, 5
+"""Size of a name, and its distance from the middle of a mark, in points."""
+
+_SIDES = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)])
+"""Places of a name about its end, the best first."""
 
 
 def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
@@ -174,7 +178,7 @@ def _draw_paths(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     if few:
         _mark_ends(ax, data, look, start=True)
         _name_ends(ax, data, look)
-        look.note("names: the outermost token of each part of the plane; +n: more tokens there")
+        look.note("names: one token of each part of the plane with room; +n: more tokens there")
     else:
         look.note("color: number of tokens × steps in a cell, logarithmic")
     _note_thinning(data, look)
@@ -330,29 +334,50 @@ def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: RunStyle) -
 
 
 def _name_ends(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
-    """Write the name of the outermost end in each cell of a grid, and the number of others."""
-    ends = data["position"].transpose("component", "step", "token").values[:, -1]
-    shown = data["member"].values.any(0) & np.isfinite(ends).all(0)
+    """Write the name of an outer end in each cell of a grid, and the number of others.
+
+    No name covers a mark or another name; a cell without room has none.
+    """
+    from matplotlib.patheffects import withStroke
+
+    marks = data["position"].transpose("step", "component", "token").values[[-1, 0]]
+    shown = data["member"].values.any(0) & np.isfinite(marks[0]).all(0)
     if not shown.any():
         return
-    names, ends = data["name"].values[shown], ends[:, shown]
+    names, marks = data["name"].values[shown], marks[..., shown]
     low, high = np.array([ax.get_xlim(), ax.get_ylim()]).T[..., None]
-    places = (ends - low) / (high - low)
-    outermost = np.argsort(-np.linalg.norm(places - np.median(places, 1, keepdims=True), axis=0))
-    cells = np.floor(places * _NAMED)[:, outermost]
-    _, first, counts = np.unique(cells, axis=1, return_index=True, return_counts=True)
-    for token, count in zip(outermost[first], counts, strict=True):
-        left = places[0, token] < _EDGE
+    places = (marks - low) / (high - low)
+    ends = places[0]
+    outermost = np.argsort(-np.linalg.norm(ends - np.median(ends, 1, keepdims=True), axis=0))
+    cells = [tuple(cell) for cell in np.floor(ends * _NAMED).T]
+    # In points; the legend below takes up to a quarter of the height.
+    size = np.array(ax.bbox.size) * (72, 54) / ax.figure.dpi
+    taken = np.hstack([*places]).T * size + np.array([-_MARK, _MARK])[:, None, None]
+    named: set[Any] = set()
+    for token, side in product(outermost, _SIDES):
+        if cells[token] in named:
+            continue
+        others = cells.count(cells[token]) - 1
+        text = names[token] + (f" +{others}" if others else "")
+        half = np.array([len(text) * _FONT * 0.3, _FONT * 0.6])
+        middle = ends[:, token] * size + side * (half + _MARK)
+        box = np.array([[middle - half], [middle + half]])
+        covers = ((box[0] < taken[1]) & (box[1] > taken[0])).all(1).any()
+        if covers or (box[0] < 0).any() or (box[1] > size).any():
+            continue
+        named.add(cells[token])
+        taken = np.hstack([taken, box])
         ax.annotate(
-            names[token] + (f" +{count - 1}" if count > 1 else ""),
-            tuple(ends[:, token]),
-            (6 if left else -6, 0),
+            text,
+            tuple(marks[0, :, token]),
+            tuple(side * _MARK),
             textcoords="offset points",
-            fontsize=7,
+            fontsize=_FONT,
             color=look.style.ink,
-            ha="left" if left else "right",
-            va="center",
+            ha=("center", "left", "right")[side[0]],
+            va=("center", "bottom", "top")[side[1]],
             parse_math=False,
+            path_effects=[withStroke(linewidth=2, foreground=look.style.ground)],
             zorder=5,
         )
 

@@ -12,6 +12,7 @@ import xarray as xr
 from trajstore.analysis.figures.axes_marks import (
     add_legend,
     reword,
+    set_log,
     set_title,
     widen_covered,
 )
@@ -409,8 +410,9 @@ class Figure:
             if alone and alone not in label:
                 ax.set_xlabel(f"{label} ({alone})")
         if log is not None:
-            ax.set_xscale("log" if "x" in log else "linear")
-            ax.set_yscale("log" if "y" in log else "linear")
+            ax.set(xscale="linear", yscale="linear")
+            for axis in {*log} & {*"xy"}:
+                set_log(ax, axis)
         notes[:] = [worded(note, data_of_runs[0]) for note in notes]
         for axes in (ax, *({*ax.figure.axes} - others)):  # also a color bar
             reword(axes, partial(worded, data=data_of_runs[0]))

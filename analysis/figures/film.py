@@ -65,9 +65,9 @@ def film(
 ) -> FuncAnimation:
     """Animate the tokens of a run in a plane that does not move, above the loss.
 
-    The plane is that of `trajectory`. Dead and live tokens have a color each. A token turns gray
-    when it is frozen, as in `analysis.freeze`; its rim keeps the color. Each token draws a tail:
-    its positions in the last frames. With more than 500 tokens there are no rims and tails.
+    The plane is that of `trajectory`. Dead and live tokens have a color each. A frozen token,
+    as in `analysis.freeze`, is a larger gray disk with a rim of this color. Each token draws a
+    tail: its positions in the last frames. More than 500 tokens have no rims and tails.
 
     Parameters
     ----------
@@ -204,8 +204,9 @@ def _drawn(canvas: Any, data: xr.Dataset, look: Style, title: str) -> Callable[[
         front = 4 + 2 * (len(populations) - number)
         label = f"{worded(named(population), data)} ({member[number].sum():,})"
         moving += plane.plot([], [], **dots, color=color, zorder=front + 1, label=label)
-        rim = {"mec": color, "mew": 0.8 if few else 0}
-        frozen += plane.plot([], [], **{**dots, **rim}, mfc=_FROZEN, zorder=front)
+        # Larger, as a ring about a moving token in front of it.
+        wide = {"mec": color, "mew": 0.8 if few else 0, "ms": 1.8 * dots["ms"]}
+        frozen += plane.plot([], [], **{**dots, **wide}, mfc=_FROZEN, zorder=front)
         tails.append(LineCollection([], colors=color, linewidths=0.8, alpha=0.5, zorder=1))
         plane.add_collection(tails[-1], autolim=False)
     stopped = plane.plot([], [], **dots, color=_FROZEN, label=_counted(populations, member))

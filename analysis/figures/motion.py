@@ -16,6 +16,7 @@ from trajstore.analysis.figures.axes_marks import (
     log_scale,
     name_kinds,
     named,
+    set_log,
     step_edges,
     with_units,
 )
@@ -51,17 +52,18 @@ def _bands(values: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
     return curves[["mean", "quantiles"]].assign(tokens=("population", groups.sum(1)))
 
 
-def _draw_bands(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
+def _draw_bands(ax: Axes, data: xr.Dataset, look: RunStyle, log: bool = True) -> None:
     draw_curves(
         ax, data, look, {"mean": ""}, about=lambda part, name: f" ({int(part['tokens']):,})"
     )
     label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
     along_steps(ax, label, data["mean"].attrs.get("units"))
-    log_scale(ax, "y", data["mean"].values)
+    if log:
+        log_scale(ax, "y", data["mean"].values)
     if look.band is None:
         band = "; band: 5 % to 95 % of them" if look.alone else ""
         look.note(f"line: mean over tokens{band}")
-        if zeros := _zeros(data, look):
+        if log and (zeros := _zeros(data, look)):
             look.note(f"zeros, not shown: {zeros}")
 
 
@@ -101,7 +103,7 @@ def _displacement(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_displacement, place=30, runs=MEANS)
 def displacement(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Distance of the tokens from their start."""
-    _draw_bands(ax, data, look)
+    _draw_bands(ax, data, look, log=False)
 
 
 def _speed(scan: Scan, options: Options) -> xr.Dataset:
@@ -148,8 +150,8 @@ def bulk_thermal(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
         label = f"{named(population)}: {_split(bulk, thermal)}"
         ax.plot([], [], color=color, marker=marker, ls="", label=label)
     if any_shown:
-        ax.set_xscale("log")
-        ax.set_yscale("log")
+        for axis in "xy":
+            set_log(ax, axis)
         limits = ax.get_xlim(), ax.get_ylim()
         ends = [min(*limits[0], *limits[1]), max(*limits[0], *limits[1])]
         ax.plot(ends, ends, "--", color=look.style.grid, lw=1, label="bulk = thermal", zorder=0)

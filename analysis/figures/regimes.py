@@ -71,6 +71,8 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
     facts = freezing.freeze(scan, options.min_unchanged, options.lattice)
     facts = facts[["unchanged_fraction", "frozen_fraction"]].sel(population=shown)
+    early = facts["step"] <= scan.steps[-1] - options.min_unchanged
+    facts["frozen_fraction"] = facts["frozen_fraction"].where(early)
     return _with_end(facts, scan, options)
 
 
@@ -82,18 +84,20 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     runs=SeveralRuns(overlays=True, averages=True, bounds=(0, 1)),
 )
 def freeze(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
-    """Fraction of the tokens that never move again."""
-    labels = {
-        "frozen_fraction": "never move again",
-        "unchanged_fraction": "unchanged at this step",
-    }
-    draw_curves(ax, data, look, labels)
+    """Fraction of the tokens that are frozen, and unchanged at each step."""
+    labels = {"frozen_fraction": "frozen", "unchanged_fraction": "unchanged at this step"}
+    draw_curves(ax, data, look, labels, about=_frozen_at_last)
     along_steps(ax, "fraction of the tokens")
     ax.set_ylim(-0.02, 1.02)
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
     text = f"unchanged to the end, step {end:,}, for {min_unchanged:,} steps or more"
-    look.note(f"never again: {text}")
+    look.note(f"frozen: {text}")
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
+
+
+def _frozen_at_last(part: xr.Dataset, name: str) -> str:
+    known = part[name].where(name == "frozen_fraction").dropna("step")
+    return f" ({known[-1].item():.0%} at step {known['step'][-1].item():,})" if known.size else ""
 
 
 def _last_motion(scan: Scan, options: Options) -> xr.Dataset:

@@ -316,11 +316,12 @@ def figures_named(names: Sequence[str], runs: int = 1, known: Figures = FIGURES)
         For an unknown name, or without any.
     """
     unknown = [name for name in names if name not in known and name != "all"]
-    unknown_names = [f"{name!r}{did_you_mean(name, ['all', *known])}" for name in unknown]
+    choices = ["all", *known, *["film"] * ("trajectory" in known)]  # drawn alone, elsewhere
+    unknown_names = [f"{name!r}{did_you_mean(name, choices)}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
             f"got {', '.join(unknown_names) or 'no figure'}, "
-            f"expected one or more of all, {', '.join(known)}"
+            f"expected one or more of {', '.join(choices)}"
         )
     every = [name for name, figure in known.items() if runs > 1 or not figure.runs.between]
     wanted = (known[name] for name in (every if "all" in names else names))

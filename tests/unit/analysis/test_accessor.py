@@ -99,9 +99,7 @@ def test_every_kind_is_a_method() -> None:
     ax = ds.traj.plot.loss(log="y")
     assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
     assert ax.get_yscale() == "log"
-    with pytest.raises(
-        AttributeError, match=r"ds\.traj\.plot has no 'los'; it has autocorrelation"
-    ):
+    with pytest.raises(AttributeError, match=r"no 'los' \(did you mean 'loss'\?\); it has auto"):
         ds.traj.plot.los  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="W"):
         ds.traj.plot.last_motion()

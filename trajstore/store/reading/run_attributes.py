@@ -274,7 +274,7 @@ def differing_settings(
 ) -> dict[str, list[Any]]:
     """Settings in which runs differ, with the value in each run, or None.
 
-    Runs without a configuration are compared by the settings of the optimizer.
+    Runs are compared by the settings of the optimizer, too, if no configuration describes it.
 
     Parameters
     ----------
@@ -330,6 +330,10 @@ def run_labels(
     ['seed=1', 'b: seed=2', 'c: seed=2']
     """
     differing = differing_settings(runs, without)
+    if len(differing) > 1:
+        differing.pop(_GROUPS, None)
+    if len(differing) > _MOST:  # of another optimizer: without the settings that only it has
+        differing = {name: values for name, values in differing.items() if None not in values}
     if not differing or len(differing) > _MOST:
         return _unique(names)
     short = short_names(runs, differing)
@@ -361,8 +365,9 @@ def setting_text(value: Any) -> str:
 
 
 def _known(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    keys = ["config"] if any(run.get("config") for run in runs) else ["optimizer"]
-    return comparable_settings(runs, keys)
+    """Settings to compare: of the configuration, and of an optimizer that it does not describe."""
+    described = all(attribute(run, "config", "optimizer") for run in runs)
+    return comparable_settings(runs, ["config"] if described else ["config", "optimizer"])
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Legends use the room that the figure has."""
+"""Legends use the room that the figure has, and axes have numbers that are read at once."""
 
 from __future__ import annotations
 
 from matplotlib.figure import Figure as Canvas
 
-from trajstore.analysis.figures.axes_marks import add_legend, set_title
+from trajstore.analysis.figures.axes_marks import add_legend, set_log, set_title
 from trajstore.analysis.figures.figure import in_style
 
 
@@ -31,3 +31,15 @@ def test_labels_and_titles_are_wrapped_in_a_narrow_figure():
     set_title(ax, "title " * 20)
     ax.figure.draw_without_rendering()
     assert ax.title.get_window_extent().width <= ax.figure.bbox.width
+
+
+def test_a_short_logarithmic_axis_has_plain_numbers():
+    ax = Canvas().subplots()
+    set_log(ax, "y")
+    shown = {}
+    for low in (0.15, 1e-9):
+        ax.set_ylim(low, 3.5)
+        ax.figure.draw_without_rendering()
+        shown[low] = {tick.get_text() for tick in ax.get_yticklabels(which="both")} - {""}
+    assert shown[0.15] >= {"0.2", "1", "3"}
+    assert r"$\mathdefault{10^{-6}}$" in shown[1e-9]

@@ -101,3 +101,18 @@ def test_the_outermost_token_of_each_part_is_named(run):
     ax = FIGURES["trajectory"](run.assign(W=(run.W.dims, place)), Canvas().subplots())
     written = {text.get_text() for text in ax.texts}
     assert written == {"a", "$x$", "' '", "'\\n'", "'\\xe9'", "f", "g +4"}
+
+
+def test_names_cover_no_marks_and_no_names(run):
+    run = run.assign_coords(token_text=("token", [f"long name {at}" for at in range(11)]))
+    place = np.zeros((23, 11, 6), np.float32)
+    place[:, :, 0] = np.arange(11)
+    place[:, :, 1] = np.arange(11) % 3 * np.linspace(1, 2, 23)[:, None]
+    canvas = Canvas(layout="constrained")
+    ax = FIGURES["trajectory"](run.assign(W=(run.W.dims, place)), canvas.subplots())
+    canvas.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) > 5
+    assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
+    marks = ax.transData.transform(np.vstack([line.get_xydata() for line in ax.lines]))
+    assert not any(box.contains(*mark) for box in boxes for mark in marks)

@@ -14,12 +14,16 @@ from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME
 
 def test_freeze(run):
     for lattice in ("native", "float16"):
-        expected = analysis.freeze(run, 4, lattice)
+        expected = analysis.freeze(run, 4, lattice).compute()
         ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice, min_unchanged=4)
         lines = iter(ax.lines)
         for population in ("dead", "live"):
             part = expected.sel(population=population)
-            np.testing.assert_array_equal(next(lines).get_ydata(), part.frozen_fraction)
+            frozen = next(lines)
+            early = part.frozen_fraction.where(part.step <= 18)
+            np.testing.assert_array_equal(frozen.get_ydata(), early)
+            share = f"{early.sel(step=18).item():.0%}"
+            assert frozen.get_label() == f"{population} tokens: frozen ({share} at step 18)"
             np.testing.assert_array_equal(next(lines).get_ydata(), part.unchanged_fraction)
 
 

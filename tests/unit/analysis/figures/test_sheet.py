@@ -192,6 +192,10 @@ def test_kinds_by_name():
         FIGURES["freezecause"]
     with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.* one or more of all, loss"):
         figures_named(["lss"])
+    with pytest.raises(
+        InvalidArgument, match=r"'flm' \(did you mean 'film'\?\), .* loss,.*, film$"
+    ):
+        figures_named(["flm"])
 
 
 def test_a_figure_of_one_quantity_has_its_name():

@@ -99,7 +99,8 @@ def test_few_runs_have_a_line_each(several):
     norms = dead_norms(runs[0])
     for line, factor in zip(ax.lines, (1, 3, 5), strict=False):
         np.testing.assert_allclose(line.get_ydata(), norms * factor, rtol=1e-5)
-    assert labels_of(ax) == ["a", "b", "c", "dead tokens"]
+    assert labels_of(ax) == ["a", "b", "c"]
+    assert notes(ax).startswith("shown: dead tokens\n")
     assert not ax.collections
     assert "3 runs · W 11 × 6" in ax.get_title("left")
 

@@ -32,9 +32,21 @@ def test_too_much_to_be_read_is_left_to_the_names() -> None:
     assert run_labels([ONE, other], ["a", "b"]) == ["a", "b"]
 
 
-def test_without_configurations_the_optimizer_counts() -> None:
-    runs = [{"optimizer": {"hyperparameters": {"eps": eps}}} for eps in (1e-8, 1e-6)]
-    assert run_labels(runs, ["a", "b"]) == ["eps=1e-08", "eps=1e-06"]
+def test_an_optimizer_that_no_configuration_describes_counts() -> None:
+    def run(name: str, config: dict[str, str], **rates: object) -> dict[str, object]:
+        groups = [{"hyperparameters": rates}]
+        return {
+            "config": config,
+            "optimizer": {"class": name, "hyperparameters": rates, "groups": groups},
+        }
+
+    runs = [run("Adam", {}, lr=lr, eps=1e-8) for lr in (1e-3, 1e-2)]
+    assert run_labels(runs, ["a", "b"]) == ["lr=0.001", "lr=0.01"]
+    runs = [
+        run("Adam", {"of": "me"}, lr=1e-3, eps=1e-8, beta1=0.9, beta2=0.9, fused=True),
+        run("SGD", {"of": "me"}, lr=1e-2),
+    ]
+    assert run_labels(runs, ["a", "b"]) == ["class=Adam, lr=0.001", "class=SGD, lr=0.01"]
 
 
 def test_two_settings_of_one_name_have_their_sections() -> None:
