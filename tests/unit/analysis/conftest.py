@@ -119,17 +119,17 @@ def chunks(history: tuple[Callable[[], np.ndarray], Chunks]) -> Chunks:
     return history[1]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_run() -> MakeRun:
     return run_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def walk() -> Callable[..., np.ndarray]:
     return wandering
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def adam_run() -> xr.Dataset:
     """A run of 23 rows with gradients, moments and logits."""
     rng = np.random.default_rng(0)
