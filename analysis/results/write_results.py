@@ -32,6 +32,9 @@ _WRITTEN_BY = "written_by_trajstore"
 # Values per part of a table; each takes about 100 bytes as text.
 _CSV_VALUES = 1 << 19
 
+_IN_MEMORY = 1 << 20
+"""Maximum values of a variable that is described in one task, with all values in memory."""
+
 _MOST_COUNTS = 1000
 """Maximum values of a table of counts that is shown completely."""
 
@@ -55,9 +58,11 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
         ``populations``, with the same for each population. A small table of counts also has
         ``values``, and ``labels`` along each dimension.
     """
-    (descriptions,) = compute_all(
-        [{str(name): _facts(result[name]) for name in result.data_vars}], report
-    )
+    facts = {
+        str(name): _facts(array) if array.size > _IN_MEMORY else dask.delayed(_facts)(array)
+        for name, array in result.data_vars.items()
+    }
+    (descriptions,) = compute_all([facts], report)
     return {name: _computed(facts) for name, facts in descriptions.items()}
 
 

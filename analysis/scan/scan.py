@@ -99,6 +99,8 @@ class Scan:
     ) -> None:
         check_dataset(ds)
         check_single_run(ds)
+        # Dataset.chunk also chunks coordinates, which are small and read often.
+        ds = ds.assign_coords({name: c.compute() for name, c in ds.coords.items() if c.chunks})
         self.ds = ds = with_mostly_dead(with_own_attributes(row_vectors(ds)))
         input_checks.require_variables(ds, "step")
         if ds["step"].dims != ("step",):

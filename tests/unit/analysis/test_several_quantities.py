@@ -11,7 +11,6 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import nightly_but
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.accessor import ALONE, QUANTITIES, compute_named
@@ -21,8 +20,10 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
 from trajstore.exchange.selection import select_part
 
+NAMES = list(QUANTITIES)
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def run(adam_run):
     state = np.random.default_rng(1).normal(size=(23, 6)).astype(np.float32)
     return adam_run.assign(
@@ -30,9 +31,18 @@ def run(adam_run):
     ).assign_coords(is_tracer=("token", np.arange(11) % 4 == 1))
 
 
-def function_result(name: str, ds: xr.Dataset) -> dict[str, xr.DataArray]:
-    result = getattr(analysis, name)(ds)
-    return {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
+def results_alone(ds: xr.Dataset) -> dict[str, dict[str, xr.DataArray]]:
+    """The result of the function of each quantity."""
+    found = {name: getattr(analysis, name)(ds) for name in NAMES}
+    return {
+        name: {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
+        for name, result in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(run):
+    return dask.compute(results_alone(run))[0]
 
 
 def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
@@ -44,42 +54,36 @@ def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
     xr.testing.assert_identical(together, alone)
 
 
-def in_blocks(ds: xr.Dataset, step: int, token: int, hidden: int) -> xr.Dataset:
-    return ds.chunk(step=step, token=token, hidden=hidden)
-
-
 def in_blocks_of_their_own(ds: xr.Dataset) -> xr.Dataset:
     return ds.assign(
-        W=ds.W.chunk(step=4, token=5),
+        W=ds.W.chunk(step=4, token=5, hidden=4),
         grad=ds.grad.chunk(step=7),
         exp_avg=ds.exp_avg.chunk(token=2),
         exp_avg_sq=ds.exp_avg_sq.chunk(step=3, hidden=2),
     )
 
 
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
-    expected = {key: array.compute() for key, array in function_result(name, run).items()}
-    for chunked, scheduler in (
-        (in_blocks(run, 8, 6, 3), "threads"),
-        (in_blocks_of_their_own(run), "sync"),
-    ):
-        with dask.config.set(scheduler=scheduler):
-            results = function_result(name, chunked)
-            assert all(array.chunks is not None for array in results.values()), "lazy"
-            for key, array in dask.compute(results)[0].items():
-                xr.testing.assert_identical(array, expected[key])
+def test_neither_chunks_nor_the_scheduler_change_a_bit(run, alone):
+    results = results_alone(in_blocks_of_their_own(run))
+    assert all(
+        array.chunks is not None for found in results.values() for array in found.values()
+    ), "lazy"
+    (results,) = dask.compute(results, scheduler="sync")
+    for name, found in results.items():
+        assert list(found) == list(alone[name])
+        for key, array in found.items():
+            xr.testing.assert_identical(array, alone[name][key])
 
 
 @pytest.mark.parametrize(
     "chunks", [{"step": 8, "token": 6}, pytest.param({"step": 1}, marks=pytest.mark.nightly)]
 )
-def test_together_they_are_what_they_are_alone(run, chunks):
-    together = analysis.compute(run.chunk(chunks), list(QUANTITIES)).compute()
+def test_together_they_are_what_they_are_alone(run, alone, chunks):
+    together = analysis.compute(run.chunk(chunks), NAMES).compute()
     assert together.sizes["step"] == run.sizes["step"]
-    for name in QUANTITIES:
-        for key, alone in dask.compute(function_result(name, run))[0].items():
-            check_with_every_step(together[key], alone)
+    for found in alone.values():
+        for key, array in found.items():
+            check_with_every_step(together[key], array)
 
 
 ON_LATTICES = ("regimes", "freeze", "lifecycle", "lattice_displacement", "ulp", "distinct")
@@ -246,26 +250,24 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
 
 
-@pytest.mark.parametrize("steps", nightly_but(["9:17", "2:20:3"], "2:20:3"))
-@pytest.mark.parametrize("name", sorted(QUANTITIES.keys() - {"autocorrelation", "path_efficiency"}))
-def test_a_window_shows_what_the_whole_run_gives(name, steps, run):
-    (expected,) = dask.compute(function_result(name, run))
-    shown = select_part(run, steps=steps)["step"]
-    got = analysis.compute(run.chunk(step=8), [name], steps=steps).compute()
-    assert list(got) == list(expected)
-    for key, array in expected.items():
-        wanted = array.sel(step=shown) if "step" in array.dims else array
-        xr.testing.assert_identical(got[key], wanted)
+def test_a_window_shows_what_the_whole_run_gives(run, alone):
+    names = [name for name in NAMES if name not in ("autocorrelation", "path_efficiency")]
+    shown = select_part(run, steps="2:20:3")["step"]
+    got = analysis.compute(run.chunk(step=8), names, steps="2:20:3").compute()
+    for name in names:
+        for key, array in alone[name].items():
+            if "step" in array.dims:
+                check_with_every_step(got[key], array.sel(step=shown))
+            else:
+                xr.testing.assert_identical(got[key], array)
 
 
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_within_a_window_there_are_no_other_rows(name, run):
-    part = run.isel(step=slice(9, 17))
-    got = analysis.compute(run, [name], steps="9:17", within=True)
-    xr.testing.assert_identical(got, analysis.compute(part, [name]))
-    if QUANTITIES[name].of_window:
-        shown = analysis.compute(run, [name], steps="9:17")
-        xr.testing.assert_identical(shown, got)
+def test_within_a_window_there_are_no_other_rows(run):
+    got = analysis.compute(run, NAMES, steps="9:17", within=True)
+    xr.testing.assert_identical(got, analysis.compute(run.isel(step=slice(9, 17)), NAMES))
+    names = [name for name in NAMES if QUANTITIES[name].of_window]
+    shown = analysis.compute(run, names, steps="9:17")
+    xr.testing.assert_identical(shown, got[list(shown)])
 
 
 def test_within_needs_a_window(run):
@@ -273,13 +275,11 @@ def test_within_needs_a_window(run):
         compute_named(run, ["freeze"], within=True)
 
 
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_quantities_of_a_single_row(name, run):
-    one = run.isel(step=[0]).chunk()
-    for array in analysis.compute(one, [name]).data_vars.values():
+def test_quantities_of_a_single_row(run):
+    found = analysis.compute(run.isel(step=[0]).chunk(), NAMES)
+    for array in found.data_vars.values():
         if "step" in array.dims:
             assert array.sizes["step"] == 1
-    found = compute_named(one, [name])
     assert describe(found).keys() == set(map(str, found))
 
 
@@ -289,13 +289,19 @@ _EMPTY = (
 ).split()
 
 
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_a_run_without_rows_has_empty_results_or_a_sentence(name, tmp_path):
+@pytest.fixture(scope="module")
+def run_without_rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("none") / "run.zarr"
     variables = dict.fromkeys(("W", "grad", "exp_avg", "exp_avg_sq", "logits", "loss"), "float32")
     RunWriter.create(
-        tmp_path / "run.zarr", token=range(4), hidden=4, variables=variables, is_dead=[0, 0, 1, 1]
+        path, token=range(4), hidden=4, variables=variables, is_dead=[0, 0, 1, 1]
     ).close()
-    quantity = partial(getattr(analysis, name), open_run(tmp_path / "run.zarr"))
+    return open_run(path)
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_a_run_without_rows_has_empty_results_or_a_sentence(name, run_without_rows):
+    quantity = partial(getattr(analysis, name), run_without_rows)
     if name in _EMPTY:
         assert quantity().sizes["step"] == 0
     else:
@@ -303,7 +309,7 @@ def test_a_run_without_rows_has_empty_results_or_a_sentence(name, tmp_path):
             quantity()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def token_run(make_run, walk):
     return make_run(walk(5, 4, 3), is_dead=[True, False, False, True])
 

@@ -26,7 +26,11 @@ def test_a_result_is_described_in_numbers() -> None:
     assert (found["min"], found["mean"], found["max"], found["nan"]) == (1.0, 2.0, 3.0, 1)
 
 
-def test_what_is_no_number_is_counted_and_not_averaged() -> None:
+@pytest.mark.parametrize("in_memory", [0, 4])
+def test_what_is_no_number_is_counted_and_not_averaged(
+    in_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.analysis.results.write_results._IN_MEMORY", in_memory)
     since = xr.DataArray([-1, 4, 8, -1], dims="token", attrs=flag_attributes({-1: "never"}))
     kinds = ("gas", "solid")
     kind = xr.DataArray(np.int8([0, 1, 1, 1]), dims="token", attrs=flag_attributes(kinds, np.int8))

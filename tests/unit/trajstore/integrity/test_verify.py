@@ -82,17 +82,6 @@ def test_a_zip_file_is_checked_as_its_content(
         verify(inner)
 
 
-def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    with RunWriter.create(
-        path, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=2
-    ) as writer:
-        for step in range(9):
-            writer.append(step=step, W=np.zeros((2, 2), "float32"))
-            assert verify(path).clean
-    assert verify(path).rows == 9
-
-
 def cut_run(run: Path) -> RunWriter:
     return RunWriter.resume(run, rows=6)
 
@@ -417,13 +406,6 @@ def edit_both(run: Path, name: str, place: str, value: Any) -> None:
     """Change a member of an array's metadata file, and of its copy in the root."""
     edit(run / name / "zarr.json", lambda metadata: put(metadata, place, value))
     edit(run / "zarr.json", lambda root: put(_arrays(root)[name], place, value))
-
-
-def test_impossible_sizes_in_both_places_are_problems(run: Path) -> None:
-    for place in ("shape", "chunk_grid.configuration.chunk_shape.0"):
-        edit_both(run, "W", place, -1)
-        assert not verify(run).clean, place
-        repair(run, dry_run=True)
 
 
 @pytest.mark.parametrize("check", [verify, repair])
