@@ -200,12 +200,12 @@ def _drawn(canvas: Any, data: xr.Dataset, look: Style, title: str) -> Callable[[
     moving, frozen, tails = [], [], []
     for number, population in enumerate(populations):
         color = population_color(population)
-        # Dead tokens, the first population, are in front: most of them share one place.
-        front = 4 + 2 * (len(populations) - number)
+        # Dead tokens, the first population, are in front: most of them share one place. Frozen ones
+        # are behind all moving ones, and larger, as a ring about those.
+        front = 2 + len(populations) - number
         label = f"{worded(named(population), data)} ({member[number].sum():,})"
-        moving += plane.plot([], [], **dots, color=color, zorder=front + 1, label=label)
-        # Larger, as a ring about a moving token in front of it.
-        wide = {"mec": color, "mew": 0.8 if few else 0, "ms": 1.8 * dots["ms"]}
+        moving += plane.plot([], [], **dots, color=color, zorder=front + 10, label=label)
+        wide = {"mec": color, "mew": 0.8 if few else 0, "ms": 1.5 * dots["ms"]}
         frozen += plane.plot([], [], **{**dots, **wide}, mfc=_FROZEN, zorder=front)
         tails.append(LineCollection([], colors=color, linewidths=0.8, alpha=0.5, zorder=1))
         plane.add_collection(tails[-1], autolim=False)

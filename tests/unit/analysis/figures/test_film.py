@@ -53,9 +53,9 @@ def test_each_frame_shows_its_row(run):
 
 def test_dead_tokens_are_in_front(run):
     dead, frozen_dead, live, frozen_live, _ = made(run)._fig.axes[0].lines
-    fronts = [line.zorder for line in (frozen_live, live, frozen_dead, dead)]
+    fronts = [line.zorder for line in (frozen_live, frozen_dead, live, dead)]
     assert fronts == sorted(fronts)
-    assert frozen_dead.get_markersize() > dead.get_markersize(), "seen around a moving one"
+    assert frozen_dead.get_markersize() > dead.get_markersize(), "a ring about a moving one"
     assert live.get_color() == frozen_live.get_markeredgecolor() != dead.get_color()
     assert frozen_dead.get_markerfacecolor() == frozen_live.get_markerfacecolor()
 
