@@ -13,7 +13,7 @@ SHAPE = (6, 5)
 
 
 def trained(
-    kind: str, options: dict[str, Any], dtype: str, rows: int = 20, max_norm: float = 1.4
+    kind: str, options: dict[str, Any], dtype: str, rows: int = 20, max_norm: float = 1.0
 ) -> xr.Dataset:
     """A run of `rows` rows whose gradients come and go, and are clipped at first."""
     return copy.deepcopy(_trained(kind, tuple(options.items()), dtype, rows, max_norm))

@@ -132,7 +132,7 @@ def whole_run(path: Path, of: Path, steps: range, tokens: int = TOKENS) -> str:
 
 
 # 2 processes with tokens of unequal number, 4 of which the last has none
-@pytest.mark.parametrize(("count", "tokens"), [(2, 300), (4, 5)])
+@pytest.mark.parametrize(("count", "tokens"), [(2, 11), (4, 5)])
 def test_the_run_of_several_is_the_run_of_one(tmp_path: Path, count: int, tokens: int) -> None:
     path, steps = tmp_path / "run.zarr", range(2 * BLOCK + 1)
     runs = all_together(count, lambda share: record(path, share, steps, tokens))
