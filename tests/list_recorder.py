@@ -70,7 +70,7 @@ class Lists:
 
     def agree_with(self, path: Path) -> xr.Dataset:
         """Compare every row that was kept, bit for bit."""
-        ds = xr.open_zarr(path)
+        ds = xr.open_zarr(path, chunks=None)
         for name, rows in self.rows.items():
             wide = torch.float64 if rows[-1].dtype == torch.float64 else torch.float32
             kept = torch.stack([row.to(wide) for row in rows]).numpy()

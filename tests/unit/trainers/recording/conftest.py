@@ -8,21 +8,42 @@ from typing import Any
 
 import pytest
 
+from trajstore import open_run
+
+
+class Record:
+    """Begins recordings at one path, and holds their notes."""
+
+    def __init__(self, model: Any, path: Path) -> None:
+        self.model, self.path = model, path
+        self.notes: list[str] = []
+        self.options: dict[str, Any] = {"on_note": self.notes.append}
+
+    def __call__(self, optimizer: Any, model: Any = None, **options: Any) -> Any:
+        from trajstore.trainers import capture
+
+        model = self.model if model is None else model
+        return capture(model, optimizer, self.path, **self.options | options)
+
+    def read(self) -> Any:
+        return open_run(self.path, chunks=None)
+
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in self.read().loss.values[1:]]
+
+    def noted(self, *words: str) -> bool:
+        """True if a note has all these words."""
+        return any(all(word in note for word in words) for note in self.notes)
+
 
 @pytest.fixture
-def notes() -> list[str]:
-    return []
+def record(tiny: Any, path: Path) -> Record:
+    return Record(tiny, path)
 
 
 @pytest.fixture
-def record(tiny: Any, tmp_path: Path, notes: list[str]) -> Callable[..., Any]:
-    from trajstore.trainers import capture
-
-    def begin(optimizer: Any, model: Any = tiny, **options: Any) -> Any:
-        options = {"on_note": notes.append} | options
-        return capture(model, optimizer, tmp_path / "run.zarr", **options)
-
-    return begin
+def notes(record: Record) -> list[str]:
+    return record.notes
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from lazy_streams import Streams  # noqa: E402
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
+from loops_of_others import take_steps  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
 
@@ -54,10 +54,8 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "options", "dtype"),
     [
-        ("AdamW", {"foreach": False}, torch.float32),
         ("AdamW", {"foreach": True}, torch.bfloat16),
         ("AdamW", {"fused": True}, torch.float32),
-        ("SGD", {"momentum": 0.9}, torch.bfloat16),
         ("SGD", {}, torch.float16),
     ],
 )
@@ -83,8 +81,13 @@ def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, path: Path) -> 
     assert verify(path).clean
 
 
-@pytest.mark.parametrize(("clip", "named"), [(0.3, 0.3), (0.3, 0), (0.3, 0.2), (1e6, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("clip", "named", "dtype"),
+    [
+        (0.3, 0.3, torch.float32), (0.3, 0, torch.bfloat16), (0.3, 0.2, torch.bfloat16),
+        (1e6, 0, torch.float32),
+    ],
+)  # fmt: skip
 def test_the_factor_of_clipping_is_found_from_the_gradients(
     clip: float, named: float, dtype: Any, path: Path
 ) -> None:
@@ -168,71 +171,49 @@ def test_a_scaler_that_is_off_changes_nothing(tiny: Any, path: Path) -> None:
 
 # torch.compile itself looks at the .grad of its fake parameters.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("called_before", [False, True])
-def test_compiled_models(called_before: bool, tiny: Any, optimizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "called_before"),
+    [
+        ("eager", True),
+        pytest.param("aot_eager", True, marks=pytest.mark.nightly),
+        pytest.param("aot_eager", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_models(
+    backend: str, called_before: bool, tiny: Any, optimizer: Any, path: Path
+) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(tiny, backend="aot_eager")
+    compiled = torch.compile(tiny, backend=backend)
     if called_before:
         compiled(**batches(1)[0])["loss"].backward()
-    train(compiled, optimizer, tmp_path / "run.zarr").agree_with(tmp_path / "run.zarr")
+    train(compiled, optimizer, path, steps=3).agree_with(path)
 
 
-def test_an_untied_embedding_in_another_kind_of_model(path: Path) -> None:
-    torch.manual_seed(2)
-    parts = {"embedding": torch.nn.Embedding(VOCAB, HIDDEN), "out": torch.nn.Linear(HIDDEN, VOCAB)}
-    model = torch.nn.Sequential(OrderedDict(parts))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    lists = Lists(model.embedding.weight)
-    with capture(model, optimizer, path, parameter="embedding.weight"):
-        for batch in batches(4):
-            optimizer.zero_grad()
-            logits = model(batch["input_ids"])
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"].flatten()
-            )
-            loss.backward()
-            lists.add(loss=loss, logits=logits[0, -1], grad=lists.parameter.grad)
+def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, path: Path) -> None:
+    def run(variables: Any) -> None:
+        optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+        with capture(tiny, optimizer, path, variables=variables, strict=True):
+            tiny(batches(1)[0]["input_ids"])["logits"].sum().backward()
             optimizer.step()
-            lists.after_step(optimizer)
-    lists.agree_with(path)
 
-
-def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_path: Path) -> None:
-    class Silent(TinyModel):
-        def forward(self, input_ids: Any, labels: Any = None) -> Any:
-            return super().forward(input_ids)["logits"]
-
-    def run(path: Path, variables: Any) -> None:
-        model = Silent()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with capture(model, optimizer, path, variables=variables, strict=True):
-            for batch in batches(2):
-                model(**batch).sum().backward()
-                optimizer.step()
-
-    run(tmp_path / "tier.zarr", "matrix")
-    assert set(xr.open_zarr(tmp_path / "tier.zarr")) == {
+    message = r"batch not recorded.*observe\(batch=…\), or add a tensor example_index"
+    with pytest.raises(RecordingError, match=message):
+        run(("W", "batch"))
+    assert not path.exists()
+    run("matrix")
+    assert set(xr.open_zarr(path)) == {
         "W", "grad", "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef",
     }  # fmt: skip
-    with pytest.raises(
-        RecordingError,
-        match=r"batch not recorded.*observe\(batch=…\), or add a tensor example_index",
-    ):
-        run(tmp_path / "named.zarr", ("W", "batch"))
-    assert not (tmp_path / "named.zarr").exists()
 
 
 def test_without_a_block(tiny: Any, tmp_path: Path) -> None:
     lists, optimizer = Lists(tiny.embedding.weight), torch.optim.AdamW(tiny.parameters(), lr=0.01)
     run = attach(tiny, optimizer, tmp_path / "run.zarr", every=2)
-    for batch in batches(3):
-        optimizer.zero_grad()
-        tiny(**batch)["loss"].backward()
-        optimizer.step()
-        lists.add(W=lists.parameter)
+    take_steps(tiny, optimizer, lists=lists)
     run.close()
     run.close()  # nothing is open
-    del lists.rows["grad"], lists.rows["W"][1]
+    for rows in lists.rows.values():
+        del rows[-3]
     ds = lists.agree_with(tmp_path / "run.zarr")
     assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [0, 2, 3])
     run = attach(tiny, optimizer, tmp_path / "none.zarr")
@@ -241,6 +222,8 @@ def test_without_a_block(tiny: Any, tmp_path: Path) -> None:
     ):
         run.close()
     assert not tiny._forward_hooks
+    assert not tiny.head._forward_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_every_third_row_and_the_last_are_recorded(tiny: Any, optimizer: Any, path: Path) -> None:
@@ -264,16 +247,16 @@ def test_a_row_is_never_partly_of_the_next_step(tiny: Any, optimizer: Any, path:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    ds = xr.open_zarr(path)
+    ds = xr.open_zarr(path, chunks=None)
     assert ds.step.values.tolist() == [0, 3]
     assert ds.attrs["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("tokens", ["dead", "live", [16, 3, 5]])
+@pytest.mark.parametrize("tokens", ["dead", [16, 3, 5]])
 def test_only_some_tokens(tokens: Any, tiny: Any, optimizer: Any, path: Path) -> None:
     dead = np.arange(VOCAB) >= 13
     lists = train(tiny, optimizer, path, tokens=tokens, is_dead=dead, clip=0.3, max_grad_norm=0.3)
-    ids = {"dead": range(13, 17), "live": range(13)}.get(str(tokens), [3, 5, 16])
+    ids = range(13, 17) if tokens == "dead" else [3, 5, 16]
     for name in ("W", "grad", "exp_avg", "exp_avg_sq", "logits"):
         lists.rows[name] = [row[list(ids)] for row in lists.rows[name]]
     ds = lists.agree_with(path)
@@ -282,41 +265,35 @@ def test_only_some_tokens(tokens: Any, tiny: Any, optimizer: Any, path: Path) ->
     assert np.isfinite(ds.clip_coef.values[1:]).all()
 
 
-def test_mean_logits_and_mean_hidden_state(tiny: Any, path: Path) -> None:
+def test_mean_logits_and_mean_hidden_state(tiny: Any, optimizer: Any, path: Path) -> None:
     tiny.bfloat16()
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    states: list[Any] = []
-    tiny.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
-    lists = Lists(tiny.embedding.weight)
-    variables = ("matrix", "hidden_mean")
-    with capture(tiny, optimizer, path, variables=variables, logits_mode="mean"):
-        for batch in batches(4):
-            output = tiny(**batch)
-            output["loss"].backward()
-            lists.add(logits=output["logits"][:, -1].mean(dim=0))
-            optimizer.step()
-    lists.rows["hidden_mean"] = [h.mean(dim=(0, 1), dtype=torch.float32) for h in states]
-    lists.rows.pop("W"), lists.rows.pop("grad")
+    means: dict[str, list[Any]] = {"logits": [], "hidden_mean": []}
+
+    def keep(head: Any, given: Any, logits: Any) -> None:
+        means["logits"].append(logits[:, -1].detach().mean(dim=0))
+        means["hidden_mean"].append(given[0].detach().mean(dim=(0, 1), dtype=torch.float32))
+
+    tiny.head.register_forward_hook(keep)
+    options = {"variables": ("matrix", "hidden_mean"), "logits_mode": "mean"}
+    lists = train(tiny, optimizer, path, **options)
+    lists.rows |= means
     ds = lists.agree_with(path)
     assert ds.hidden_mean.dims == ("step", "hidden")
     assert ds.attrs["recording"]["logits_mode"] == "mean"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "every"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)]
-)
-def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, path: Path) -> None:
+def test_summaries_are_what_the_big_arrays_say(path: Path) -> None:
     torch.manual_seed(1)
-    model = TinyModel(dtype)
+    model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     variables = ("matrix", "grad_token_norm", "W_step_norm", "W_ulp_l1")
-    train(model, optimizer, path, variables=variables, every=every)
-    ds = xr.open_zarr(path)
+    train(model, optimizer, path, variables=variables, every=2)
+    ds = xr.open_zarr(path, chunks=None)
     before, now = ds.W.values[:-1], ds.W.values[1:]
     expected = {
         "grad_token_norm": norms.token_norm(ds.grad.values[1:]),
         "W_step_norm": norms.step_norm(before, now),
-        "W_ulp_l1": norms.ulp_l1(before, now, str(dtype).removeprefix("torch.")),
+        "W_ulp_l1": norms.ulp_l1(before, now, "bfloat16"),
     }
     for name, values in expected.items():
         assert np.isnan(ds[name].values[0]).all()
@@ -324,16 +301,13 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, path: Pat
         assert (values > 0).any()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tokens"),
-    [(torch.float32, "all"), (torch.bfloat16, [3, 5, 16]), (torch.float16, [3, 5, 16])],
-)
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, "all"), (torch.float16, [3, 5, 16])])
 def test_cells_are_what_autocast_makes_of_the_weights(dtype: Any, tokens: Any, path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     lists = train(model, optimizer, path, variables="cells,grad_norm", tokens=tokens)
-    ds = xr.open_zarr(path).load()
+    ds = xr.open_zarr(path, chunks=None)
     recorded = torch.stack(lists.rows["W"])[:, ds.token.values.tolist()]
     np.testing.assert_array_equal(ds.cells, recorded.to(torch.bfloat16).float())
     assert ds.cells.attrs["native_dtype"] == "bfloat16"
@@ -346,7 +320,7 @@ def test_several_parameters_have_a_run_each(tiny: Any, optimizer: Any, tmp_path:
     names = ["head.weight", "mix.weight", "embedding.weight"]  # two names of one
     lists = train(tiny, optimizer, tmp_path / "run.zarr", parameter=names)
     lists.agree_with(tmp_path / "run.embedding.weight.zarr")
-    other = xr.open_zarr(tmp_path / "run.mix.weight.zarr")
+    other = xr.open_zarr(tmp_path / "run.mix.weight.zarr", chunks=None)
     assert other.W.shape == (7, HIDDEN, HIDDEN)
     assert np.array_equal(other.W.values[-1], tiny.mix.weight.detach().numpy())
     assert "logits" not in other
@@ -362,7 +336,7 @@ def test_a_loss_of_nan_is_recorded_and_training_continues(
         for number, batch in enumerate(batches(4)):
             (tiny(**batch)["loss"] * (float("nan") if number == 1 else 1)).backward()
             optimizer.step()
-    ds = xr.open_zarr(path)
+    ds = xr.open_zarr(path, chunks=None)
     assert ds.sizes["step"] == 5
     assert np.isnan(ds.grad.values[2:]).all()
     assert np.isnan(ds.W.values[2]).all()
@@ -419,44 +393,38 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return install
 
 
-@pytest.mark.parametrize("deferred", [False, True])
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
-    deferred: bool,
-    tiny: Any,
-    optimizer: Any,
-    path: Path,
-    failing_writes: Any,
-    use_streams: Any,
-    monkeypatch: Any,
+    tiny: Any, optimizer: Any, path: Path, failing_writes: Any, use_streams: Any, monkeypatch: Any
 ) -> None:
     opened: list[Any] = []
-    if deferred:
-        streams = Streams("none")
-        streams.released.set()
-        use_streams(streams)
+    streams = Streams("none")
+    streams.released.set()
+    use_streams(streams)
 
-        def deferred_transfer(writer: Any, device: Any) -> Any:
-            opened.append(device_to_host.DeferredTransfer(writer, torch.device("cuda")))
-            return opened[-1]
+    def deferred_transfer(writer: Any, device: Any) -> Any:
+        opened.append(device_to_host.DeferredTransfer(writer, torch.device("cuda")))
+        return opened[-1]
 
-        monkeypatch.setattr(parameter_rows, "open_transfer", deferred_transfer)
-
+    monkeypatch.setattr(parameter_rows, "open_transfer", deferred_transfer)
     failing_writes(errno.ENOSPC)
     with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are committed; free"):
         train(tiny, optimizer, path, steps=100, block_rows=4)
-    ds = xr.open_zarr(path)
+    ds = xr.open_zarr(path, chunks=None)
     assert ds.step.values.tolist() == list(range(8))
     assert np.isfinite(ds.W.values).all()
-    for transfer in opened:
-        assert not transfer._thread.is_alive()
-        assert not transfer._slots
-        assert transfer._staging is None
+    (transfer,) = opened
+    assert not transfer._thread.is_alive()
+    assert not transfer._slots
+    assert transfer._staging is None
 
 
 @pytest.mark.parametrize(
-    "code", [errno.ENOENT, errno.EACCES, errno.EMFILE, errno.EIO, errno.EROFS, errno.ENOSPC]
-)
-@pytest.mark.parametrize("steps", [9, 30])  # found when the run is closed, or in a step
+    ("code", "steps"),  # after 9 steps it is found when the run is closed, after 30 in a step
+    [
+        (errno.ENOENT, 9), (errno.EACCES, 30), (errno.EMFILE, 30),
+        (errno.EIO, 9), (errno.EROFS, 9), (errno.ENOSPC, 30),
+    ],
+)  # fmt: skip
 def test_only_a_full_or_failed_disk_ends_a_training(
     code: int, steps: int, tiny: Any, tmp_path: Path, failing_writes: Any
 ) -> None:
@@ -507,10 +475,9 @@ def step_of_end(notes: list[str]) -> int:
 @pytest.mark.parametrize(
     "options",
     [
-        {"variables": "everything"},
+        {"variables": "everything,norms"},
         {"variables": ["W", "W_step_norm", "W_ulp_l1", "grad_token_norm", "cells", "skipped",
                        "batch", "example_loss"], "tokens": [1, 5], "every": 2},
-        {"variables": "norms"},
     ],
 )  # fmt: skip
 def test_the_default_device_of_torch_changes_nothing(options: Any, tmp_path: Path) -> None:
@@ -541,20 +508,8 @@ def test_the_default_device_of_torch_changes_nothing(options: Any, tmp_path: Pat
             finally:
                 torch.set_default_device(None)
         assert not run.has_failed
-        recorded.append(open_run(tmp_path / f"{device}.zarr"))
-    assert recorded[0].sizes == recorded[1].sizes
+        recorded.append(open_run(tmp_path / f"{device}.zarr", chunks=None))
     xr.testing.assert_identical(*(ds.load().drop_attrs() for ds in recorded))
-
-
-def test_hooks_are_gone_afterwards(tiny: Any, optimizer: Any, path: Path) -> None:
-    train(tiny, optimizer, path, steps=2)
-    before = xr.open_zarr(path).sizes["step"]
-    tiny(**batches(1)[0])["loss"].backward()
-    optimizer.step()
-    assert xr.open_zarr(path).sizes["step"] == before
-    assert not tiny._forward_hooks
-    assert not tiny.head._forward_hooks
-    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_rows_in_transit_are_part_of_the_memory(
@@ -615,7 +570,7 @@ def test_its_rows_are_committed_by_time_also_when_it_continues(
                 output["loss"].backward()
                 if number > first:
                     commit_now(run.writer)
-                    assert xr.open_zarr(path).step.values.tolist() == list(range(number + 1))
+                    assert xr.open_zarr(path).step.values.tolist() == [*range(number + 1)]
                 lists.add(grad=lists.parameter.grad, loss=output["loss"])
                 optimizer.step()
                 lists.after_step(optimizer)
@@ -630,13 +585,11 @@ def test_a_recording_begun_in_training_holds_the_current_moments(tmp_path: Path)
     torch.manual_seed(1)
     model = TinyModel(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for batch in batches(2):
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    take_steps(model, optimizer, 2)
     W = model.embedding.weight
     state = {name: optimizer.state[W][name].clone() for name in ("exp_avg", "exp_avg_sq")}
     train(model, optimizer, tmp_path / "run.zarr", steps=2, first_step=2)
-    ds = open_run(tmp_path / "run.zarr")
+    ds = open_run(tmp_path / "run.zarr", chunks=None)
     assert ds.step.values.tolist() == [2, 3, 4]
     for name, moment in state.items():
         assert moment.any()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, Lists, TinyModel, batches  # noqa: E402
-from loops_of_others import about, adamw, losses_of, read, steps  # noqa: E402
+from loops_of_others import adamw, steps, take_steps  # noqa: E402
 
-from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording.step_gradients import clip_coefficient  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
-def test_flags_of_accelerate_do_not_concern_others(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_flags_of_accelerate_do_not_concern_others(tiny: Any, record: Any) -> None:
     from accelerate.state import GradientState
 
     optimizer = adamw(tiny)
@@ -27,16 +25,15 @@ def test_flags_of_accelerate_do_not_concern_others(tiny: Any, record: Any, tmp_p
     state._set_sync_gradients(False)
     try:
         with record(optimizer):
-            for _ in steps(tiny, optimizer):
-                pass
+            take_steps(tiny, optimizer)
     finally:
         GradientState._reset_state()
-    ds = read(tmp_path)
+    ds = record.read()
     assert np.isfinite(ds.grad.values[1:]).all()
     assert np.isfinite(ds.clip_coef.values[1:]).all()
 
 
-def test_a_loop_of_accelerate(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_a_loop_of_accelerate(tiny: Any, record: Any) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -70,51 +67,32 @@ def test_a_loop_of_accelerate(tiny: Any, record: Any, tmp_path: Path) -> None:
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-    ds = lists.agree_with(tmp_path / "run.zarr")
+    ds = lists.agree_with(record.path)
     assert ds.sizes["step"] == 5  # the last step has one micro-batch
     assert (ds.clip_coef.values[1:] < 1).any()
 
 
-def test_gradients_that_are_assigned(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny)
-    lists = Lists(tiny.embedding.weight)
-    with record(optimizer) as run:
-        for batch in batches(3):
-            loss = tiny(**batch)["loss"]
-            gradients = torch.autograd.grad(loss, list(tiny.parameters()))
-            for parameter, gradient in zip(tiny.parameters(), gradients, strict=True):
-                parameter.grad = gradient * 2
-            run.observe(loss=loss)
-            lists.add(grad=lists.parameter.grad, loss=loss)
-            optimizer.step()
-            lists.add(W=lists.parameter)
-    lists.agree_with(tmp_path / "run.zarr")
-    assert about(notes, "not that of a backward pass")
-
-
-def test_masked_gradients(tiny: Any, record: Any, notes: list[str], tmp_path: Path) -> None:
+def test_masked_gradients(tiny: Any, record: Any) -> None:
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
     with record(optimizer, variables=("matrix", "grad_token_norm")):
         for _ in steps(tiny, optimizer, lists=lists):
             lists.parameter.grad[::2] = 0
-    ds = lists.agree_with(tmp_path / "run.zarr")
+    ds = lists.agree_with(record.path)
     assert np.isnan(ds.clip_coef.values[1:]).all()
     assert (ds.grad_token_norm.values[1:, ::2] == 0).all()
-    assert about(notes, "not by one factor")
-    assert not about(notes, "max_grad_norm")
+    assert record.noted("not by one factor")
+    assert not record.noted("max_grad_norm")
 
 
-def test_a_gradient_that_is_discarded(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_a_gradient_that_is_discarded(tiny: Any, record: Any) -> None:
     for set_to_none in (True, False):
         optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
         with record(optimizer, overwrite=True):
             for number, output in enumerate(steps(tiny, optimizer)):  # noqa: B007
                 if number == 1:
                     optimizer.zero_grad(set_to_none=set_to_none)
-        ds = read(tmp_path)
+        ds = record.read()
         if set_to_none:  # a step without a gradient changes nothing
             assert ds.step.values.tolist() == [0, 1, 2]
         else:
@@ -124,25 +102,11 @@ def test_a_gradient_that_is_discarded(tiny: Any, record: Any, tmp_path: Path) ->
         assert ds.loss.values[-1] == output["loss"].item()
 
 
-def test_a_step_that_is_skipped_by_hand(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny)
-    losses = []
-    with record(optimizer):
-        for number, batch in enumerate(batches(5)):
-            optimizer.zero_grad()
-            loss = tiny(**batch)["loss"]
-            if number == 1:
-                continue  # before its backward pass
-            loss.backward()
-            if number == 3:
-                continue  # after it
-            losses.append(loss.item())
-            optimizer.step()
-    assert read(tmp_path).loss.values[1:].tolist() == losses
-
-
-def test_a_pass_that_probes(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny)
+def test_other_passes_are_not_those_of_the_step(tiny: Any, record: Any) -> None:
+    """Probes, passes of a copy, and what another optimizer trains."""
+    tiny.critic = torch.nn.Linear(1, 1)
+    critic = torch.optim.SGD(tiny.critic.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW([*tiny.embedding.parameters(), *tiny.mix.parameters()])
     losses, logits = [], []
     probe, *_ = batches(1, 9)
     with record(optimizer):
@@ -154,12 +118,16 @@ def test_a_pass_that_probes(tiny: Any, record: Any, tmp_path: Path) -> None:
             with torch.no_grad():
                 tiny.eval()(**probe)
             tiny.train()
-    ds = read(tmp_path)
+            copy.deepcopy(tiny)(**probe)["loss"].backward()
+            critic.zero_grad()
+            tiny.critic(torch.ones(1, 1)).sum().backward()
+            critic.step()
+    ds = record.read()
     assert ds.loss.values[1:].tolist() == losses
     assert np.array_equal(ds.logits.values[1:], torch.stack(logits))
 
 
-def test_a_closure_at_the_perturbed_weights_of_sam(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_a_closure_at_the_perturbed_weights_of_sam(tiny: Any, record: Any) -> None:
     optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
     lists = Lists(tiny.embedding.weight)
     with record(optimizer):
@@ -177,10 +145,10 @@ def test_a_closure_at_the_perturbed_weights_of_sam(tiny: Any, record: Any, tmp_p
             optimizer.step()
             lists.add(W=lists.parameter)
             optimizer.zero_grad()
-    lists.agree_with(tmp_path / "run.zarr")
+    lists.agree_with(record.path)
 
 
-def test_closures_of_lbfgs(tiny: Any, record: Any, notes: list[str], tmp_path: Path) -> None:
+def test_closures_of_lbfgs(tiny: Any, record: Any) -> None:
     optimizer = torch.optim.LBFGS(tiny.parameters(), lr=0.1, max_iter=4)
     firsts: list[Any] = []
     with record(optimizer):
@@ -197,21 +165,10 @@ def test_closures_of_lbfgs(tiny: Any, record: Any, notes: list[str], tmp_path: P
             optimizer.step(closure)
             assert len(losses) > 1
             firsts.append(losses[0])
-    ds = read(tmp_path)
+    ds = record.read()
     assert ds.loss.values[1:].tolist() == [loss for loss, _ in firsts]
     assert np.array_equal(ds.grad.values[1:], torch.stack([gradient for _, gradient in firsts]))
-    assert about(notes, "several times")
-
-
-def test_copies_of_the_model(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny)
-    losses = []
-    with record(optimizer):
-        for output in steps(tiny, optimizer):
-            losses.append(output["loss"].item())
-            client = copy.deepcopy(tiny)
-            client(**batches(1, 5)[0])["loss"].backward()
-    assert read(tmp_path).loss.values[1:].tolist() == losses
+    assert record.noted("several times")
 
 
 @pytest.mark.parametrize(
@@ -227,23 +184,17 @@ def test_copies_of_the_model(tiny: Any, record: Any, tmp_path: Path) -> None:
     ids=["term", "other", "divided", "divided in place", "weighted"],
 )  # fmt: skip
 def test_the_loss_is_what_is_differentiated(
-    loss_of: Any, expected: Any, tiny: Any, record: Any, tmp_path: Path
+    loss_of: Any, expected: Any, tiny: Any, record: Any
 ) -> None:
     optimizer = adamw(tiny)
     losses = []
     with record(optimizer):
-        for batch in batches(3):
-            output = tiny(**batch)
-            loss_of(output).backward()
+        for output in steps(tiny, optimizer, loss=loss_of):
             losses.append(expected(output).item())
-            optimizer.step()
-            optimizer.zero_grad()
-    np.testing.assert_array_equal(read(tmp_path).loss.values[1:], np.float32(losses))
+    np.testing.assert_array_equal(record.read().loss.values[1:], np.float32(losses))
 
 
-def test_a_loss_from_two_passes_and_a_gradient_penalty(
-    tiny: Any, record: Any, tmp_path: Path
-) -> None:
+def test_a_loss_from_two_passes_and_a_gradient_penalty(tiny: Any, record: Any) -> None:
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
     with record(optimizer):
@@ -256,12 +207,10 @@ def test_a_loss_from_two_passes_and_a_gradient_penalty(
             optimizer.step()
             lists.add(W=lists.parameter)
             optimizer.zero_grad()
-    lists.agree_with(tmp_path / "run.zarr")
+    lists.agree_with(record.path)
 
 
-def test_a_loss_observed_after_the_step(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
+def test_a_loss_observed_after_the_step(tiny: Any, record: Any) -> None:
     optimizer = adamw(tiny)
     losses = []
     with record(optimizer) as run:
@@ -272,8 +221,8 @@ def test_a_loss_observed_after_the_step(
             optimizer.step()
             run.observe(loss=loss)
             losses.append(loss.item())
-    assert read(tmp_path).loss.values[1:].tolist() == losses
-    assert about(notes, "after optimizer.step()")
+    assert record.read().loss.values[1:].tolist() == losses
+    assert record.noted("after optimizer.step()")
 
 
 class Checkpointed(TinyModel):
@@ -290,17 +239,17 @@ class Checkpointed(TinyModel):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_parts_count_once(reentrant: bool, tmp_path: Path) -> None:
+def test_checkpointed_parts_count_once(reentrant: bool, record: Any) -> None:
     torch.manual_seed(1)
     model = Checkpointed()
     model.reentrant = reentrant
     optimizer = adamw(model)
     norms = []
     options = {"hidden_from": "mix", "variables": ("matrix", "hidden_states", "norms")}
-    with capture(model, optimizer, tmp_path / "run.zarr", **options):
+    with record(optimizer, model, **options):
         for _ in steps(model, optimizer):
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-    ds = read(tmp_path)
+    ds = record.read()
     assert ds.hidden_states.shape == (4, 3, 5, HIDDEN)
     assert np.isfinite(ds.hidden_states.values[1:]).all()
     np.testing.assert_allclose(ds.grad_norm.values[1:], torch.stack(norms), rtol=1e-6)
@@ -308,31 +257,7 @@ def test_checkpointed_parts_count_once(reentrant: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(whole, ds.grad_norm.values[1:], rtol=1e-5)
 
 
-def test_a_head_that_is_called_in_chunks(record: Any, notes: list[str], tmp_path: Path) -> None:
-    class Chunked(TinyModel):
-        def forward(self, input_ids: Any, labels: Any = None) -> Any:
-            hidden = torch.tanh(self.mix(self.embedding(input_ids)))
-            parts = zip(hidden.chunk(2, 1), labels.chunk(2, 1), strict=True)
-            return sum(
-                torch.nn.functional.cross_entropy(
-                    self.head(states).flatten(0, 1), target.flatten(), reduction="sum"
-                )
-                for states, target in parts
-            )
-
-    model = Chunked()
-    optimizer = adamw(model)
-    with record(optimizer, model, variables=("matrix", "hidden_mean")):
-        for batch in batches(2):
-            model(**batch).backward()
-            optimizer.step()
-    ds = read(tmp_path)
-    assert "logits" not in ds
-    assert about(notes, "calls its unembedding 2 times")
-    assert np.isfinite(ds.loss.values[1:]).all()
-
-
-def test_a_second_backward_pass_without_the_matrix(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_a_second_backward_pass_without_the_matrix(tiny: Any, record: Any) -> None:
     tiny.extra = torch.nn.Linear(2, 1)
     optimizer = adamw(tiny)
     norms = []
@@ -340,12 +265,12 @@ def test_a_second_backward_pass_without_the_matrix(tiny: Any, record: Any, tmp_p
         for _ in steps(tiny, optimizer):
             (100 * tiny.extra(torch.ones(2))).sum().backward()
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in tiny.parameters()]))
-    ds = read(tmp_path)
+    ds = record.read()
     np.testing.assert_allclose(ds.grad_norm.values[1:], torch.stack(norms), rtol=1e-6)
     assert np.isfinite(ds.param_grad_norm.values[1:]).all()
 
 
-def test_clipping_and_a_rate_inside_a_closure(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_clipping_and_a_rate_inside_a_closure(tiny: Any, record: Any) -> None:
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
     factors = []
@@ -364,43 +289,28 @@ def test_clipping_and_a_rate_inside_a_closure(tiny: Any, record: Any, tmp_path: 
 
             optimizer.step(closure)
             lists.add(W=lists.parameter)
-    ds = lists.agree_with(tmp_path / "run.zarr")
+    ds = lists.agree_with(record.path)
     np.testing.assert_allclose(ds.clip_coef.values[1:], factors, rtol=1e-6)
     assert ds.lr.values[1:].tolist() == [0.01, 0.02, 0.03]
 
 
-def test_clipping_in_a_later_hook(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny)
-    with record(optimizer):
-        optimizer.register_step_pre_hook(
-            lambda *_: torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3) and None
-        )
-        for _ in steps(tiny, optimizer):
-            pass
-    ds = read(tmp_path)
-    expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
-    np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
-
-
-def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     optimizer = adamw(tiny)
     with FlopCounterMode(display=False), record(optimizer):
         for _ in steps(tiny, optimizer):
             torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3, foreach=True)
-    ds = read(tmp_path)
+    ds = record.read()
     expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
 
 
-def test_a_loss_observed_before_backward(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
+def test_a_loss_observed_before_backward(tiny: Any, record: Any) -> None:
     """Tensors are freed at once, so that their addresses are used again."""
     optimizer, expected = adamw(tiny), []
 
-    def train(batch: Any) -> None:
+    def take_steps(batch: Any) -> None:
         logits = tiny(batch["input_ids"])["logits"]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         run.observe(loss=loss.detach())
@@ -410,10 +320,10 @@ def test_a_loss_observed_before_backward(
         optimizer.step()
 
     with record(optimizer) as run:
-        for batch in batches(30):
-            train(batch)
-    assert losses_of(tmp_path) == expected
-    assert not about(notes, "observe")
+        for batch in batches(12):
+            take_steps(batch)
+    assert record.losses() == expected
+    assert not record.noted("observe")
 
 
 class TwoLosses(torch.autograd.Function):
@@ -436,7 +346,7 @@ class WithTotal(TinyModel):
         return {"loss": loss, "total": total}
 
 
-def test_another_loss_of_the_same_node(record: Any, tmp_path: Path) -> None:
+def test_another_loss_of_the_same_node(record: Any) -> None:
     model, expected = WithTotal(), []
     optimizer = adamw(model)
     with record(optimizer, model=model):
@@ -446,27 +356,11 @@ def test_another_loss_of_the_same_node(record: Any, tmp_path: Path) -> None:
             total.backward(gradient=torch.ones_like(total))
             optimizer.step()
             expected.append(total.item())
-    assert losses_of(tmp_path) == expected
-
-
-def test_a_backward_pass_for_another_optimizer(tiny: Any, record: Any, tmp_path: Path) -> None:
-    tiny.critic = torch.nn.Linear(1, 1)
-    critic = torch.optim.SGD(tiny.critic.parameters(), lr=0.1)
-    optimizer = torch.optim.AdamW([*tiny.embedding.parameters(), *tiny.mix.parameters()])
-    expected = []
-    with record(optimizer):
-        for output in steps(tiny, optimizer):
-            expected.append(output["loss"].item())
-            critic.zero_grad()
-            tiny.critic(torch.ones(1, 1)).sum().backward()
-            critic.step()
-    assert losses_of(tmp_path) == expected
+    assert record.losses() == expected
 
 
 @pytest.mark.parametrize("zeroed", [False, True])
-def test_the_gradient_of_the_matrix_is_discarded(
-    zeroed: bool, tiny: Any, record: Any, tmp_path: Path
-) -> None:
+def test_the_gradient_of_the_matrix_is_discarded(zeroed: bool, tiny: Any, record: Any) -> None:
     optimizer, expected = adamw(tiny), []
     with record(optimizer):
         for output in steps(tiny, optimizer):
@@ -475,13 +369,13 @@ def test_the_gradient_of_the_matrix_is_discarded(
                 tiny.embedding.weight.grad.zero_()
             else:
                 tiny.embedding.weight.grad = None
-    ds = read(tmp_path)
-    assert losses_of(tmp_path) == expected
+    ds = record.read()
+    assert record.losses() == expected
     assert np.nan_to_num(ds.grad.values[1:]).any() == 0
     assert "clip_coef" not in ds or np.isnan(ds.clip_coef.values[1:]).all()
 
 
-def test_a_pass_that_has_failed(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_a_pass_that_has_failed(tiny: Any, record: Any) -> None:
     """The loop then calls the modules itself."""
     optimizer = adamw(tiny)
     with record(optimizer):
@@ -493,10 +387,10 @@ def test_a_pass_that_has_failed(tiny: Any, record: Any, tmp_path: Path) -> None:
             loss = tiny.head(states).flatten(0, 1)
             torch.nn.functional.cross_entropy(loss, batch["labels"].flatten()).backward()
             optimizer.step()
-    assert np.isfinite(read(tmp_path).logits.values[1:]).all()
+    assert np.isfinite(record.read().logits.values[1:]).all()
 
 
-def test_gradients_of_single_examples(tiny: Any, record: Any, tmp_path: Path) -> None:
+def test_gradients_of_single_examples(tiny: Any, record: Any) -> None:
     optimizer, lists = adamw(tiny), Lists(tiny.embedding.weight)
 
     def loss(parameters: Any, ids: Any, labels: Any) -> Any:
@@ -513,12 +407,10 @@ def test_gradients_of_single_examples(tiny: Any, record: Any, tmp_path: Path) ->
             lists.add(grad=tiny.embedding.weight.grad)
             optimizer.step()
             lists.add(W=tiny.embedding.weight)
-    lists.agree_with(tmp_path / "run.zarr")
+    lists.agree_with(record.path)
 
 
-def test_a_probe_beside_an_assigned_gradient(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
+def test_a_probe_beside_an_assigned_gradient(tiny: Any, record: Any) -> None:
     optimizer, parameters = adamw(tiny), list(tiny.parameters())
     with record(optimizer):
         for probe, batch in zip(batches(2, seed=1), batches(2), strict=True):
@@ -527,5 +419,5 @@ def test_a_probe_beside_an_assigned_gradient(
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             optimizer.step()
-    assert "logits" not in read(tmp_path)
-    assert about(notes, "several forward passes")
+    assert "logits" not in record.read()
+    assert record.noted("several forward passes")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +39,43 @@ class Loop:
     def run(self, path: Path, first: int, last: int, **options: Any) -> None:
         options = {"block_rows": 4, "variables": RECORD, **options}
         with capture(self.model, self.optimizer, path, **options):
-            for batch in batches(STEPS)[first:last]:
-                self.optimizer.zero_grad()
-                self.model(**batch)["loss"].backward()
-                self.optimizer.step()
+            self.train(first, last)
+
+    def train(self, first: int, last: int) -> None:
+        for batch in batches(STEPS)[first:last]:
+            self.optimizer.zero_grad()
+            self.model(**batch)["loss"].backward()
+            self.optimizer.step()
 
     def checkpoint(self) -> dict[str, Any]:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        copied: dict[str, Any] = torch.utils._pytree.tree_map_only(
-            torch.Tensor, torch.clone, states
-        )
-        return copied
+        return copy.deepcopy(states)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
 
 
-def same(expected: Path, resumed: Path) -> xr.Dataset:
-    a, b = xr.open_zarr(expected).load(), xr.open_zarr(resumed).load()
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., xr.Dataset]:
+    """Runs of the training without a break."""
+    folder = tmp_path_factory.mktemp("straight")
+
+    @functools.cache
+    def recorded(**options: Any) -> xr.Dataset:
+        path = folder / f"{len(list(folder.iterdir()))}.zarr"
+        Loop().run(path, 0, STEPS, **options)
+        return opened(path)
+
+    return recorded
+
+
+def opened(path: Path) -> xr.Dataset:
+    return xr.open_zarr(path, chunks=None)
+
+
+def same(a: xr.Dataset, resumed: Path) -> xr.Dataset:
+    b = opened(resumed)
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
         values = [ds[name].values for ds in (a, b)]
@@ -68,9 +88,8 @@ def same(expected: Path, resumed: Path) -> xr.Dataset:
 
 @pytest.mark.parametrize(("taken", "every"), [(5, 1), (7, 3)])
 def test_a_loop_continues_from_its_own_checkpoint(
-    taken: int, every: int, tmp_path: Path, path: Path
+    taken: int, every: int, straight: Any, path: Path
 ) -> None:
-    Loop().run(tmp_path / "straight.zarr", 0, STEPS, every=every)
     first = Loop()
     first.run(path, 0, taken, every=every)
     checkpoint = first.checkpoint()
@@ -79,7 +98,7 @@ def test_a_loop_continues_from_its_own_checkpoint(
     again = Loop()
     again.restore(checkpoint)
     again.run(path, taken, STEPS, every=every, resume=True, first_step=taken)
-    ds = same(tmp_path / "straight.zarr", path)
+    ds = same(straight(every=every), path)
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [taken, taken]
 
 
@@ -89,9 +108,9 @@ def test_a_loop_continues_from_its_own_checkpoint(
     ids=["class", "flag"],
 )
 def test_steps_of_another_optimizer_are_not_proven(
-    other: Any, options: dict[str, Any], tmp_path: Path
+    other: Any, options: dict[str, Any], path: Path
 ) -> None:
-    path, loop = tmp_path / "run.zarr", Loop()
+    loop = Loop()
     loop.run(path, 0, 3)
     state = loop.checkpoint()["optimizer"]["state"]
     loop.optimizer = other(loop.model.parameters(), lr=0.01, **options)
@@ -103,31 +122,28 @@ def test_steps_of_another_optimizer_are_not_proven(
     assert (result.clean, result.replayed) == (True, 3)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_cells_without_the_weights(every: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"variables": "cells,grad", "every": every}
-    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
-    path, loop = tmp_path / "run.zarr", Loop()
+def test_cells_without_the_weights(straight: Any, path: Path) -> None:
+    options, loop = {"variables": "cells,grad"}, Loop()
     loop.run(path, 0, 5, **options)
     loop.run(path, 5, STEPS, resume=True, first_step=5, **options)
-    same(tmp_path / "straight.zarr", path)
-    if every == 1:
-        with pytest.raises(NothingToResume, match=r"weights of the training differ from"):
-            Loop().run(path, STEPS, STEPS, resume=True, first_step=STEPS, **options)
+    same(straight(**options), path)
+    with pytest.raises(NothingToResume, match=r"weights of the training differ from"):
+        Loop().run(path, STEPS, STEPS, resume=True, first_step=STEPS, **options)
 
 
-def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(tmp_path: Path) -> None:
+def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(
+    straight: Any, path: Path
+) -> None:
     options: dict[str, Any] = {"variables": "cells,W_step_norm", "every": 3}
-    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
-    path, loop = tmp_path / "run.zarr", Loop()
+    loop = Loop()
     loop.run(path, 0, 6, **options)
     loop.run(path, 6, 8, resume=True, first_step=6, **options)
     with pytest.raises(NothingToResume, match=r"W_step_norm: the next row needs W at step 6"):
         loop.run(path, 8, STEPS, resume=True, first_step=8, **options)
     again = Loop()
-    again.run(tmp_path / "other.zarr", 0, 6)
+    again.train(0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
-    same(tmp_path / "straight.zarr", path)
+    same(straight(**options), path)
 
 
 def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
@@ -141,7 +157,7 @@ def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
     loop.run(tmp_path / "run.zarr", 0, 5, **options)
     loop.run(tmp_path / "run.zarr", 5, STEPS, resume=True, first_step=5, **options)
     for name in options["parameter"]:
-        same(tmp_path / f"straight.{name}.zarr", tmp_path / f"run.{name}.zarr")
+        same(opened(tmp_path / f"straight.{name}.zarr"), tmp_path / f"run.{name}.zarr")
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, path: Path) -> None:
@@ -168,15 +184,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, path: 
         loop.run(late, 5, 6, resume=True, first_step=4)
 
 
-def test_a_run_without_rows_begins(tmp_path: Path) -> None:
+def test_a_run_without_rows_begins(straight: Any, tmp_path: Path) -> None:
     """A loop that always resumes starts a run, also over one that was killed before any row."""
-    Loop().run(tmp_path / "straight.zarr", 0, STEPS)
     empty = tmp_path / "killed.zarr"
     with RunWriter.create(tmp_path / "o.zarr", token=[0, 1], hidden=2, variables={"W": "float32"}):
         shutil.copytree(tmp_path / "o.zarr", empty)  # as a kill leaves it
-    for path in (empty, tmp_path / "new.zarr"):
-        Loop().run(path, 0, STEPS, resume=True, first_step=0)
-        same(tmp_path / "straight.zarr", path)
+    Loop().run(empty, 0, STEPS, resume=True, first_step=0)
+    same(straight(every=1), empty)
     notes: list[str] = []
     loop = Loop()
     loop.run(tmp_path / "late.zarr", 3, 5, resume=True, first_step=3, on_note=notes.append)
@@ -187,15 +201,13 @@ def test_a_run_without_rows_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "options"), [(1, {}), (3, {}), (1, {"encoding": "compact", "variables": "matrix"})]
+    ("every", "options"), [(3, {}), (1, {"encoding": "compact", "variables": "matrix"})]
 )
 def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
-    every: int, options: dict[str, Any], tmp_path: Path
+    every: int, options: dict[str, Any], straight: Any, tmp_path: Path, path: Path
 ) -> None:
-    options |= {"every": every, "commit_every": None}
-    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
-    straight = xr.open_zarr(tmp_path / "straight.zarr").load()
-    path, loop = tmp_path / "run.zarr", Loop()
+    unbroken, loop = straight(every=every, **options), Loop()
+    options = {**options, "every": every, "commit_every": None}
 
     def at_step(run: Any) -> None:
         if run.step == 6:
@@ -204,16 +216,16 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
             shutil.copytree(tmp_path / "lost.zarr", path)
 
     loop.run(tmp_path / "lost.zarr", 0, 10, on_step=at_step, **options)
-    assert xr.open_zarr(path).step.values.tolist() == [*range(0, 7, every)]
+    assert opened(path).step.values.tolist() == [*range(0, 7, every)]
     checkpoint = loop.checkpoint()
     for _ in range(2):  # it may die again before its next checkpoint
         loop.restore(copy.deepcopy(checkpoint))
         loop.run(path, 10, STEPS, resume=True, first_step=10, **options)
-        ds = xr.open_zarr(path).load()
+        ds = opened(path)
         steps = [step for step in range(0, STEPS + 1, every) if not 6 < step <= 10]
         assert ds.step.values.tolist() == steps
         for name in ds.data_vars.keys() - {"W_step_norm", "W_ulp_l1"}:
-            expected = straight[name].sel(step=steps).values
+            expected = unbroken[name].sel(step=steps).values
             assert ds[name].values.tobytes() == expected.tobytes(), name
         (gap,) = [
             note for note in ds.attrs["notes"] if note["note"].startswith("there are no rows")
@@ -223,22 +235,10 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
         assert (gap["first_step"], gap["last_step"]) == (first, last)
     assert verify(path).clean
     again = Loop()
-    again.run(tmp_path / "other.zarr", 0, 6)
+    again.train(0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
-    ds = same(tmp_path / "straight.zarr", path)
+    ds = same(unbroken, path)
     assert not any("there are no rows" in note["note"] for note in ds.attrs["notes"])
-
-
-TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "variables": "weights"}
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Loop, Path, list[Path]]:
-    """A loop of two recorded parameters after step 5, its path, and their runs."""
-    loop = Loop()
-    loop.run(tmp_path / "run.zarr", 0, 5, **TWO)
-    runs = [tmp_path / f"run.{name}.zarr" for name in TWO["parameter"]]
-    return loop, tmp_path / "run.zarr", runs
 
 
 def is_unlocked(run: Path) -> bool:
@@ -246,31 +246,29 @@ def is_unlocked(run: Path) -> bool:
     return True
 
 
-def test_what_does_not_fit_one_parameter_changes_no_run(
-    pair: tuple[Loop, Path, list[Path]],
+def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, path, (first, second) = pair
+    names, loop = ["embedding.weight", "mix.weight"], Loop()
+    first, second = (path.with_suffix(f".{name}.zarr") for name in names)
+    two: dict[str, Any] = {"parameter": names, "variables": "weights"}
+    loop.run(path, 0, 5, **two)
     before = [(run / "zarr.json").read_bytes() for run in (first, second)]
     fits = loop.checkpoint()
     with torch.no_grad():
         loop.model.mix.weight += 1
     with pytest.raises(NothingToResume, match=r"differ from .*mix\.weight\.zarr at step 5"):
-        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+        loop.run(path, 5, 6, resume=True, first_step=5, **two)
     loop.restore(fits)
-    loop.optimizer = torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
+    adam, loop.optimizer = loop.optimizer, torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
     with pytest.raises(RecordingError, match=r"mix\.weight is not in the optimizer"):
-        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+        loop.run(path, 5, 6, resume=True, first_step=5, **two)
     assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
     assert is_unlocked(first)
-
-
-def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
-    pair: tuple[Loop, Path, list[Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, path, (first, second) = pair
+    loop.optimizer = adam
     with RunLock.acquire(second), pytest.raises(RunLocked):
-        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
-    assert xr.open_zarr(first).attrs["status"] == "interrupted"
+        loop.run(path, 5, 6, resume=True, first_step=5, **two)
+    assert opened(first).attrs["status"] == "interrupted"
     assert is_unlocked(first)
 
     def refuse(*arguments: Any) -> None:
@@ -279,18 +277,18 @@ def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
     with monkeypatch.context() as patch:
         patch.setattr("trajstore.trainers.recording.parameter_rows.open_transfer", refuse)
         with pytest.raises(RecordingError, match="pinned"):
-            loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
-    assert xr.open_zarr(first).attrs["status"] == "interrupted"
+            loop.run(path, 5, 6, resume=True, first_step=5, **two)
+    assert opened(first).attrs["status"] == "interrupted"
     assert is_unlocked(first)
-    loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
-    assert [xr.open_zarr(run).step.values[-1] for run in (first, second)] == [6, 6]
+    loop.run(path, 5, 6, resume=True, first_step=5, **two)
+    assert [opened(run).step.values[-1] for run in (first, second)] == [6, 6]
 
 
 def test_a_later_attribute_takes_its_place(path: Path) -> None:
     loop = Loop()
     loop.run(path, 0, 5, config={"steps": 5}, schedule={"name": "none"})
     loop.run(path, 5, 7, resume=True, first_step=5, config={"steps": 7}, schedule={"name": "flat"})
-    attributes = xr.open_zarr(path).attrs
+    attributes = opened(path).attrs
     assert attributes["config"] == {"steps": 7}
     assert attributes["optimizer"]["schedule"] == {"max_grad_norm": 0.0, "name": "flat"}
     assert attributes["optimizer"]["hyperparameters"]["lr"] == 0.01
@@ -299,22 +297,22 @@ def test_a_later_attribute_takes_its_place(path: Path) -> None:
 def trainer(folder: Path, *callbacks: Any) -> Any:
     torch.manual_seed(1)
     return trainer_of(
-        tiny_gpt2(), folder, *callbacks, data=examples(30), max_steps=STEPS,
-        per_device_train_batch_size=4, save_strategy="steps", save_steps=4,
+        tiny_gpt2(), folder, *callbacks, data=examples(30), max_steps=7,
+        per_device_train_batch_size=4, save_strategy="steps", save_steps=2,
     )  # fmt: skip
 
 
-def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path, path: Path) -> None:
+    """In the same process, as in a notebook."""
     options: dict[str, Any] = {"variables": RECORD, "block_rows": 4}
-    straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
-    trainer(tmp_path / "a", TrajectoryCallback(straight, **options)).train()
-    callback = TrajectoryCallback(path, **options)
+    unbroken = tmp_path / "straight.zarr"
+    trainer(tmp_path / "a", TrajectoryCallback(unbroken, **options)).train()
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path / "b", callback, FailAfter(10)).train()
-    callback.close()
-    assert xr.open_zarr(path).step.values[-1] == 10
+        trainer(tmp_path / "b", TrajectoryCallback(path, **options), FailAfter(5)).train()
+    ds = opened(path)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [*range(6)])
     again = TrajectoryCallback(path, resume=True, **options)
     trainer(tmp_path / "b", again).train(resume_from_checkpoint=True)
-    ds = same(straight, path)
-    assert ds.attrs["provenance"]["resumed"][0]["step"] == 8
+    ds = same(opened(unbroken), path)
+    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [4]
     assert np.isfinite(ds.loss.values[1:]).all()

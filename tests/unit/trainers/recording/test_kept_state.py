@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from recorded_models import same  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
 
-from trajstore import open_run, verify  # noqa: E402
+from trajstore import open_run  # noqa: E402
 from trajstore.errors import VariableNotRecorded  # noqa: E402
 from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
 from trajstore.trainers.recording.model_state import ModelState  # noqa: E402
@@ -24,6 +24,7 @@ from trajstore.trainers.recording.parameters import (  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+STEPS = 12
 PAGE = Path(__file__).parents[4] / "docs" / "howto" / "your-loop.md"
 
 
@@ -121,8 +122,8 @@ def rows_of_the_page() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_table_of_optimizers(name: str, path: Path) -> None:
-    whole = train(*build(name), path, 0, 24, encoding="compact")
-    ds = open_run(path)
+    whole = train(*build(name), path, 0, STEPS, encoding="compact")
+    ds = open_run(path, chunks=None)
     _, kept = whole[-1]
     names = [key for key, value in kept["state"].get(0, {}).items() if np.ndim(value) == 2]
     recorded = all(key in ds for key in names)
@@ -130,8 +131,6 @@ def test_the_table_of_optimizers(name: str, path: Path) -> None:
         assert torch.equal(torch.from_numpy(ds.W.values[step]), weights["embedding.weight"])
         for key in names:
             assert torch.equal(torch.from_numpy(ds[key].values[step]), state["state"][0][key])
-        if step in (2, 24):
-            assert same(optimizer_state_at(path, step)["state"], state["state"])
 
     proof, forms = replay(path), stored_forms(path)
     assert not proof.total
@@ -139,13 +138,12 @@ def test_the_table_of_optimizers(name: str, path: Path) -> None:
         assert "Lion cannot be replayed" in proof.unreplayed[0].reason
 
     model, optimizer = build(name)
-    assert restore(path, model, optimizer, step=4) == 4
-    again = train(model, optimizer, path, 4, 24, resume=True)
-    continued = all(same(new, old) for new, old in zip(again, whole[4:], strict=True))
-    assert verify(path).clean
+    assert restore(path, model, optimizer, step=3) == 3
+    again = train(model, optimizer, path, 3, 6, resume=True)
+    continued = all(same(new, old) for new, old in zip(again, whole[3:6], strict=True))
     assert recorded
     assert continued
-    cells = [proof.replayed == 24, "corrected" in forms.get("W", ())]
+    cells = [proof.replayed == STEPS, "corrected" in forms.get("W", ())]
     assert rows_of_the_page()[name] == ["yes" if cell else "no" for cell in cells]
 
 
@@ -194,7 +192,7 @@ def test_what_no_row_can_hold_is_named(
     model, path = Model(), tmp_path / "run.zarr"
     optimizer = Late(model.parameters(), {"lr": 0.1})
     train(model, optimizer, path, 0, 4, variables=variables, on_note=notes.append)
-    ds = open_run(path)
+    ds = open_run(path, chunks=None)
     assert ds.sizes["step"] == rows
     assert {"late", "params_late", "a.b", "rows", "seed"}.isdisjoint(ds.variables)
     late = "now keeps late, but did not in the first row" if rows == 3 else "does not hold late"
@@ -228,8 +226,10 @@ class EightBits(torch.optim.Optimizer):
             p.numpy()[...] -= group["lr"] * p.grad.numpy()
 
 
-@pytest.mark.parametrize("variables", ["matrix", "everything"])
-@pytest.mark.parametrize("quantized", [{28}, {16}, {28, 16, 4}])  # the matrix, others, all
+@pytest.mark.parametrize(
+    ("variables", "quantized"),  # 28: the matrix, 16: others, 4: vectors
+    [("matrix", {28}), ("matrix", {16}), ("everything", {16}), ("everything", {28, 16, 4})],
+)
 def test_state_in_8_bits_is_named_and_ends_no_recording(
     variables: str, quantized: set[int], tmp_path: Path, notes: list[str]
 ) -> None:
@@ -238,7 +238,7 @@ def test_state_in_8_bits_is_named_and_ends_no_recording(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = EightBits(trained, {"lr": 0.1, "quantized": quantized})
     whole = train(model, optimizer, path, 0, 3, variables=variables, on_note=notes.append)
-    ds = open_run(path)
+    ds = open_run(path, chunks=None)
     assert ds.step.values.tolist() == [0, 1, 2, 3]
     for step, (weights, _) in enumerate(whole, 1):
         assert torch.equal(torch.from_numpy(ds.W.values[step]), weights["embedding.weight"])
@@ -252,22 +252,6 @@ def test_state_in_8_bits_is_named_and_ends_no_recording(
     if variables == "everything":
         with pytest.raises(VariableNotRecorded, match="does not hold the state1"):
             optimizer_state_at(path, 2)
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [("bitsandbytes.optim", "AdamW8bit"), ("torchao.optim", "AdamW8bit")]
-)
-def test_an_8_bit_optimizer_of_a_library(module: str, name: str, tmp_path: Path) -> None:
-    library = pytest.importorskip(module, reason=f"needs {module}, which no extra installs")
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
-    optimizer = getattr(library, name)(model.parameters())
-    with capture(model, optimizer, tmp_path / "run.zarr", parameter="0.weight") as run:
-        model(torch.arange(64)).square().sum().backward()
-        optimizer.step()
-    assert not run.has_failed
-    ds = open_run(tmp_path / "run.zarr")
-    assert torch.equal(torch.from_numpy(ds.W.values[1]), model[0].weight.detach())
-    assert ds.lr.values[1] == np.float32(1e-3) or ds.lr.values[1] == 1e-3
 
 
 class OtherForm(torch.optim.SGD):
@@ -292,7 +276,7 @@ def test_a_first_row_that_is_not_due_has_what_the_run_holds(tmp_path: Path) -> N
             model(torch.arange(7)).square().sum().backward()
             optimizer.step()
             weights.append(model[0].weight.detach().clone())
-    ds = open_run(tmp_path / "run.zarr")
+    ds = open_run(tmp_path / "run.zarr", chunks=None)
     assert ds.step.values.tolist() == [0, 2, 3]  # the last step is stored at the end
     assert "trace" not in ds
     np.testing.assert_array_equal(ds.W, torch.stack([weights[n] for n in (0, 2, 3)]))

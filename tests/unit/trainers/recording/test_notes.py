@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
+from list_recorder import VOCAB, TinyModel  # noqa: E402
+from loops_of_others import take_steps  # noqa: E402
 
 from trajstore.errors import ConfigError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
@@ -73,10 +74,7 @@ def test_the_number_of_ranges_is_bounded() -> None:
 def train(model: Any, path: Path, **options: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     with capture(model, optimizer, path, is_dead=np.arange(VOCAB) > 12, **options):
-        for batch in batches(2):
-            optimizer.zero_grad()
-            model(**batch)["loss"].backward()
-            optimizer.step()
+        take_steps(model, optimizer, 2)
 
 
 def test_notes_are_passed_to_a_function_before_the_first_step(path: Path) -> None:

@@ -17,7 +17,6 @@ from list_recorder import (  # noqa: E402
     Lists,
     batches,
 )
-from loops_of_others import about, read  # noqa: E402
 from muon_runs import SmallGPT, muon_and_adamw, train  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
@@ -49,7 +48,7 @@ class OwnModel(nn.Module):
         self.unembed = unembed
         if unembed != "functional":
             self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        if unembed == "tied":
+        if unembed in ("tied", "chunks"):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Any, labels: Any) -> Any:
@@ -101,38 +100,37 @@ def train_matrix(
     ],
 )
 def test_the_embedding_and_its_logits_are_found(
-    unembed: str, has_logits: bool, note: str, record: Any, notes: list[str], tmp_path: Path
+    unembed: str, has_logits: bool, note: str, record: Any
 ) -> None:
     model = OwnModel(unembed)
-    train_matrix(model, record)
-    ds = read(tmp_path)
+    train_matrix(model, record, variables=("matrix", "hidden_mean"))
+    ds = record.read()
+    assert ("hidden_mean" in ds) == (unembed == "tied")
     assert ds.attrs["recording"]["parameter"] == "embedding.weight"
-    assert about(notes, note)
+    assert record.noted(note)
     assert ("logits" in ds) == has_logits
     if has_logits:
         np.testing.assert_array_equal(ds.logits[-1], model.logits[0, -1])
 
 
-def test_what_makes_no_logits_has_no_note_about_them(
-    record: Any, notes: list[str], tmp_path: Path
-) -> None:
+def test_what_makes_no_logits_has_no_note_about_them(record: Any) -> None:
     train_matrix(Pairs(), record, is_dead=np.zeros(VOCAB, bool), strict=True)
-    assert notes == ["no parameter= was given, so W is inputs.weight (17 × 8), and not "
+    assert record.notes == ["no parameter= was given, so W is inputs.weight (17 × 8), and not "
                      "outputs.weight (17 × 8)"]  # fmt: skip
-    assert {"W", "grad", "loss"} <= set(read(tmp_path))
+    assert {"W", "grad", "loss"} <= set(record.read())
 
 
-def test_an_inner_matrix_has_no_logits(record: Any, notes: list[str], tmp_path: Path) -> None:
+def test_an_inner_matrix_has_no_logits(record: Any) -> None:
     train_matrix(OwnModel("functional"), record, parameter="inner.0.weight")
-    assert "logits" not in read(tmp_path)
-    assert not about(notes, "logits")
+    assert "logits" not in record.read()
+    assert not record.noted("logits")
 
 
-def test_only_an_embedding_that_is_trained_is_chosen(record: Any, notes: list[str]) -> None:
+def test_only_an_embedding_that_is_trained_is_chosen(record: Any) -> None:
     model = OwnModel("untied")
     model.embedding.requires_grad_(False)
     train_matrix(model, record)
-    assert about(notes, "W is pos_emb.weight (34 × 8)")
+    assert record.noted("W is pos_emb.weight (34 × 8)")
     model.pos_emb.requires_grad_(False)
     with pytest.raises(
         RecordingError, match=r"no embedding that the optimizer trains.*head\.weight"
@@ -140,37 +138,18 @@ def test_only_an_embedding_that_is_trained_is_chosen(record: Any, notes: list[st
         train_matrix(model, record, overwrite=True)
 
 
-def test_a_model_that_names_its_embeddings_has_no_note(
-    tiny: Any, record: Any, notes: list[str]
-) -> None:
-    train_matrix(Losses(tiny), record)
-    assert not about(notes, "no parameter= was given")
-
-
-class Losses(nn.Module):
-    """Returns the loss of a model only."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.get_output_embeddings = model.get_output_embeddings
-
-    def forward(self, **batch: Any) -> Any:
-        return self.model(**batch)["loss"]
-
-
-def test_the_input_embedding_of_a_classifier(record: Any, notes: list[str]) -> None:
+def test_the_input_embedding_of_a_classifier(record: Any) -> None:
     model = OwnModel("functional")
     model.get_output_embeddings = lambda: None
     model.get_input_embeddings = lambda: model.pos_emb
     train_matrix(model, record)
-    assert about(notes, "W is pos_emb.weight")
+    assert record.noted("W is pos_emb.weight")
 
 
-def test_state_that_an_optimizer_lacks_is_no_news(record: Any, notes: list[str]) -> None:
+def test_state_that_an_optimizer_lacks_is_no_news(record: Any) -> None:
     for kind in (torch.optim.SGD, torch.optim.Adagrad):
         train_matrix(OwnModel("untied"), record, kind, overwrite=True)
-    assert not about(notes, "exp_avg")
+    assert not record.noted("exp_avg")
 
 
 def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +163,10 @@ def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "optimizer": torch.optim.AdamW(model.parameters()),
         "batches": [tuple(batch.values()) for batch in batches(2)],
     })  # fmt: skip
-    assert {"W", "exp_avg", "grad", "logits", "loss"} <= set(read(tmp_path))
+    assert {"W", "exp_avg", "grad", "logits", "loss"} <= set(open_run("run.zarr"))
 
 
-WIDTH, HEAD, NORM = (
-    "blocks.0.mlp.weight",
-    "head.weight",
-    "blocks.0.norm.weight",
-)
+WIDTH, HEAD = "blocks.0.mlp.weight", "head.weight"
 
 
 @pytest.fixture
@@ -245,7 +220,7 @@ def test_all_parameters_of_both(model: Any, path: Path) -> None:
     weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
     with capture(model, pair, path, variables="everything,norms", parameter=HEAD):
         train(model, pair, batches(4))
-    ds = open_run(path).load()
+    ds = open_run(path, chunks=None)
     groups = ds.attrs["optimizer"]["groups"]
     assert [each["name"] for each in groups] == ["Muon", "AdamW", "AdamW"]
     highest = [group["highest"] for group in (*pair[0].param_groups, *pair[1].param_groups)]
@@ -289,13 +264,13 @@ def test_what_cannot_be_joined(model: Any) -> None:
         JoinedOptimizer([adamw, "muon"])
 
 
-def test_one_optimizer_ends_a_step(model: Any, path: Path, notes: list[str]) -> None:
+def test_one_optimizer_ends_a_step(model: Any, path: Path, record: Any) -> None:
     muon, adamw = muon_and_adamw(model)
     head = Lists(model.head.weight)
-    options = {"parameter": HEAD, "variables": "everything", "on_note": notes.append}
+    options = {"parameter": HEAD, "variables": "everything"}
     turns = [1, 0, 2, 1]  # of AdamW
     data = iter(batches(5))
-    with capture(model, [muon, adamw], path, ends_step=muon, **options):
+    with record([muon, adamw], model, ends_step=muon, **options):
         for count in turns:
             for number in range(count or 1):
                 model(**next(data))["loss"].backward()
@@ -307,14 +282,14 @@ def test_one_optimizer_ends_a_step(model: Any, path: Path, notes: list[str]) -> 
             muon.step()
             model.zero_grad()
             head.after_step(adamw)
-    ds = head.agree_with(path).load()
+    ds = head.agree_with(path)
     np.testing.assert_array_equal(ds.skipped, [np.nan, 0, 1, np.nan, 0])
     np.testing.assert_array_equal(np.isnan(ds.lr), [True, False, False, True, False])
     assert ds.params_count.sel(parameter=HEAD).values.tolist() == [0, 1, 1, 3, 4]
     result = replay(path)
     assert result.clean
     assert result.replayed == 3, "all but two of several optimizer steps each"
-    assert about(notes, "between the steps of the optimizers", "grad_norm is NaN")
+    assert record.noted("between the steps of the optimizers", "grad_norm is NaN")
 
 
 def test_a_backward_pass_between_the_steps(model: Any, path: Path) -> None:
@@ -328,7 +303,7 @@ def test_a_backward_pass_between_the_steps(model: Any, path: Path) -> None:
                 model(**batch)["loss"].backward()
                 consumed[matrix].append(matrix.grad.float().clone())
                 optimizer.step()
-    ds = open_run(path).load()
+    ds = open_run(path, chunks=None)
     for name, matrix in (("blocks.0.qkv.weight", hidden), ("blocks.0.norm.weight", norm)):
         gradients = torch.stack(consumed[matrix])
         np.testing.assert_array_equal(ds.traj.parameter(name).grad[1:].squeeze(), gradients)
@@ -338,57 +313,42 @@ def test_a_backward_pass_between_the_steps(model: Any, path: Path) -> None:
     assert np.isnan(ds.grad_norm).all()
 
 
-def spoiled(model: Any, name: str) -> None:
-    model.get_parameter(name).grad[0] = float("inf")
-
-
-def test_one_scaler_for_both(tmp_path: Path, notes: list[str]) -> None:
+def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
     model = SmallGPT().float()  # a scaler does not unscale gradients of 16 bits
     pair = muon_and_adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     lists = {name: Lists(model.get_parameter(name)) for name in (WIDTH, HEAD)}
-    overflows = [
-        (),
-        (),
-        (WIDTH, HEAD),
-        (WIDTH,),
-        (HEAD,),
-        (),
-    ]
-    options = {"parameter": list(lists), "on_note": notes.append}  # the scaler is found
-    with capture(model, pair, tmp_path / "run.zarr", max_grad_norm=0.5, **options):
+    overflows = [(), (), (WIDTH, HEAD), (WIDTH,), (HEAD,), ()]
+    norms = []
+    options = {"parameter": list(lists), "max_grad_norm": 0.5}  # the scaler is found
+    with record(pair, model, **options):
         for batch, names in zip(batches(6), overflows, strict=True):
             model.zero_grad()
             scaler.scale(model(**batch)["loss"]).backward()
             for name in names:
-                spoiled(model, name)
+                model.get_parameter(name).grad[0] = float("inf")
             for optimizer in pair:
                 scaler.unscale_(optimizer)
+            for kept in lists.values():
+                nan = torch.full_like(kept.parameter, float("nan"))
+                kept.add(grad=nan if names else kept.parameter.grad)
             if not names:
-                for kept in lists.values():
-                    kept.add(grad=kept.parameter.grad)
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             for optimizer in pair:
                 scaler.step(optimizer)
             scaler.update()
             for name, kept in lists.items():
                 kept.add(W=kept.parameter, skipped=torch.tensor(float(name in names)))
-                if names:
-                    kept.add(grad=torch.full_like(kept.parameter, float("nan")))
-                else:
-                    kept.add(clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+    factors = torch.clamp(0.5 / (torch.stack(norms) + 1e-6), max=1.0)
+    steps = [1, 2, 6]
     for name, kept in lists.items():
-        factors = kept.rows.pop("clip_coef")
-        gradients = kept.rows.pop("grad")
-        path = tmp_path / f"run.{name}.zarr"
-        ds = kept.agree_with(path).load()
-        steps = [1, 2, 6]
-        np.testing.assert_array_equal(ds.clip_coef.sel(step=steps), torch.stack(factors))
-        for step in steps:
-            np.testing.assert_array_equal(ds.grad.sel(step=step), gradients[step])
+        path, gradients = tmp_path / f"run.{name}.zarr", torch.stack(kept.rows.pop("grad"))
+        ds = kept.agree_with(path)
+        np.testing.assert_array_equal(ds.clip_coef.sel(step=steps), factors)
+        np.testing.assert_array_equal(ds.grad.sel(step=steps), gradients[steps])
         assert name == WIDTH or replay(path).replayed == 6
-    assert about(notes, "skipped the step of Muon only")
-    assert about(notes, "skipped the step of AdamW only")
+    assert record.noted("skipped the step of Muon only")
+    assert record.noted("skipped the step of AdamW only")
 
 
 def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
@@ -407,21 +367,13 @@ def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
         pass
     with capture(model, pair, tmp_path / "3.zarr", **options):
         train(model, pair, data[3:], first=3)
-    whole, resumed = (open_run(tmp_path / f"{stop}.zarr").load() for stop in (6, 3))
+    whole, resumed = (open_run(tmp_path / f"{stop}.zarr", chunks=None) for stop in (6, 3))
     assert whole.equals(resumed)
 
 
-def test_hyperparameters_are_those_of_the_own_optimizer(
-    model: Any, tmp_path: Path, notes: list[str]
-) -> None:
+def test_hyperparameters_are_those_of_the_own_optimizer(model: Any, record: Any) -> None:
     pair = muon_and_adamw(model)
-    with capture(
-        model,
-        pair,
-        tmp_path / "run.zarr",
-        parameter=WIDTH,
-        on_note=notes.append,
-    ):
+    with record(pair, model, parameter=WIDTH):
         for number, batch in enumerate(batches(3)):
             pair[1].param_groups[0]["eps"] = 1e-8 + number
             pair[0].param_groups[0]["momentum"] = 0.85 + 0.02 * number
@@ -429,12 +381,12 @@ def test_hyperparameters_are_those_of_the_own_optimizer(
             for optimizer in pair:
                 optimizer.step()
                 optimizer.zero_grad()
-    numbers = open_run(tmp_path / "run.zarr").hyperparameters
+    numbers = record.read().hyperparameters
     assert numbers.sel(hyperparameter="momentum")[1:].values.tolist() == [0.85, 0.87, 0.89]
-    assert not any("changed" in note for note in notes)
+    assert not record.noted("changed")
 
 
-def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, tmp_path: Path) -> None:
+def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, record: Any) -> None:
     class Other:
         steps = 0
 
@@ -442,10 +394,10 @@ def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, tmp_path: P
             self.steps += 1
 
     other, pair = Other(), muon_and_adamw(model)
-    with capture(model, pair, tmp_path / "run.zarr", parameter=WIDTH):
+    with record(pair, model, parameter=WIDTH):
         torch.amp.GradScaler("cpu", enabled=False).step(other)
         model(**batches(1)[0])["loss"].backward()
         for optimizer in pair:
             optimizer.step()
     assert other.steps == 1
-    assert open_run(tmp_path / "run.zarr").sizes["step"] == 2
+    assert record.read().sizes["step"] == 2

@@ -14,7 +14,8 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from hf_trainings import tiny_gpt2, trainer_of  # noqa: E402
 from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
-from small_trainings import TEXT, small_config, stop_after  # noqa: E402
+from loops_of_others import take_steps  # noqa: E402
+from small_trainings import TEXT, small_config  # noqa: E402
 
 from trajstore import (  # noqa: E402
     analysis,
@@ -59,7 +60,7 @@ def test_the_numbers_are_those_of_the_run_and_come_from_another_thread(tmp_path:
 
     train(path, log)
     assert threading.get_ident() not in threads
-    ds = open_run(path).load()
+    ds = open_run(path, chunks=None)
     assert [each["step"] for each in numbers] == [2, 4, 6, 8]
     assert [each["rows"] for each in numbers] == [3, 5, 7, 9]
     norms = np.linalg.norm(ds.grad.values.astype("f8"), axis=-1)
@@ -131,10 +132,7 @@ def run_of(path: Path, model: Any = None, **options: Any) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"variables": "W,loss", "token_count": COUNTS, "block_rows": 4, **options}
     with capture(model, optimizer, path, **options):
-        for batch in batches(5):
-            optimizer.zero_grad()
-            model(**batch)["loss"].backward()
-            optimizer.step()
+        take_steps(model, optimizer, 5)
     return path
 
 
@@ -160,8 +158,8 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
             assert ds[name].dtype == bool
             np.testing.assert_array_equal(ds.coords[name], mask[tokens])
         assert not verify(made).problems
-        names = analysis.centroid(open_run(made)).population.values.tolist()
-        assert sorted(names) == ["all", "dead", "first", "live", "odd", "rare"]
+    names = analysis.centroid(open_run(path)).population.values.tolist()
+    assert sorted(names) == ["all", "dead", "first", "live", "odd", "rare"]
     pytest.importorskip("h5py")
     hdf5 = import_file(export(path, tmp_path / "run.h5", format="hdf5"), tmp_path / "h5.zarr").path
     assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)
@@ -173,8 +171,7 @@ def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
     model = TinyModel()
     path = run_of(tmp_path / "run.zarr", model, populations=GIVEN)
     on: dict[str, Any] = {"resume": True}
-    for given in (None, GIVEN):
-        first = int(open_run(path).step[-1])
+    for first, given in ((5, None), (10, GIVEN)):
         run_of(path, model, populations=given, first_step=first, **on)
         np.testing.assert_array_equal(open_run(path).is_rare, EXPECTED["is_rare"])
     for given in ({"rare": GIVEN["rare"]}, {**GIVEN, "odd": [4]}):
@@ -196,7 +193,7 @@ def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> No
     config = config.with_values([f"recording.populations={given}"])
     text = tmp_path / "text.txt"
     path = record(config, tmp_path / "run.zarr", corpus=text)
-    ds = open_run(path).load()
+    ds = open_run(path, chunks=None)
     assert ds.token.values[ds.is_capitals.values].tolist() == [65, 66]
     count = ds.token_count.values
     np.testing.assert_array_equal(ds.is_rare, (count > 0) & (count < 3))
@@ -205,15 +202,12 @@ def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> No
     with pytest.raises(InvalidArgument, match="expected NAME=EXPRESSION or NAME=FILE"):
         plan(config.with_values(['recording.populations=["rare"]']))
 
-    half = record(config, tmp_path / "half.zarr", corpus=text, stop=stop_after(4))
-    forked = fork(half, tmp_path / "forked.zarr", at=4, corpus=text)
-    record(config, half, corpus=text, resume=True)
-    for run in (forked, half):
-        xr.testing.assert_equal(open_run(run).load(), ds)
-        assert not verify(run).problems
+    forked = fork(path, tmp_path / "forked.zarr", at=4, corpus=text)
+    xr.testing.assert_equal(open_run(forked, chunks=None), ds)
+    assert not verify(forked).problems
     (tmp_path / "ids.txt").write_text("65\n67\n")
     with pytest.raises(InvalidArgument, match="populations: is_capitals differ from"):
-        fork(half, tmp_path / "other.zarr", at=4, corpus=text)
+        fork(path, tmp_path / "other.zarr", at=4, corpus=text)
     assert not (tmp_path / "other.zarr").exists()
 
 
