@@ -97,7 +97,8 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     "-o",
     "--output",
     type=click.Path(),
-    help="File to write: .nc, .zarr, .safetensors, or .csv (one file per set of dimensions).",
+    help="File to write: .nc (extra hdf5), .zarr, .safetensors, or .csv (one file per set of "
+    "dimensions, or one table beside a recorded variable).",
 )
 @click.option(
     "--set",

@@ -178,7 +178,7 @@ def _draw_paths(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     if few:
         _mark_ends(ax, data, look, start=True)
         _name_ends(ax, data, look)
-        look.note("names: one token of each part of the plane with room; +n: more tokens there")
+        look.note("names: one token of each part of the plane with room; +n: more tokens at its place")
     else:
         look.note("color: number of tokens × steps in a cell, logarithmic")
     _note_thinning(data, look)
@@ -334,7 +334,7 @@ def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: RunStyle) -
 
 
 def _name_ends(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
-    """Write the name of an outer end in each cell of a grid, and the number of others.
+    """Write the name of an outer end in each cell of a grid, and the number of others below it.
 
     No name covers a mark or another name; a cell without room has none.
     """
@@ -357,7 +357,8 @@ def _name_ends(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     for token, side in product(outermost, _SIDES):
         if cells[token] in named:
             continue
-        others = cells.count(cells[token]) - 1
+        distance = np.linalg.norm((ends - ends[:, [token]]).T * size, axis=1)
+        others = int((distance < _MARK).sum()) - 1
         text = names[token] + (f" +{others}" if others else "")
         half = np.array([len(text) * _FONT * 0.3, _FONT * 0.6])
         middle = ends[:, token] * size + side * (half + _MARK)

@@ -25,7 +25,7 @@ LEVELS = (0.5, 0.9, 0.99)
 _RESULTS = {
     "first_crossing": "first step at which {} crosses",
     "last_crossing": "last step at which {} crosses",
-    "first_above": "first step at which {} is at or above",
+    "first_above": "first step at which {} is not below",
 }
 
 
@@ -87,7 +87,7 @@ def crossings(
         ``first_crossing``, the first step at which the curve is at or beyond the level, after a
         step at which it was not; ``last_crossing``, the last such step. Fractions of the change are
         crossed from below only, values from either side. ``first_above``, the first step at which
-        the curve is at or beyond the level, also if it starts there. −1 if there is no such step.
+        the curve is not below the level, also if it starts there. −1 if there is no such step.
         The result has the other dimensions of the curve.
 
     Raises

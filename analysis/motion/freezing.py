@@ -114,7 +114,8 @@ def freeze(
 
     A token moves at a step if any bit of its row of W differs from the previous recorded row.
     −0.0 → 0.0 is not motion. With `lattice`, W is rounded first: a token moves if one of its
-    elements moves to another cell.
+    elements moves to another cell. A token is frozen after its last motion, if at least
+    `min_unchanged` steps without motion follow.
 
     Parameters
     ----------

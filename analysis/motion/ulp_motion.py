@@ -236,7 +236,7 @@ def regimes(
     jump : float, optional
         Largest L2 of a local motion, in cells. Default: √D.
     far : float, optional
-        Largest L2 of a jump, in cells, such as 1000. Default: no class ``far``.
+        Largest L2 of a jump, in cells, such as 1000, and at least `jump`. Default: no class ``far``.
 
     Returns
     -------
@@ -303,7 +303,7 @@ def _by_thresholds(
     if not 0 < neighbor <= least <= (np.inf if far is None else far):
         raise InvalidArgument(
             f"got neighbor={neighbor}, jump={least:g} and far={far}, expected positive numbers of "
-            "cells that increase"
+            "cells that increase (default of jump: √hidden)"
         )
     indices = measure(
         _other_regimes,
@@ -404,7 +404,7 @@ def lifecycle(scan: Scan, lattice: str = "native", far: float | None = None) -> 
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         As for `regimes`.
     far : float, optional
-        Largest L2 of a jump, in cells, as for `regimes`. Default: no class ``far``.
+        Largest L2 of a jump, in cells, such as 1000, and at least √hidden. Default: no class ``far``.
 
     Returns
     -------

@@ -297,8 +297,8 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
         Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs. The
         runs of a pattern or folder are sorted by name, with numbers in numeric order.
     join : {'exact', 'inner'}
-        Treatment of runs with different steps or variables. ``'exact'`` raises an error;
-        ``'inner'`` keeps the steps and variables that all runs have.
+        Treatment of runs with different steps, variables or coordinates. ``'exact'`` raises an error;
+        ``'inner'`` keeps the steps, variables and coordinates that all runs have.
 
     Returns
     -------
@@ -377,28 +377,30 @@ def _check_same(runs: dict[str, xr.Dataset], dim: str) -> None:
 
 
 def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset]:
-    """Runs, reduced to common steps and variables."""
+    """Runs, reduced to common steps, variables and coordinates."""
     (first, reference), *others = runs.items()
-    steps, variables = reference["step"].values, list(reference.data_vars)
+    steps, variables = reference["step"].values, set(reference.variables)
     for name, run in others:
-        common = np.intersect1d(steps, run["step"].values)
-        there = [variable for variable in variables if variable in run]
         if join == "exact":
             _refuse_others(name, run, first, reference)
-        steps, variables = common, there
-    if not steps.size or not variables:
+        steps = np.intersect1d(steps, run["step"].values)
+        variables &= set(run.variables)
+    if not steps.size or variables.isdisjoint(reference.data_vars):
         what = "variable" if steps.size else "step"
         raise InvalidArgument(f"these runs have no {what} in common; open each one alone")
+    common = {
+        name: run.drop_vars(set(run.variables) - variables) for name, run in runs.items()
+    }
     return {
-        name: run[variables].isel(step=np.flatnonzero(np.isin(run["step"].values, steps)))
-        if not np.array_equal(run["step"].values, steps)
-        else run[variables]
-        for name, run in runs.items()
+        name: run
+        if np.array_equal(run["step"].values, steps)
+        else run.isel(step=np.flatnonzero(np.isin(run["step"].values, steps)))
+        for name, run in common.items()
     }
 
 
 def _refuse_others(name: str, run: xr.Dataset, first: str, reference: xr.Dataset) -> None:
-    differing = set(map(str, run.data_vars)) ^ set(map(str, reference.data_vars))
+    differing = set(map(str, run.variables)) ^ set(map(str, reference.variables))
     if differing:
         what = f"{_listed(sorted(differing))} {'is' if len(differing) == 1 else 'are'} in only one"
     elif not np.array_equal(run["step"].values, reference["step"].values):

@@ -365,9 +365,14 @@ def setting_text(value: Any) -> str:
 
 
 def _known(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Settings to compare: of the configuration, and of an optimizer that it does not describe."""
+    """Settings to compare: those of the configuration, and what it does not describe."""
     described = all(attribute(run, "config", "optimizer") for run in runs)
-    return comparable_settings(runs, ["config"] if described else ["config", "optimizer"])
+    known = comparable_settings(runs, ["config"] if described else ["config", "optimizer"])
+    for run, values in zip(runs, known, strict=True):
+        seed = attribute(run, "provenance", "seed")
+        if seed is not None:  # of the user's own loop
+            values.setdefault(SEED, seed)
+    return known
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
