@@ -54,10 +54,8 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(["training.steps=2", "training.batch_size=4"])
-    >>> recorded_config(record(config, "run.zarr")).training.steps
-    2
+    >>> recorded_config("everything.zarr").training.steps
+    3
     """
     runs = existing_runs(path)
     attributes = _attributes(runs[0] if runs else location(path))
