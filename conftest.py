@@ -52,6 +52,16 @@ def example_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def everything_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the examples call ``everything.zarr``: 3 steps of the tier everything."""
+    from trajstore.trainers import preset, record
+
+    settings = ["training.steps=3", "training.batch_size=4", "recording.variables=everything"]
+    path = tmp_path_factory.mktemp("examples") / "everything.zarr"
+    return Path(record(preset("gatsby").with_values(settings), path))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_flush() -> Iterator[None]:
     """Write to disks when the system likes: no test loses its power, and waiting takes minutes."""
@@ -62,7 +72,7 @@ def _no_flush() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _example(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> None:
-    """Run each example in a folder of its own, with a copy of that run; it is open as ``ds``."""
+    """Run each example in a folder of its own, with a copy of its run; gatsby.zarr is ``ds``."""
     if not isinstance(request.node, pytest.DoctestItem):
         return
     from trajstore import open_run
@@ -70,6 +80,8 @@ def _example(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) 
     folder: Path = request.getfixturevalue("tmp_path")
     monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
     shutil.copytree(request.getfixturevalue("example_run"), folder / "gatsby.zarr")
+    if "everything.zarr" in (request.node.dtest.docstring or ""):
+        shutil.copytree(request.getfixturevalue("everything_run"), folder / "everything.zarr")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TRAJSTORE_CACHE", str(folder / "cache"))
     doctest_namespace["ds"] = open_run("gatsby.zarr")

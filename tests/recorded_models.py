@@ -35,17 +35,18 @@ class Recorded:
 class OwnModel(torch.nn.Module):
     """Buffers that change, a parameter without gradient in odd steps, and one not trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(11, 4)
         self.normalization = torch.nn.BatchNorm1d(4)
+        self.dropout = torch.nn.Dropout(dropout)
         self.sometimes = torch.nn.Linear(4, 4)
         self.fixed = torch.nn.Linear(4, 4).requires_grad_(False)
         self.head = torch.nn.Linear(4, 11, bias=False)
 
     def forward(self, ids: Any, *, whole: bool = True) -> Any:
         hidden = self.normalization(self.fixed(self.embedding(ids)).flatten(0, 1))
-        return self.head(torch.tanh(self.sometimes(hidden)) if whole else hidden)
+        return self.head(self.dropout(torch.tanh(self.sometimes(hidden)) if whole else hidden))
 
 
 def gpt2() -> Any:

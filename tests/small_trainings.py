@@ -13,6 +13,7 @@ from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
 from trajstore.trainers.runs.run_state import RunState
 
+Straight = Callable[[RunConfig], Path]
 BLOCK = 4
 TEXT = b"It was a bright cold day in April. " * 2
 """54 examples of 16 tokens: 6 batches of 9."""
@@ -48,7 +49,7 @@ def last_checkpoint(run: Path) -> RunState:
 
 def same_values(one: Path, other: Path) -> xr.Dataset:
     """The second run, all of whose variables are, bit for bit, those of the first."""
-    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    a, b = (xr.open_zarr(path, chunks=None).load() for path in (one, other))
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
         if a[name].dtype.kind in "fi":

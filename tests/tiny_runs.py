@@ -19,7 +19,7 @@ def tiny_run(
     optimizer: Callable[[Any], Any] = lambda p: torch.optim.AdamW(p, lr=0.01),
     *,
     dtype: Any = torch.float32,
-    steps: int = 20,
+    steps: int = 9,
     clip: float = 0.3,
     accumulate: int = 1,
     change: Callable[[Any], None] = lambda model: None,

@@ -76,11 +76,7 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
-    ... )
-    >>> model = model_at(record(config, "run.zarr"), 3)
+    >>> model = model_at("everything.zarr", 3)
     >>> model.lm_head.weight is model.transformer.wte.weight, model.dtype
     (True, torch.bfloat16)
     """
@@ -117,12 +113,8 @@ def models(
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
-    ... )
-    >>> path = record(config, "run.zarr")
-    >>> norms = {step: model.lm_head.weight.norm().item() for step, model in models(path)}
+    >>> run = models("everything.zarr")
+    >>> norms = {step: model.lm_head.weight.norm().item() for step, model in run}
     >>> list(norms)
     [0, 1, 2, 3]
     """
@@ -556,11 +548,7 @@ def checkout(
     Examples
     --------
     >>> from transformers import AutoModelForCausalLM
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
-    ... )
-    >>> found = checkout(record(config, "run.zarr"), "step-3", step=3)
+    >>> found = checkout("everything.zarr", "step-3", step=3)
     >>> found.tokenizer, AutoModelForCausalLM.from_pretrained(found.path).dtype
     ('ascii', torch.bfloat16)
     """

@@ -335,11 +335,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[st
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
-    ... )
-    >>> state = optimizer_state_at(record(config, "run.zarr"), 3)
+    >>> state = optimizer_state_at("everything.zarr", 3)
     >>> decays = [group["weight_decay"] for group in state["param_groups"]]
     >>> state["state"][0]["step"].item(), decays
     (3.0, [0.01, 0.0])

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import RunExists
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.writing.writer import RunWriter
 from trajstore.values.native_types import cast
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
@@ -111,7 +111,7 @@ def sample_run(path: str | os.PathLike[str] = "sample.zarr") -> Path:
 def _check_sample(target: Path) -> None:
     attributes: dict[str, Any] = {}
     if (target / "zarr.json").exists():
-        attributes = open_group(target).attrs.asdict()
+        attributes = root_attributes(target)
     provenance = attributes.get("provenance")
     is_sample = isinstance(provenance, dict) and provenance.get("sample_run") == 1
     if not is_sample or attributes.get("status") != "complete":

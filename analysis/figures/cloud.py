@@ -178,7 +178,9 @@ def _draw_paths(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     if few:
         _mark_ends(ax, data, look, start=True)
         _name_ends(ax, data, look)
-        look.note("names: one token of each part of the plane with room; +n: more tokens at its place")
+        look.note(
+            "names: one token of each part of the plane with room; +n: more tokens at its place"
+        )
     else:
         look.note("color: number of tokens × steps in a cell, logarithmic")
     _note_thinning(data, look)

@@ -24,35 +24,25 @@ from recorded_models import same  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from trajstore.trainers import (  # noqa: E402
-    TrajectoryCallback,
     capture,
     model_at,
     models,
     optimizer_state_at,
 )
-from trajstore.trainers.texts import embedded_text, id_stream  # noqa: E402
+from trajstore.trainers.texts import embedded_text  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 TOTAL = 10
+IDS = np.frombuffer(embedded_text(), np.uint8).astype(np.int64)
+"""Token ids of the training text."""
 STEPS = sorted(random.Random(0).sample(range(1, TOTAL + 1), 4))
 
 
-def ids_of(case: str) -> Any:
-    """Token ids of the training text."""
-    if case == "duckling":
-        return id_stream(8192, 6500)
-    return np.frombuffer(embedded_text(), np.uint8).astype(np.int64)
-
-
-def record_case(case: str, ids: Any, path: Path, cli: Cli) -> None:
+def record_case(case: str, path: Path, cli: Cli) -> None:
     """Record a training of a preset, or of a user's program."""
-    if case == "trainer":
-        callback = TrajectoryCallback(path, variables="everything", block_rows=4)
-        trainings.dropout_trainer(ids, TOTAL, nothing, callback)
-        return
     if case == "loop":
-        record_loop(ids, path)
+        record_loop(path)
         return
     # The independent program multiplies as torch does, also on processors where that is slow.
     changes = [
@@ -66,7 +56,7 @@ def record_case(case: str, ids: Any, path: Path, cli: Cli) -> None:
     )  # fmt: skip
 
 
-def record_loop(ids: Any, path: Path) -> None:
+def record_loop(path: Path) -> None:
     """Record the own loop."""
     with ExitStack() as stack:
 
@@ -79,7 +69,7 @@ def record_loop(ids: Any, path: Path) -> None:
             )  # fmt: skip
             return lambda loss: recorder.observe(loss=loss)
 
-        trainings.own_loop(ids, TOTAL, nothing, attach)
+        trainings.own_loop(IDS, TOTAL, nothing, attach)
 
 
 def nothing(step: int, model: Any, optimizer: Any) -> None:
@@ -91,7 +81,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the states that the independent programs save."""
     folder = tmp_path_factory.mktemp("states")
     for case in trainings.CASES:
-        np.save(folder / f"{case}.npy", ids_of(case))
+        np.save(folder / f"{case}.npy", IDS)
         (folder / case).mkdir()
     command = [sys.executable, trainings.__file__, folder, TOTAL, *STEPS]
     done = subprocess.run(
@@ -114,7 +104,7 @@ def test_recorded_steps_are_those_of_an_independent_training(
     case: str, states: Path, tmp_path: Path, trajstore_cli: Cli
 ) -> None:
     run = tmp_path / "run.zarr"
-    record_case(case, ids_of(case), run, trajstore_cli)
+    record_case(case, run, trajstore_cli)
     saved = {step: torch.load(states / case / f"{step}.pt") for step in STEPS}
     constructor = trainings.Reader if case == "loop" else None
     for step, wanted in saved.items():

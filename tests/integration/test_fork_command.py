@@ -39,34 +39,35 @@ def call(*arguments: Any) -> Any:
 def test_one_command_line_begins_proves_and_is_done(queued: list[str], tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     line = [*queued, "--set", "schedule.steps=20", "-o", path, "--steps"]
-    assert call(*line, 6).exit_code == 0
+    assert call(*line, 3).exit_code == 0
     shutil.rmtree(tmp_path / "run.ckpt")
-    done = call(*line, 9)
+    done = call(*line, 5)
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stderr.split())
-    assert "its 6 steps are trained again" in said
-    assert "comparing step 1 of 6 with the recorded rows comparing step 6 of 6" in said
-    assert "Recorded 10 rows" in done.stdout
-    done = call(*line, 9)
+    assert "its 3 steps are trained again" in said
+    assert "comparing step 1 of 3 with the recorded rows comparing step 3 of 3" in said
+    assert "Recorded 6 rows" in done.stdout
+    done = call(*line, 5)
     assert done.exit_code == 0
-    assert "has all 9 steps already" in " ".join(done.stderr.split())
+    assert "has all 5 steps already" in " ".join(done.stderr.split())
 
 
 def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     path, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
-    assert call(*queued, "--steps", 8, "-o", path).exit_code == 0
-    fork = ["fork", path, "--at", 5, "--corpus", queued[4], "-o", other]
+    assert call(*queued, "--steps", 5, "-o", path).exit_code == 0
+    fork = ["fork", path, "--at", 3, "--corpus", queued[4], "-o", other]
     done = call(*fork, "--set", "optimizer.lr=3e-3")
     assert done.exit_code == 0, done.stderr
-    assert "comparing step 5 of 5" in done.stderr
+    assert "comparing step 3 of 3" in done.stderr
     assert "first differing step" in (said := call("compare", path, other).stdout)
     assert "config.optimizer.lr" in said
     assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 0.003}
-    assert "fork.step = 5" in call("info", other).stdout
+    assert "fork.step = 3" in call("info", other).stdout
     for arguments, rc, sentence in (
         (fork, 2, "other.zarr already exists"),
         (["fork", path, "--at", 99, "-o", "x.zarr"], 1, "no row of step 99"),
         (["fork", tmp_path / "no", "--at", 5, "-o", "x.zarr"], 2, "there is no run at"),
+        (["record", "--resume"], 2, "no run to resume; name it"),
         (["record", "--resume", "-o", tmp_path / "no.zarr"], 2, "to start one, name a preset"),
     ):  # fmt: skip
         done = call(*arguments)
@@ -79,7 +80,7 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
 
 
 TINY = (
-    "training.steps=12", "training.batch_size=2", "model.context=16", "model.hidden=8",
+    "training.steps=6", "training.batch_size=2", "model.context=16", "model.hidden=8",
     "model.layers=1", "recording.block_rows=8",
 )  # fmt: skip
 
@@ -100,12 +101,12 @@ def cli(*arguments: object, rc: int = 0) -> str:
 
 def test_without_settings_the_result_equals_the_run(run: Path, tmp_path: Path) -> None:
     said = cli("what-if", run, "-o", tmp_path / "same.zarr")
-    assert "13 rows, steps 0 to 12" in said
+    assert "7 rows, steps 0 to 6" in said
     assert "Note: no setting was changed; the result equals the recorded run, bit for bit" in said
     compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
     assert compared["only_first"] == compared["only_second"] == []
     assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
-    assert cli("verify", "--replay", tmp_path / "same.zarr").count("Replayed 12 of 12 steps") == 1
+    assert cli("verify", "--replay", tmp_path / "same.zarr").count("Replayed 6 of 6 steps") == 1
 
 
 def test_a_run_that_was_changed_is_not_said_to_be_the_same_again(run: Path, tmp_path: Path) -> None:
@@ -124,23 +125,9 @@ def test_output_info_and_summary_name_the_run_as_what_if(run: Path, tmp_path: Pa
         "what-if", run, "--set", "optimizer.state_dtype=float32", "--at", 4,
         "--tokens", "dead", "-o", other,
     )  # fmt: skip
-    assert "9 rows, steps 4 to 12, from the gradients of" in said
+    assert "3 rows, steps 4 to 6, from the gradients of" in said
     shown = cli("info", other)
     assert "provenance" in shown
     assert "what_if.settings = ['optimizer.state_dtype=float32']" in shown
     assert "what_if.caveat = the gradients are those of the recorded run" in shown
     assert "displacement" in cli("summary", other).lower()
-
-
-def test_a_refused_what_if_writes_nothing(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.zarr"
-    for wrong, sentence, code in (
-        (["--set", "training.batch_size=4"], "what-if cannot change training.batch_size", 2),
-        (["--tokens", "nowhere.txt"], "expected all, dead, live or a text file", 2),
-        (["--at", 40], "step 40 was not recorded", 1),
-    ):
-        said = cli("what-if", run, *wrong, "-o", other, rc=code)
-        assert sentence in said
-        assert said.startswith("trajstore: ")
-    assert not other.exists()
-    assert not list(tmp_path.iterdir())

@@ -48,7 +48,9 @@ def test_presets_are_listed_and_printed_as_files(
     assert one == other
 
 
-@pytest.mark.parametrize("name", nightly_but(PRESETS, *SMALL_ONES))
+@pytest.mark.parametrize(
+    "name", nightly_but([name for name in PRESETS if name != "wordybird-1b"], *SMALL_ONES)
+)
 def test_a_preset_records_without_files(
     name: str, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -84,26 +86,6 @@ def test_a_dry_run_says_what_record_then_does(
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == [0, 4, 8, 10]
     assert ds.token.values.tolist() == [7, 32, 101]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["record", "--preset", "gatsby", "--tokens", "some"], "expected all, dead, live"),
-        (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
-        (
-            ["record", "--preset", "gatsby", "--variables", "loss"],
-            "recording.variables = 'loss': got 'loss' without W",
-        ),
-        (["fetch", "moby-dick"], "choose from gatsby, fineweb, gpt2"),
-    ],
-)
-def test_wrong_calls_are_one_sentence(
-    arguments: list[str], sentence: str, trajstore_cli: Callable[..., Any]
-) -> None:
-    done = trajstore_cli(*arguments, rc=2)
-    assert sentence in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 2
 
 
 def test_a_device_that_is_not_there_is_refused(

@@ -78,7 +78,7 @@ def test_the_commands_of_a_report_make_the_run_again(
     for command in commands:
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 0, done.output
-    one, other = (xr.open_zarr(path).load() for path in (run, commands[-1][-1]))
+    one, other = (xr.open_zarr(path, chunks=None).load() for path in (run, commands[-1][-1]))
     assert one.step.equals(other.step)
     for name in one.data_vars:
         assert one[name].values.tobytes() == other[name].values.tobytes(), name

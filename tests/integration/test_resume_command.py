@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +72,7 @@ def test_a_signal_interrupts_and_the_command_it_names_continues(
     trajstore_cli: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, last, steps = tmp_path / "a run.zarr", 12, itertools.count(1)
+    path, last, steps = tmp_path / "a run.zarr", 5, itertools.count(1)
 
     def after_step(request: StopRequest) -> bool:
         if next(steps) == last:
@@ -92,10 +90,10 @@ def test_a_signal_interrupts_and_the_command_it_names_continues(
     assert f"Interrupted after step {last}; {last + 1} rows are committed." in done.stderr
     resume = done.stderr.partition("Resume with: ")[2].strip()
     assert resume == f"trajstore record --resume -o '{path}'"
-    trajstore_cli(*shlex.split(resume)[1:], "--steps", last + 9)
-    same_values(straight(name, last + 9), path)
+    trajstore_cli(*shlex.split(resume)[1:], "--steps", last + 4)
+    same_values(straight(name, last + 4), path)
     assert [file.name for file in (tmp_path / "a run.ckpt").iterdir()] == [
-        f"step-{last + 9:08d}.safetensors"
+        f"step-{last + 4:08d}.safetensors"
     ]
 
 
@@ -103,19 +101,19 @@ def test_the_steps_of_a_preset_are_not_those_of_a_run_that_continues(
     text: Path, tmp_path: Path, trajstore_cli: Callable[..., Any]
 ) -> None:
     path = tmp_path / "run.zarr"
-    config = preset("gatsby").with_values([*FIELDS, "training.steps=20"])
+    config = preset("gatsby").with_values([*FIELDS, "training.steps=6"])
     (tmp_path / "run.toml").write_text(preset("gatsby").with_values(FIELDS).to_toml())
-    steps = iter(range(12))
-    record(config, path, corpus=text, stop=lambda: next(steps) == 11)
+    steps = iter(range(4))
+    record(config, path, corpus=text, stop=lambda: next(steps) == 3)
     again = ["--corpus", text, "-o", path, "--resume"]
     trajstore_cli("record", "--preset", "gatsby", *again, *SMALL)
     ds = xr.open_zarr(path)
-    assert ds.step.values[-1] == 20
-    assert ds.attrs["config"]["training"]["steps"] == 20
+    assert ds.step.values[-1] == 6
+    assert ds.attrs["config"]["training"]["steps"] == 6
     done = trajstore_cli("record", "--config", tmp_path / "run.toml", *again)
-    assert "has all 20 steps already" in " ".join(done.stderr.split())
-    trajstore_cli("record", "--preset", "gatsby", *again, *SMALL, "--set", "training.steps=24")
-    assert xr.open_zarr(path).step.values[-1] == 24
+    assert "has all 6 steps already" in " ".join(done.stderr.split())
+    trajstore_cli("record", "--preset", "gatsby", *again, *SMALL, "--set", "training.steps=8")
+    assert xr.open_zarr(path).step.values[-1] == 8
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -137,34 +135,3 @@ def test_a_signal_before_the_training_says_what_is_there(
     left = f"{path} is unchanged" if resume else "nothing was recorded"
     said = " ".join(done.stderr.split())
     assert said.endswith(f"Stopped before the training started; {left}.")
-
-
-def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    gone = tmp_path / "gone.txt"
-    shutil.copy(text, gone)
-
-    def call(*arguments: Any) -> Any:
-        return CliRunner().invoke(main, ["record", *map(str, arguments)])
-
-    assert not call(
-        "--preset", "gatsby", "--corpus", gone, *SMALL, "--steps", 5, "-o", path
-    ).exit_code
-    gone.unlink()
-    again = ["--resume", "-o", path]
-    for arguments, rc, sentence in (
-        (["--resume"], 2, "no run to resume; name it"),
-        ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
-        ([*again, "--steps", 9], 1, "give the recorded one: --corpus"),
-    ):
-        done = call(*arguments)
-        assert done.exit_code == rc
-        assert sentence in done.stderr
-        assert done.stderr.startswith("trajstore: ")
-        assert done.stderr.count("\n") == 1
-    assert xr.open_zarr(path).attrs["status"] == "complete"
-    (file,) = (tmp_path / "run.ckpt").iterdir()
-    os.truncate(file, file.stat().st_size // 2)
-    done = call(*again, "--steps", 9, "--corpus", text)
-    assert done.exit_code == 1
-    assert "is damaged" in done.stderr

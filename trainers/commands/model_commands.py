@@ -190,7 +190,9 @@ def checkout(run: str, output: str, constructor: str | None, **options: Any) -> 
     if of_transformers:
         out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
     else:
-        out.print(f"Load it with: model.load_state_dict(torch.load({str(folder.path / 'model.pt')!r}))")
+        out.print(
+            f"Load it with: model.load_state_dict(torch.load({str(folder.path / 'model.pt')!r}))"
+        )
 
 
 @click.command("what-if")

@@ -278,10 +278,7 @@ def what_if(
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(["training.steps=3", "training.batch_size=4"])
-    >>> run = record(config, "run.zarr")
-    >>> found = what_if(run, "other.zarr", ["optimizer.lr=1e-4"])
+    >>> found = what_if("everything.zarr", "other.zarr", ["optimizer.lr=1e-4"])
     >>> found.rows, found.first_step, found.last_step
     (4, 0, 3)
     """

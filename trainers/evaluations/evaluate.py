@@ -308,16 +308,12 @@ def evaluate(
     Examples
     --------
     >>> import xarray as xr
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=4", "training.batch_size=4", 'recording.variables=["everything"]']
-    ... )
     >>> def norms(model, step):
     ...     return {"attention_norm": model.transformer.h[0].attn.c_attn.weight.norm()}
-    >>> evaluate(record(config, "run.zarr"), norms, "norms.zarr", every=2).steps
-    3
+    >>> evaluate("everything.zarr", norms, "norms.zarr", every=2).steps
+    2
     >>> xr.open_zarr("norms.zarr").step.values
-    array([0, 2, 4])
+    array([0, 2])
     """
     stored = RunParameters(run)
     selected = _selected_steps(stored.steps, steps, every)

@@ -19,7 +19,7 @@ import xarray as xr
 
 from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.step_model import model_at
@@ -147,7 +147,7 @@ def _text_ids(
 
 def read_with(run: RunPath, tokenizer: str | os.PathLike[str] | None) -> tuple[Tokenizer, int]:
     """Return the tokenizer of a run, and the distance from a token to its target."""
-    attributes = dict(open_group(run).attrs)
+    attributes = root_attributes(run)
     offset = int(attribute(attributes, "config", "data", "target_offset") or 1)
     return run_tokenizer(attributes, tokenizer), offset
 

@@ -25,8 +25,8 @@ import torch
 
 from trajstore.arguments import ANY, Bound, Count, check_fields, exact, exact_json
 from trajstore.errors import InvalidArgument, config_field, did_you_mean
-from trajstore.schema import EVERYTHING, STEP, TIERS, VARIABLES, Encoding, resolve_variables
-from trajstore.store.reading.open_group import open_group
+from trajstore.schema import EVERYTHING, TIERS, VARIABLES, Encoding, resolve_variables
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
 from trajstore.store.writing.create import check_folder, check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
@@ -334,8 +334,7 @@ class TrainingLoop:
 def _has_rows(run: RunPath) -> bool:
     if not (location(run) / METADATA_KEY).exists():
         return False
-    steps: Any = open_group(run)[STEP.name]
-    return bool(steps.shape[0])
+    return bool(root_attributes(run)["committed_rows"])
 
 
 def takes_options(function: Callable[P, R]) -> Callable[P, R]:

@@ -78,11 +78,9 @@ def replay(
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(["training.steps=2", "training.batch_size=4"])
-    >>> found = replay(record(config, "run.zarr"))
+    >>> found = replay("everything.zarr")
     >>> found.clean, found.replayed
-    (True, 2)
+    (True, 3)
     """
     source = open_tiled(path)
     rows = RecordedRows(source)

@@ -22,7 +22,7 @@ from trajstore.errors import (
 from trajstore.exchange.export_run import holds_exactly
 from trajstore.schema import TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import open_group, root_attributes
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, checkpoint_folder, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
@@ -54,10 +54,8 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(["training.steps=2", "training.batch_size=4"])
-    >>> recorded_config(record(config, "run.zarr")).training.steps
-    2
+    >>> recorded_config("everything.zarr").training.steps
+    3
     """
     runs = existing_runs(path)
     attributes = _attributes(runs[0] if runs else location(path))
@@ -279,7 +277,7 @@ def _attributes(path: Location) -> dict[str, Any]:
             f"there is no run at {path} to resume; to start one, name a preset (--preset gatsby) "
             "or a file (--config FILE)"
         )
-    return open_group(path).attrs.asdict()
+    return root_attributes(path)
 
 
 def _check_config(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import FormatError, RunExists, RunLocked
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, sweep
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import CHECKPOINT, Location, checkpoint_folder
@@ -323,7 +323,7 @@ class Checkpointing:
         if recorder.writer is None:
             return
         if self._created is None:
-            self._created = str(open_group(self._run).attrs["created"])
+            self._created = str(root_attributes(self._run)["created"])
             self._in_rows = rows_hold_state(self._training.config, recorder.writer.layout.arrays)
             self._folder.clean(None if self._in_rows else self._taken_from)
         if self._in_rows:

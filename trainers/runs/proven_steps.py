@@ -165,11 +165,7 @@ def prove(
 
     Examples
     --------
-    >>> from trajstore.trainers import preset, record
-    >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", "recording.variables=['everything']"]
-    ... )
-    >>> found = prove(record(config, "run.zarr"))
+    >>> found = prove("everything.zarr")
     >>> found.clean, found.proven
     (True, 3)
     """

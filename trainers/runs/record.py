@@ -12,7 +12,7 @@ from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, RunExists, argument, config_field
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.metadata_form import recorded_threads
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
@@ -143,7 +143,7 @@ def record(
     overwrite = point is None and (overwrite or existing is not None)
     target = point.runs[0] if point else _check_new(path, config, overwrite=overwrite)
     config, products = with_products(config)
-    attributes = open_group(target).attrs.asdict() if point else {}
+    attributes = root_attributes(target) if point else {}
     state = point.checkpoint if point else None
     threads = config.training.threads
     sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)

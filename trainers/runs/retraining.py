@@ -15,7 +15,7 @@ from trajstore.errors import NothingToResume, RecordingError
 from trajstore.populations import populations_from
 from trajstore.schema import resolve_variables
 from trajstore.store.metadata.metadata_form import Segment, trained_segments
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import open_group, root_attributes
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter
@@ -243,7 +243,7 @@ def train_again(
     ConfigError
         If the device of the configuration is not available.
     """
-    attributes = open_group(run).attrs.asdict()
+    attributes = root_attributes(run)
     created = str(attributes["created"])
     comparison = Comparison(make_writer)
     reached = start
@@ -328,7 +328,7 @@ def retrain_to_last_row(
 
 def explain_difference(run: Location, difference: RowDifference) -> str:
     """Return where a repeated training first differs, and possible reasons."""
-    attributes: dict[str, Any] = open_group(run).attrs.asdict()
+    attributes: dict[str, Any] = root_attributes(run)
     provenance = attributes.get("provenance", {})
     config = recorded_config(run)
     where = f"at step {difference.step} {' and '.join(_first(difference.variables))}"

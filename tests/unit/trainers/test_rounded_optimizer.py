@@ -202,15 +202,6 @@ def test_it_leaves_the_global_generator_alone_and_follows_its_seed() -> None:
     assert ends[0] == ends[1] != ends[2]
 
 
-def test_a_parameter_is_rounded_the_same_alone_and_beside_others() -> None:
-    params, alone = parameters(torch.bfloat16), parameters(torch.bfloat16)[:1]
-    both = RoundedAdamW(params, state_dtype="bfloat16", rounding="stochastic")
-    one = RoundedAdamW(alone, state_dtype="bfloat16", rounding="stochastic")
-    train(both, params, 0, 3)
-    train(one, alone, 0, 3)
-    assert bits(params[:1], both) == bits(alone, one)
-
-
 def test_its_signature_is_the_real_one_and_what_is_added() -> None:
     names = inspect.signature(RoundedAdamW).parameters
     assert [*names][:3] == ["params", "lr", "betas"]

@@ -209,25 +209,8 @@ def test_the_states_of_two_optimizers(tmp_path: Path) -> None:
 RESTORED_STEPS = 7
 
 
-class Model(torch.nn.Module):
-    """Dropout, changing buffers, a parameter without gradient in odd steps, one not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(11, 4)
-        self.normalization = torch.nn.BatchNorm1d(4)
-        self.dropout = torch.nn.Dropout(0.1)
-        self.sometimes = torch.nn.Linear(4, 4)
-        self.fixed = torch.nn.Linear(4, 4).requires_grad_(False)
-        self.head = torch.nn.Linear(4, 11, bias=False)
-
-    def forward(self, ids: Any, *, whole: bool) -> Any:
-        hidden = self.normalization(self.fixed(self.embedding(ids)).flatten(0, 1))
-        return self.head(self.dropout(torch.tanh(self.sometimes(hidden)) if whole else hidden))
-
-
 def built() -> tuple[Any, Any]:
-    model = Model()
+    model = OwnModel(dropout=0.1)
     groups = [
         {"params": [model.embedding.weight, model.head.weight], "weight_decay": 0.1},
         {"params": [*model.normalization.parameters(), *model.sometimes.parameters()], "lr": 0.1},
@@ -324,7 +307,7 @@ def test_a_resume_compares_the_whole_state(run: Path, tmp_path: Path) -> None:
 
 
 def test_muon_and_adamw_continue_from_a_step_in_the_middle(tmp_path: Path) -> None:
-    data = batches(30)
+    data = batches(9)
     path = tmp_path / "run.zarr"
     options = {"variables": "everything", "encoding": "compact"}
     model = SmallGPT()
@@ -333,18 +316,18 @@ def test_muon_and_adamw_continue_from_a_step_in_the_middle(tmp_path: Path) -> No
         train_gpt(model, pair, data)
     weights = [one.clone() for one in model.parameters()]
     ended = [one.state_dict() for one in pair]
-    assert same([one["state"] for one in optimizer_state_at(path, 30)],
+    assert same([one["state"] for one in optimizer_state_at(path, 9)],
                 [one["state"] for one in ended])  # fmt: skip
 
     model = SmallGPT(seed=1)
     pair = muon_and_adamw(model)
-    assert restore(path, model, pair[::-1], step=18) == 18
-    for optimizer, held in zip(pair, optimizer_state_at(path, 18), strict=True):
+    assert restore(path, model, pair[::-1], step=5) == 5
+    for optimizer, held in zip(pair, optimizer_state_at(path, 5), strict=True):
         assert same(optimizer.state_dict()["state"], held["state"])
         optimizer.load_state_dict(held)
     copied = Path(shutil.copytree(path, tmp_path / "copy.zarr"))
-    with capture(model, pair, copied, resume=True, first_step=18, **options):
-        train_gpt(model, pair, data[18:], first=18)
+    with capture(model, pair, copied, resume=True, first_step=5, **options):
+        train_gpt(model, pair, data[5:], first=5)
     assert all(map(torch.equal, model.parameters(), weights))
     assert same([one.state_dict() for one in pair], ended)
     same_values(path, copied)

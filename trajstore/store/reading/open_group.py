@@ -93,12 +93,32 @@ def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
     InvalidArgument, MissingExtra
         If `path` is an unsupported address (`location`).
     """
-    place = location(path)
-    if isinstance(place, Path) and not place.exists():
-        raise RunNotFound(f"there is no run at {path}{similar_runs(place)}")
+    place = _existing(path)
     in_zip = zipped and isinstance(place, Path) and place.suffix == ".zip" and place.is_file()
     metadata = _zipped_root(place) if in_zip else root_metadata(place)
     return _zarr_group(place, metadata, checked_root(place, metadata))
+
+
+def root_attributes(path: RunPath) -> dict[str, Any]:
+    """Attributes of a run at its last commit, checked, without opening its arrays.
+
+    Raises
+    ------
+    RunNotFound, FormatError, InvalidArgument, MissingExtra
+        As `open_group`.
+    """
+    place = _existing(path)
+    root = _parsed(place, METADATA_KEY, root_metadata(place))
+    _check_root(place, root)
+    attributes: dict[str, Any] = root["attributes"]
+    return attributes
+
+
+def _existing(path: RunPath) -> Location:
+    place = location(path)
+    if isinstance(place, Path) and not place.exists():
+        raise RunNotFound(f"there is no run at {path}{similar_runs(place)}")
+    return place
 
 
 def whole(path: RunPath, group: zarr.Group, name: str) -> npt.NDArray[Any]:

@@ -388,9 +388,7 @@ def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset
     if not steps.size or variables.isdisjoint(reference.data_vars):
         what = "variable" if steps.size else "step"
         raise InvalidArgument(f"these runs have no {what} in common; open each one alone")
-    common = {
-        name: run.drop_vars(set(run.variables) - variables) for name, run in runs.items()
-    }
+    common = {name: run.drop_vars(set(run.variables) - variables) for name, run in runs.items()}
     return {
         name: run
         if np.array_equal(run["step"].values, steps)

@@ -27,7 +27,7 @@ from trajstore.schema import (
 from trajstore.store.metadata.metadata_form import NOTES
 from trajstore.store.metadata.zarr_json import notes_of
 from trajstore.store.reading.array_reader import block_form
-from trajstore.store.reading.open_group import ends, open_group, whole
+from trajstore.store.reading.open_group import ends, open_group, root_attributes, whole
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import (
@@ -219,7 +219,7 @@ def _extended(name: str) -> list[str]:
 def _parameter(run: str) -> str | None:
     """Recorded parameter of a run; None if it is not a run."""
     try:
-        parameter: str | None = attribute(open_group(run).attrs.asdict(), "recording", "parameter")
+        parameter: str | None = attribute(root_attributes(run), "recording", "parameter")
     except (FormatError, RunNotFound):
         return None
     return parameter

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 from forked_processes import processes
 
 from trajstore import open_run
@@ -50,7 +51,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiprocessing.get_context", lambda method: processes)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", nightly_but([1, 2], 1))
 @pytest.mark.usefixtures("forked")
 def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
     recorded: Any, tmp_path: Path, probe: str, jobs: int
@@ -82,6 +83,7 @@ def test_processes_of_their_own_give_the_same(recorded: Any, tmp_path: Path, pro
     assert xr.open_zarr(one).load().equals(xr.open_zarr(other).load())
 
 
+@pytest.mark.nightly  # the server of processes takes seconds to start
 @pytest.mark.usefixtures("forked")
 def test_a_killed_process_is_named(recorded: Any, tmp_path: Path, probe: str) -> None:
     (tmp_path / "dies 0").touch()

@@ -19,17 +19,18 @@ from tiny_runs import scaled_run, tiny_run  # noqa: E402
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.cli.run_commands import print_replay  # noqa: E402
 from trajstore.store.reading.tiled_reader import open_tiled  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers import attach, capture  # noqa: E402
 from trajstore.trainers.replays.recorded_rows import RecordedRows  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.replays.replay_result import Replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+STEPS = 9
 SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
 
 
-def proven(path: Path, steps: int, *variables: str) -> Replay:
+def proven(path: Path, *variables: str, steps: int = STEPS) -> Replay:
     """The replay of a run of which nothing differs, and every step was replayed."""
     result = replay(path)
     assert result.findings == ()
@@ -43,11 +44,6 @@ def proven(path: Path, steps: int, *variables: str) -> Replay:
         if name in variables:
             assert compared.steps == steps, name
     return result
-
-
-NIGHTLY_BFLOAT16 = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str
-)
 
 
 WHOLE = {
@@ -65,15 +61,20 @@ WHOLE = {
     ),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
 }
+QUICK = ("adamw-fused", "adam-other", "sgd-momentum", "nadam", "adam-decay")
+"""These train float32 weights, the others bfloat16."""
+
+
+def dtype_of(name: str) -> Any:
+    return torch.float32 if name in QUICK else torch.bfloat16
 
 
 @pytest.mark.parametrize("name", nightly_but(WHOLE, "adamw-fused", "adam-other"))
-@NIGHTLY_BFLOAT16
-def test_moments_and_weights(name: str, dtype: Any, tmp_path: Path) -> None:
+def test_moments_and_weights(name: str, tmp_path: Path) -> None:
     path = tiny_run(
-        tmp_path / "run.zarr", WHOLE[name], dtype=dtype, variables=("matrix", *SUMMARIES)
+        tmp_path / "run.zarr", WHOLE[name], dtype=dtype_of(name), variables=("matrix", *SUMMARIES)
     )
-    result = proven(path, 20, "W", "exp_avg", "exp_avg_sq", "clip_coef", *SUMMARIES)
+    result = proven(path, "W", "exp_avg", "exp_avg_sq", "clip_coef", *SUMMARIES)
     assert result.rebuilt == ()
     assert json.loads(json.dumps(result.facts()))["clean"] is True
 
@@ -100,32 +101,38 @@ REBUILT = {
 }
 
 
-@pytest.mark.parametrize("name", nightly_but(REBUILT, "sgd-momentum", "nadam", "adam-decay"))
-@NIGHTLY_BFLOAT16
-def test_state_that_the_run_lacks_is_rebuilt(name: str, dtype: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", nightly_but(REBUILT, *QUICK))
+def test_state_that_the_run_lacks_is_rebuilt(name: str, tmp_path: Path) -> None:
     optimizer, rebuilt = REBUILT[name]
-    path = tiny_run(tmp_path / "run.zarr", optimizer, dtype=dtype, variables="weights+grads")
-    result = proven(path, 20, "W")
+    path = tmp_path / "run.zarr"
+    tiny_run(path, optimizer, dtype=dtype_of(name), variables="weights+grads")
+    result = proven(path, "W")
     assert (result.rebuilt, {*result.variables}) == (rebuilt, {"W", "clip_coef"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_types(dtype: Any, tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", lambda p: torch.optim.SGD(p, lr=0.1), dtype=dtype)
-    proven(path, 20, "W")
+    proven(path, "W")
     flip(path, "W", (7, 3, 1), 9)
     finding = replay(path).findings[0]
     assert (finding.variable, finding.step, finding.token) == ("W", 7, 3)
 
 
-@pytest.mark.parametrize("name", ["adam-decay", "adam-fused-decay"])
-@NIGHTLY_BFLOAT16
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("adam-decay", torch.float32),
+        ("adam-fused-decay", torch.float32),
+        pytest.param("adam-fused-decay", torch.bfloat16, marks=pytest.mark.nightly),
+    ],
+)
 def test_some_tokens_keep_their_places_in_the_parameter(
     name: str, dtype: Any, tmp_path: Path
 ) -> None:
     # torch rounds differently at the end of a tensor, and 17 × 8 values are no whole vectors.
-    path = tiny_run(tmp_path / "run.zarr", WHOLE[name], dtype=dtype, tokens=[3, 5, 16], steps=40)
-    proven(path, 40, "W", "exp_avg", "exp_avg_sq")
+    path = tiny_run(tmp_path / "run.zarr", WHOLE[name], dtype=dtype, tokens=[3, 5, 16], steps=20)
+    proven(path, "W", "exp_avg", "exp_avg_sq", steps=20)
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"clip": 0}], ids=str)
@@ -134,11 +141,11 @@ def test_micro_batches_and_gradients_without_clipping(
 ) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         path = tiny_run(tmp_path / "run.zarr", **options)
-    proven(path, 20, "W", "exp_avg", "clip_coef")
+    proven(path, "W", "exp_avg", "clip_coef")
 
 
 def test_large_blocks_are_read_in_parts(tmp_path: Path) -> None:
-    rows = RecordedRows(open_tiled(tiny_run(tmp_path / "run.zarr", block_rows=16)))
+    rows = RecordedRows(open_tiled(tiny_run(tmp_path / "run.zarr", steps=20, block_rows=16)))
     whole, parts = (list(rows.read(["W"], window=window)) for window in (1 << 20, 5 * 17 * 8 * 4))
     assert [row.step for row in parts] == [row.step for row in whole] == [*range(21)]
     for one, other in zip(parts, whole, strict=True):
@@ -153,7 +160,7 @@ def test_skipped_steps_move_nothing_and_do_not_count(
     path = scaled_run(tmp_path / "run.zarr", fused=fused, variables=tier)
     skipped = zarr.open_group(path, mode="r")["skipped"][1:]
     assert skipped[0] == 1
-    result = proven(path, 14, "W")
+    result = proven(path, "W", steps=14)
     assert result.skipped == skipped.sum() > 1
 
 
@@ -167,7 +174,7 @@ def test_a_loss_of_nan(tmp_path: Path) -> None:
             optimizer.zero_grad()
             (model(**batch)["loss"] * (float("nan") if number == 3 else 1)).backward()
             optimizer.step()
-    proven(path, 6, "W", "exp_avg")
+    proven(path, "W", "exp_avg", steps=6)
 
 
 def test_progress_counts_rows(tmp_path: Path) -> None:
@@ -220,7 +227,7 @@ def test_clipping_that_was_not_named_is_replayed(clip: float, tmp_path: Path) ->
     path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0, clip=clip, **change)
     assert np.isnan(open_run(path).clip_coef.values[1:]).all() == (clip == 0)
     assert not left_out(path)
-    assert replay(path).variables["W"].steps == 20
+    assert replay(path).variables["W"].steps == STEPS
 
 
 def test_an_unknown_factor_of_a_gradient_before_clipping(tmp_path: Path) -> None:
@@ -245,24 +252,17 @@ def test_runs_without_gradients(tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_late(tmp_path: Path) -> None:
-    from trajstore.trainers.recording.capture import open_recorder
-    from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
-
-    torch.manual_seed(1)
+    """Their first row holds the moments that the optimizer had by then."""
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    recorder = None
     for number, batch in enumerate(batches(12)):
         if number == 5:
-            options, loop = RecordingOptions(), TrainingLoop(first_step=5)
-            recorder = open_recorder(model, optimizer, tmp_path / "run.zarr", options, loop)
+            recorder = attach(model, optimizer, tmp_path / "late.zarr", first_step=5)
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
         optimizer.step()
-    assert recorder is not None
-    recorder.close(complete=True)
-    # Its first row holds the moments that the optimizer had by then.
-    assert left_out(tmp_path / "run.zarr") == {}
+    recorder.close()
+    assert left_out(tmp_path / "late.zarr") == {}
 
 
 DEFAULTS = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}

@@ -22,7 +22,7 @@ from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, Roun
 
 pytestmark = pytest.mark.torch
 
-STEPS = 12
+STEPS = 9
 ROUNDINGS = pytest.mark.parametrize(
     "rounding", [pytest.param("nearest", marks=pytest.mark.nightly), "stochastic"]
 )

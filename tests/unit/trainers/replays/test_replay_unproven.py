@@ -241,6 +241,7 @@ def test_a_fused_step_of_a_matrix_that_is_not_contiguous(tmp_path: Path) -> None
     assert steps == (6, 1, 6)
 
 
+@pytest.mark.nightly  # importing the compiler takes seconds
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step(tmp_path: Path) -> None:
     torch._dynamo.reset()

@@ -37,13 +37,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
 
 @pytest.fixture(scope="session")
 def stopped(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """A run of 16 steps, stopped after step 5."""
+    """A run of 9 steps, stopped after step 5."""
     from small_trainings import small_config, stop_after
 
     from trajstore.trainers import record
 
     path = tmp_path_factory.mktemp("stopped") / "run.zarr"
-    record(small_config(["gatsby"], steps=16), path, corpus=text, stop=stop_after(5))
+    record(small_config(["gatsby"], steps=9), path, corpus=text, stop=stop_after(5))
     return path
 
 

@@ -70,14 +70,13 @@ def test_it_reads_as_it_was_written(tmp_path: Path) -> None:
         assert torch.equal(bits(read.tensors[name]), bits(tensor))
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.nightly)])
-def test_any_flipped_bit_is_seen_or_changes_nothing(every: int, tmp_path: Path) -> None:
+def test_any_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path) -> None:
     made = checkpoint()
     made.save(tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
     broken = tmp_path / "broken"
     harmless = 0
-    for position in range(0, len(data), every):
+    for position in range(0, len(data), 11):
         broken.write_bytes(
             data[:position] + bytes([data[position] ^ 1 << position % 8]) + data[position + 1 :]
         )
@@ -250,20 +249,9 @@ def _dead_process() -> int:
     return child
 
 
-def test_a_checkpoint_gone_on_from_goes_when_a_newer_one_is_usable(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "run.zarr")
-    folder.add(checkpoint(3, 4), 4)
-    again = CheckpointFolder(tmp_path / "run.zarr")
-    again.clean(again.newest(checkpoint().run, 4))
-    again.add(checkpoint(7, 8), 4)
-    assert again.steps() == [3, 7]
-    again.add(checkpoint(9, 10), 10)
-    assert again.steps() == [9]
-
-
 def test_a_run_with_one_row_resumes_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
     """It was killed after a checkpoint, and before its second row."""
-    config = small_config(["gatsby"], "recording.every=8", "recording.block_rows=1", steps=10)
+    config = small_config(["gatsby-adam"], "recording.every=8", "recording.block_rows=1", steps=10)
     whole, stopped, killed = (tmp_path / f"{name}.zarr" for name in ("whole", "stopped", "killed"))
 
     def copy(recorder: Recorder) -> None:

@@ -16,23 +16,25 @@ from trajstore.trainers.presets import preset
 pytestmark = pytest.mark.torch
 
 SMALL = [
-    "training.steps=10", "training.batch_size=2", "model.context=8", "model.layers=1",
-    "training.device=cpu", "recording.block_rows=4",
+    "training.steps=5", "training.batch_size=2", "model.context=8", "model.layers=1",
+    "training.device=cpu", "recording.block_rows=4", "model.hidden=8",
 ]  # fmt: skip
 
 CASES: dict[str, list[str]] = {
-    "everything": [],
-    "float32": ["model.dtype=float32", "training.autocast=none"],
-    "moments of float32": ["optimizer.state_dtype=float32"],
-    "every third dead token": ["recording.every=3", "recording.tokens=dead"],
     "compact": ["recording.encoding=compact"],
-    "summaries": [
+    "summaries in float32": [
+        "model.dtype=float32", "training.autocast=none",
         "recording.variables=['matrix', 'hidden_mean', 'grad_token_norm', 'W_step_norm', "
         "'W_ulp_l1']",
     ],
-    "what the steps saw": [
+    "the whole model, every third step, dead tokens": [
+        "recording.every=3", "recording.tokens=dead", 'recording.variables=["matrix", "norms"]',
+        "model.layers=2",
+    ],
+    "what the steps saw of ids without a tokenizer": [
         'recording.variables=["W", "hidden_trace", "batch", "example_loss", "hidden_states"]',
         "training.accumulation=2", "model.context=24",
+        "data.tokenizer=none", "data.live_tokens=100", "data.mostly_dead=50",
     ],
     "the state of the model": ['recording.variables=["everything"]'],
     "the state of the model, with momentum": [
@@ -40,14 +42,13 @@ CASES: dict[str, list[str]] = {
         "optimizer.momentum=0.9",
         "training.autocast=float16", "model.dtype=float32", "model.layers=2",
     ],
-    "the whole model": ['recording.variables=["norms"]', "model.layers=2"],
     "cells beside float32 weights": [
         "model.dtype=float32", 'recording.variables=["weights", "cells"]',
     ],
-    "ids without a tokenizer": [
-        "data.tokenizer=none", "data.live_tokens=100", "data.mostly_dead=50",
+    "moments of float32 of a stream of ids": [
+        "optimizer.state_dtype=float32",
+        "data.tokenizer=gpt2", "data.corpus=fineweb", "data.live_tokens=100",
     ],
-    "stream of ids": ["data.tokenizer=gpt2", "data.corpus=fineweb", "data.live_tokens=100"],
 }  # fmt: skip
 
 
@@ -108,24 +109,24 @@ def test_too_little_memory_is_reported_before_the_run() -> None:
 def test_the_advice_of_a_plan_is_that_of_its_run(tmp_path: Path) -> None:
     for changed, about in (
         ([], ["exp_avg_sq", "W"]),
-        (["model.dtype=float32"], []),
         (["optimizer.betas=[0.9, 0.99]", "optimizer.name=adam"], []),
-        (["optimizer.name=sgd"], []),
     ):
-        config = preset("gatsby").with_values([*SMALL, "training.steps=2", *changed])
+        config = preset("gatsby").with_values([*SMALL, "training.steps=1", *changed])
         notes: list[str] = []
         path = record(config, tmp_path / "run.zarr", overwrite=True, on_note=notes.append)
         advice = plan(config).facts()["advice"]
         assert [one["variable"] for one in advice] == about
         assert [one["sentence"] for one in advice] == notes[: len(advice)]
         assert information(path)["advice"] == advice
+    sgd = preset("gatsby").with_values(["optimizer.name=sgd"])
+    assert plan(sgd).facts()["advice"] == []
 
 
 def test_strict_numerics_record_nothing_or_what_is_sound(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    config = preset("gatsby").with_values([*SMALL, "training.steps=2"])
+    config = preset("gatsby").with_values([*SMALL, "training.steps=1"])
     with pytest.raises(ConfigError, match=r"exp_avg_sq can never decay.*state_dtype=float32"):
         record(config, path, strict_numerics=True)
     assert list(tmp_path.iterdir()) == []
     record(config.with_values(["model.dtype=float32"]), path, strict_numerics=True)
-    assert information(path)["committed_rows"] == 3
+    assert information(path)["committed_rows"] == 2

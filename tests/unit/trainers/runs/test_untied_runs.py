@@ -35,11 +35,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[Path]
     return both(path)
 
 
+@pytest.fixture(scope="module")
+def _stopped(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    record(CONFIG, folder / "run.zarr", corpus=text, stop=stop_after(6))
+    return folder
+
+
 @pytest.fixture
-def stopped(tmp_path: Path, text: Path) -> Path:
-    path = tmp_path / "run.zarr"
-    record(CONFIG, path, corpus=text, stop=stop_after(6))
-    return path
+def stopped(_stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_stopped, tmp_path, dirs_exist_ok=True)) / "run.zarr"
 
 
 def test_each_run_holds_its_matrix(straight: list[Path]) -> None:
