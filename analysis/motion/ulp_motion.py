@@ -236,7 +236,7 @@ def regimes(
     jump : float, optional
         Largest L2 of a local motion, in cells. Default: √D.
     far : float, optional
-        Largest L2 of a jump, in cells, such as 1000, and at least `jump`. Default: no class ``far``.
+        Largest L2 of a jump, in cells, such as 1000; at least `jump`. Default: no class ``far``.
 
     Returns
     -------
@@ -404,7 +404,7 @@ def lifecycle(scan: Scan, lattice: str = "native", far: float | None = None) -> 
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         As for `regimes`.
     far : float, optional
-        Largest L2 of a jump, in cells, such as 1000, and at least √hidden. Default: no class ``far``.
+        Largest L2 of a jump, in cells, such as 1000; at least √hidden. Default: no ``far``.
 
     Returns
     -------

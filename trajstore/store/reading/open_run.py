@@ -297,7 +297,8 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
         Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs. The
         runs of a pattern or folder are sorted by name, with numbers in numeric order.
     join : {'exact', 'inner'}
-        Treatment of runs with different steps, variables or coordinates. ``'exact'`` raises an error;
+        Treatment of runs with different steps, variables or coordinates. ``'exact'`` raises an
+        error;
         ``'inner'`` keeps the steps, variables and coordinates that all runs have.
 
     Returns
