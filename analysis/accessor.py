@@ -391,7 +391,8 @@ def compute(
     recorded = [name for name in names if _is_recorded(ds, name)]
     chosen = {name: QUANTITIES[name] for name in names if name in QUANTITIES}
     unknown = [name for name in names if name not in recorded and name not in chosen]
-    unknown_names = [f"{name!r}{did_you_mean(name, [*QUANTITIES, *ds])}" for name in unknown]
+    known = [*QUANTITIES, *map(str, ds)]
+    unknown_names = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
             f"got {', '.join(unknown_names) or 'no names'}, "
@@ -430,7 +431,7 @@ def compute(
 
 
 def _is_recorded(ds: xr.Dataset, name: str) -> bool:
-    """True for the name of a variable that is no quantity; the run may lack it."""
+    """Return True for the name of a variable that is no quantity; the run may lack it."""
     return name not in QUANTITIES | ALONE and (name in ds.data_vars or name in RECORDED)
 
 
@@ -461,7 +462,7 @@ def _check_known(names: Sequence[str], option: str, value: object) -> None:
     ]
     if value is not None and not set(names) & set(with_option):
         raise InvalidArgument(
-            f"got {option}={value!r} for {', '.join(names)}; only these have it: "
+            f"got {option}={value!r} for {', '.join(names) or 'no quantity'}; only these have it: "
             f"{', '.join(with_option)}; leave it out"
         )
 
@@ -541,8 +542,8 @@ def compute_named(
     if len(names) != 1 or _is_recorded(ds, names[0]):
         if assignments or by_population:
             raise InvalidArgument(
-                f"got options or populations with {', '.join(names)}; name a single quantity per "
-                "call"
+                f"got options or populations with {', '.join(names)}; name a single quantity, and "
+                "no recorded variable"
             )
         return compute(ds, names, lattice, **of_rows)
     (name,) = names

@@ -96,10 +96,11 @@ def write_runs(folder: Path) -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
              "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
     for process in [_start(folder, "sharded", **group, RANK=str(rank)) for rank in range(2)]:
-        process.wait()
+        assert process.wait() == 0
 
     writer, metadata = _start(folder, "killed"), folder / "killed.zarr" / "zarr.json"
     while not metadata.exists() or '"committed_rows": 6' not in metadata.read_text():
+        assert writer.poll() is None, "the writer has ended"
         time.sleep(0.1)
     writer.kill()
     writer.wait()

@@ -22,7 +22,7 @@ import trajstore.exchange.layouts
 from trajstore.cli.main import main
 from trajstore.exchange.layouts import LAYOUTS, MARKS, Column, Layout
 from trajstore.schema import VARIABLES
-from trajstore.trainers.config import RunConfig, _allowed, _literal
+from trajstore.trainers.config import RunConfig, allowed, literal
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 PART = re.compile(r"^<!-- make reference: (.+?) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -69,9 +69,9 @@ def fields(section: str) -> Iterable[str]:
     yield "| --- | --- | --- | --- |"
     for name, value in kind().model_dump(mode="json").items():
         field = kind.model_fields[name]
-        default = "not set" if value is None else f"`{_literal(value)}`"
+        default = "not set" if value is None else f"`{literal(value)}`"
         meaning = " ".join((field.description or "").split())
-        yield f"| `{name}` | {default} | {', '.join(_allowed(field))} | {meaning} |"
+        yield f"| `{name}` | {default} | {', '.join(allowed(field))} | {meaning} |"
 
 
 def variables() -> Iterable[str]:

@@ -343,8 +343,8 @@ class RunConfig(_Section):
             for name, value in fields.items():
                 field = kind.model_fields[name]
                 lines += _comment(field.description or "")
-                notes = ["not set"] * (value is None) + _allowed(field)
-                line = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
+                notes = ["not set"] * (value is None) + allowed(field)
+                line = f"# {name} = …" if value is None else f"{name} = {literal(value)}"
                 lines.append(f"{line}  # {', '.join(notes)}" if notes else line)
             lines.append("")
         return "\n".join(lines)
@@ -396,14 +396,14 @@ def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), _COMMENT)]
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """Return a value as TOML on one line."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
+        return f"[{', '.join(map(literal, value))}]"
     return tomli_w.dumps({"value": value}).partition(" = ")[2].strip()
 
 
-def _allowed(field: FieldInfo) -> list[str]:
+def allowed(field: FieldInfo) -> list[str]:
     """Return the choices and bounds of a field."""
     annotation = field.annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -458,7 +458,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         example = RunConfig().flat().get(".".join(path[:2]))
     if example is not None:
         reason = f"{reason.partition(',')[0]}, such as "
-        reason += config_field(".".join(path[:2]), _literal(example))
+        reason += config_field(".".join(path[:2]), literal(example))
     return f"{name} = {text}: " + reason
 
 

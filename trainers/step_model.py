@@ -575,6 +575,10 @@ def checkout(
     )
 
 
+_FILES = {"model.pt", "optimizer.pt", "tokenizer.json", "tokenizer_config.json"}
+"""Files of a checkout of a model that is not of transformers."""
+
+
 def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Check that a checkout may be written to a folder, and return its path.
 
@@ -592,8 +596,9 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
                 f"{path} already exists; choose another path, or replace it with "
                 + argument("overwrite", True)
             )
-        parts = [target / name for name in ("config.json", "model.pt")]
-        if target.is_symlink() or not any(part.is_file() for part in parts):
+        files = {part.name for part in target.iterdir()} if target.is_dir() else set()
+        is_checkout = "config.json" in files or "model.pt" in files <= _FILES
+        if target.is_symlink() or not is_checkout:
             raise RunExists(f"{path} is not a checkout and is not overwritten; choose another path")
     return target
 

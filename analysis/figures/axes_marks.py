@@ -72,19 +72,12 @@ def log_scale(ax: Axes, axis: str, *values: Any) -> None:
 
 def set_log(ax: Axes, axis: str) -> None:
     """Make an axis logarithmic, with numbers such as 0.3 if it spans less than two decades."""
-    from matplotlib.ticker import LogFormatterSciNotation
+    from trajstore.analysis.figures.log_ticks import PlainFormatter
 
     numbered = ax.xaxis if axis == "x" else ax.yaxis
-
-    class Plain(LogFormatterSciNotation):
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            text = super().__call__(x, pos)
-            low, high = sorted(numbered.get_view_interval())
-            return f"{x:g}" if text and high < 100 * low else text
-
     getattr(ax, f"set_{axis}scale")("log")
     for change in (numbered.set_major_formatter, numbered.set_minor_formatter):
-        change(Plain(minor_thresholds=(2, 0.4)))
+        change(PlainFormatter(minor_thresholds=(2, 0.4)))
 
 
 def message(ax: Axes, text: str) -> None:

@@ -14,6 +14,7 @@ from trajstore.analysis.figures.axes_marks import (
     draw_counts,
     draw_curves,
     log_scale,
+    message,
     name_kinds,
     named,
     set_log,
@@ -60,6 +61,8 @@ def _draw_bands(ax: Axes, data: xr.Dataset, look: RunStyle, log: bool = True) ->
     along_steps(ax, label, data["mean"].attrs.get("units"))
     if log:
         log_scale(ax, "y", data["mean"].values)
+    elif not np.isfinite(data["mean"].values).any():
+        message(ax, "all values are NaN")
     if look.band is None:
         band = "; band: 5 % to 95 % of them" if look.alone else ""
         look.note(f"line: mean over tokens{band}")

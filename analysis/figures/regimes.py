@@ -84,7 +84,7 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     runs=SeveralRuns(overlays=True, averages=True, bounds=(0, 1)),
 )
 def freeze(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
-    """Fraction of the tokens that are frozen, and unchanged at each step."""
+    """Frozen and unchanged tokens."""
     labels = {"frozen_fraction": "frozen", "unchanged_fraction": "unchanged at this step"}
     draw_curves(ax, data, look, labels, about=_frozen_at_last)
     along_steps(ax, "fraction of the tokens")
@@ -96,7 +96,9 @@ def freeze(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
 
 
 def _frozen_at_last(part: xr.Dataset, name: str) -> str:
-    known = part[name].where(name == "frozen_fraction").dropna("step")
+    if name != "frozen_fraction":
+        return ""
+    known = part[name].dropna("step")
     return f" ({known[-1].item():.0%} at step {known['step'][-1].item():,})" if known.size else ""
 
 

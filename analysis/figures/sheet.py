@@ -316,7 +316,8 @@ def figures_named(names: Sequence[str], runs: int = 1, known: Figures = FIGURES)
         For an unknown name, or without any.
     """
     unknown = [name for name in names if name not in known and name != "all"]
-    choices = ["all", *known, *["film"] * ("trajectory" in known)]  # drawn alone, elsewhere
+    film = ["film"] if "trajectory" in known else []  # a figure of a run, drawn by another function
+    choices = ["all", *known, *film]
     unknown_names = [f"{name!r}{did_you_mean(name, choices)}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(

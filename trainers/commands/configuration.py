@@ -125,7 +125,7 @@ PLACES = {
 def configured(options: Mapping[str, Any], run: Location | None = None) -> RunConfig:
     """Return the configuration of a command; a resumed run supplies its own if none is given.
 
-    A resumed run keeps its number of steps, also if a preset or a file is given.
+    A resumed run keeps its numbers of steps and threads, also if a preset or a file is given.
 
     Parameters
     ----------
@@ -142,7 +142,8 @@ def configured(options: Mapping[str, Any], run: Location | None = None) -> RunCo
     recorded = None if run is None or begins else trainers.recorded_config(run)
     config = recorded if recorded and not named else named_config(options)
     if recorded is not None:
-        config = config.with_values([f"training.steps={recorded.training.steps}"])
+        kept = {name: getattr(recorded.training, name) for name in ("steps", "threads")}
+        config = config.model_copy(update={"training": config.training.model_copy(update=kept)})
     return config.with_values(settings_of(options))
 
 

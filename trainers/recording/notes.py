@@ -321,7 +321,7 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
-    if (seed := torch.initial_seed()) != torch.Generator().initial_seed():  # torch was seeded
+    if (seed := torch.initial_seed()) < 1 << 32:  # torch draws a larger one for a program without
         facts["seed"] = seed
     if device.type == "cuda":
         facts["device_name"] = torch.cuda.get_device_name(device)

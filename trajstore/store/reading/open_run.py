@@ -299,7 +299,7 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     join : {'exact', 'inner'}
         Treatment of runs with different steps, variables or coordinates. ``'exact'`` raises an
         error;
-        ``'inner'`` keeps the steps, variables and coordinates that all runs have.
+        ``'inner'`` keeps the steps and variables that all runs have.
 
     Returns
     -------
@@ -399,7 +399,7 @@ def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset
 
 
 def _refuse_others(name: str, run: xr.Dataset, first: str, reference: xr.Dataset) -> None:
-    differing = set(map(str, run.variables)) ^ set(map(str, reference.variables))
+    differing = set(map(str, run.data_vars)) ^ set(map(str, reference.data_vars))
     if differing:
         what = f"{_listed(sorted(differing))} {'is' if len(differing) == 1 else 'are'} in only one"
     elif not np.array_equal(run["step"].values, reference["step"].values):

@@ -369,6 +369,7 @@ def _known(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     described = all(attribute(run, "config", "optimizer") for run in runs)
     known = comparable_settings(runs, ["config"] if described else ["config", "optimizer"])
     for run, values in zip(runs, known, strict=True):
+        values.pop("config.training.threads", None)  # before 0.4.0 no configuration had it
         seed = attribute(run, "provenance", "seed")
         if seed is not None:  # of the user's own loop
             values.setdefault(SEED, seed)
