@@ -142,8 +142,7 @@ def test_only_the_chosen_rows_are_read(run):
     found = analysis.layers(without(1, 4), metrics=metrics, steps=[8, 2])
     assert found.compute().step.values.tolist() == [2, 8]
     expected = analysis.layers(run, "update").sel(step=[4, 10])
-    for name in ("update", "params"):
-        analysis.layers(without(1, 2, 4, 5), name, steps=[4, 10]).compute()
+    analysis.layers(without(1, 2, 4, 5), "params", steps=[4, 10]).compute()
     xr.testing.assert_equal(analysis.layers(without(1, 2, 4, 5), "update", steps=[4, 10]), expected)
     through = compute_named(without(1, 4), ["layers"], ["metrics=gini,rms"], steps="2,8")
     xr.testing.assert_equal(through, found[["gini", "rms"]])

@@ -20,7 +20,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
 from trajstore.exchange.selection import select_part
 
-
 NAMES = list(QUANTITIES)
 
 
@@ -66,7 +65,9 @@ def in_blocks_of_their_own(ds: xr.Dataset) -> xr.Dataset:
 
 def test_neither_chunks_nor_the_scheduler_change_a_bit(run, alone):
     results = results_alone(in_blocks_of_their_own(run))
-    assert all(array.chunks is not None for found in results.values() for array in found.values()), "lazy"
+    assert all(
+        array.chunks is not None for found in results.values() for array in found.values()
+    ), "lazy"
     (results,) = dask.compute(results, scheduler="sync")
     for name, found in results.items():
         assert list(found) == list(alone[name])

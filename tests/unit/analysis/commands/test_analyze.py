@@ -19,7 +19,6 @@ from growing_runs import HOSTILE, TOKENS, begin, extend
 
 from trajstore import analysis, open_run
 from trajstore.analysis.accessor import ACROSS_RUNS, ALONE, QUANTITIES
-from trajstore.analysis.scan.rows import REGIMES
 from trajstore.cli import output
 from trajstore.cli.main import main
 from trajstore.schema import MIN_UNCHANGED
@@ -37,10 +36,13 @@ def recorded(path: Path, **options: Any) -> Path:
     return path
 
 
-def test_info_of_a_run_waits_for_no_xarray(tmp_path: Path) -> None:
+def test_the_codec_and_info_of_a_run_wait_for_no_xarray(tmp_path: Path) -> None:
     code = (
         "import sys\n"
+        "from importlib.metadata import entry_points\n"
         "from trajstore.cli.main import main\n"
+        "(codec,) = entry_points(group='zarr.codecs', name='trajstore.block')\n"
+        "assert codec.load().__name__ == 'BlockCodec'\n"
         "main(['info', sys.argv[1]], standalone_mode=False)\n"
         "print({'xarray', 'pandas', 'dask', 'matplotlib'} & set(sys.modules))\n"
     )
@@ -162,15 +164,6 @@ def test_other_vectors_take_the_place_of_w(tmp_path: Path) -> None:
     assert "got vectors='centre' (did you mean 'centroid'?), expected one of grad" in reported
 
 
-def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run.zarr")
-    regime = analysis.regimes(open_run(run)).regime.values
-    jumps = (regime == REGIMES.index("jump")).sum()
-    lines = [" ".join(line.split()) for line in call("analyze", run, "regimes").stdout.splitlines()]
-    assert f"regime step 9 × token {TOKENS} 0" in lines
-    assert f"regime jump {jumps} of {regime.size} {jumps / regime.size:.1%}" in lines
-
-
 def test_a_window_is_noted(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
     note = "values are those of the whole run; --within uses the selected steps only"
@@ -266,15 +259,6 @@ def test_a_selected_step_has_the_divergence_of_the_whole_run(tmp_path: Path) -> 
     words = (runs[0], run.path, "divergence", "--select", "step=5:8", "--json")
     assert json.loads(call("analyze", *words).stdout)["first_difference"]["max"] == 2
     assert json.loads(call("analyze", *words, "--within").stdout)["first_difference"]["max"] == 5
-
-
-def test_tables_of_quantities_that_are_computed_from_each_other(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run.zarr")
-    for name in ("alignment", "discontinuities"):
-        call("analyze", run, name, "-o", tmp_path / f"{name}.csv")
-    table = np.genfromtxt(tmp_path / "alignment.step.token.csv", delimiter=",", names=True)
-    expected = np.degrees(np.arccos(np.clip(table["cosine"], -1, 1)))
-    np.testing.assert_allclose(table["angle"], expected, atol=1e-5)
 
 
 def test_a_run_of_one_step_has_one_line_of_each_gradient(tmp_path: Path) -> None:

@@ -26,8 +26,12 @@ def ds(example_run: Path) -> xr.Dataset:
     return open_run(example_run)
 
 
-def test_the_history_equals_the_analysis(ds: xr.Dataset) -> None:
-    history = prepare(ds)
+@pytest.fixture(scope="module")
+def history(example_run: Path) -> RunHistory:
+    return prepare(open_run(example_run))
+
+
+def test_the_history_equals_the_analysis(ds: xr.Dataset, history: RunHistory) -> None:
     data, shown = history.data, history.populations
     rest = analysis.freeze(ds).compute()
     assert data["tokens"].equals(rest[["last_motion", "moves"]])
@@ -133,11 +137,6 @@ def test_the_nearest_token_is_measured_on_the_screen() -> None:
     assert nearest(position, 1, 1, width=1, height=100) == 1
     assert nearest(position, 1, 1, width=100, height=1) == 0
     assert nearest(position[2:], 1, 1, 1, 1) is None
-
-
-@pytest.fixture(scope="module")
-def history(example_run: Path) -> RunHistory:
-    return prepare(open_run(example_run))
 
 
 @pytest.mark.parametrize("at", [ord("e"), ord("z")])

@@ -15,7 +15,7 @@ def run(bits, chunks, make_run):
     return make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("window", [None, 4])
 def test_path_efficiency(window, run):
     if window is not None and window > max(run.sizes["step"] - 1, 1):
         with pytest.raises(InvalidArgument, match=f"window={window}, expected 1 to"):
@@ -54,14 +54,6 @@ def test_radial_tangential(about, run):
     for name, expected in (("radial_speed", along), ("tangential_speed", across)):
         error = np.abs(got[name].values[known] - expected[known])
         assert (error <= 1e-6 * size[known] + 1e-37).all()
-
-
-def test_radial_and_tangential_motion(make_run):
-    W = np.array([[[1, 0], [1, 0], [0, 0]], [[3, 0], [1, 2], [1, 1]]], np.float32)
-    got = analysis.radial_tangential(make_run(W, native="float32", steps=np.array([0, 2])))
-    assert got.radial_speed.values[0, :2].tolist() == [1, 0]
-    assert got.tangential_speed.values[0, :2].tolist() == [0, 1]
-    assert got.radial_speed[0, 2].isnull()
 
 
 def test_a_wrong_window_or_center_is_refused(make_run, walk):
@@ -118,12 +110,6 @@ def test_autocorrelation_equals_a_loop_over_pairs(of, bits, chunks, make_run):
                 np.testing.assert_allclose(one, expected, rtol=1e-6, atol=1e-9)
             elif np.isnan(together[0]):
                 assert np.isnan(one).all()
-
-
-def test_straight_motion_has_autocorrelation_1(make_run):
-    W = np.arange(6.0)[:, None, None] * np.ones((1, 2, 3), np.float32)
-    got = analysis.autocorrelation(make_run(W.astype(np.float32), native="float32"), 2).compute()
-    xr.testing.assert_equal(got.token_autocorrelation, xr.ones_like(got.token_autocorrelation))
 
 
 def test_uneven_rows_and_wrong_lags_are_refused(make_run, walk):

@@ -49,8 +49,10 @@ def test_float32_updates_are_those_of_torch(variant):
     np.testing.assert_allclose(hops, got.adam_update.values, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", ["AdamW", "AdamW, strong decay", "Adam", "amsgrad"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [("AdamW, strong decay", "bfloat16"), ("amsgrad", "bfloat16"), ("Adam", "float16")],
+)
 def test_updates_of_16_bit_types_round_to_the_next_weights(variant, dtype):
     kind, options = VARIANTS[variant]
     if dtype == "float16":
@@ -73,9 +75,6 @@ def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself():
 
 ROUNDED = {
     "float32 state": ("RoundedAdamW", "bfloat16", {"state_dtype": "float32", "weight_decay": 0.3}),
-    "float32 state, coupled decay": (
-        "RoundedAdam", "bfloat16", {"state_dtype": "float32", "weight_decay": 0.1},
-    ),
     "float32 state of float16": ("RoundedAdam", "float16", {"state_dtype": "float32"}),
     "float64 state": ("RoundedAdamW", "float32", {"state_dtype": "float64"}),
     "amsgrad": ("RoundedAdam", "bfloat16", {"state_dtype": "float32", "amsgrad": True}),

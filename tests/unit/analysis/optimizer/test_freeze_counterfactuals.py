@@ -55,12 +55,11 @@ def test_attribution_equals_a_plain_computation(case):
     assert got.attribution_steps.values[:5].tolist() == [14, 6, 6, 23, 0]
 
 
-@pytest.mark.parametrize("window", [1, 7])
-def test_a_window_ends_where_it_ends_whatever_the_chunks(window):
+def test_a_window_ends_where_it_ends_whatever_the_chunks():
     ds = resting("AdamW, bfloat16")
-    whole = analysis.freeze_attribution(ds, window=window).compute()
-    assert_as_by_hand(ds, whole, window)
-    got = analysis.freeze_attribution(ds.chunk(step=2, token=2), window=window).compute()
+    whole = analysis.freeze_attribution(ds, window=7).compute()
+    assert_as_by_hand(ds, whole, 7)
+    got = analysis.freeze_attribution(ds.chunk(step=2, token=2), window=7).compute()
     xr.testing.assert_identical(got, whole)
 
 

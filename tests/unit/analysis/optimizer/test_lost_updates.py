@@ -152,8 +152,8 @@ def test_signs_of_zero_and_infinite_gradients_do_not_count():
     grad[2, 1, :3] = np.array([np.nan, np.inf, -np.inf])
     ds = ds.assign(W=W, grad=grad).isel(token=[0, 1])
     got = analysis.moment_stuck(ds).isel(step=1).sel(population="all").compute()
-    assert got.meant_fraction.values.tolist() == [13 / 16, 13 / 16, 1]
-    assert got.stuck_fraction.sel(variable="W") >= 1 / 16
+    assert got.meant_fraction.values.tolist() == [0.7, 0.7, 1]  # all but three of ten
+    assert got.stuck_fraction.sel(variable="W") >= 0.1
 
 
 def test_moment_stuck_names_the_missing_variable():

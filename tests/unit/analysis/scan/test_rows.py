@@ -35,8 +35,10 @@ def walk(
     return stored[1:], stored[:1]
 
 
-@pytest.mark.parametrize("longest", [1, 12, 200])
-@pytest.mark.parametrize("hidden", [1, 3, 8, 64, 130, 4096])
+@pytest.mark.parametrize(
+    ("hidden", "longest"),
+    [(1, 12), (3, 200), (8, 1), (8, 12), (64, 200), (130, 12), (4096, 1), (4096, 200)],
+)
 @pytest.mark.parametrize("native", ["bfloat16", "float16"])
 def test_regimes_in_float32_are_those_in_float64(native: str, hidden: int, longest: int) -> None:
     rows, boundary = walk(np.random.default_rng(hidden * longest), hidden, native, longest)
@@ -121,10 +123,9 @@ def test_motion_on_another_lattice_equals_its_definition(W, lattice, make_run):
     found = analysis.regimes(ds, lattice)
     expected = np.array([[regime_of(token) for token in row] for row in hops])
     np.testing.assert_array_equal(names[found.regime.values], expected)
-    for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
-        for name in names:
-            counts = found.counts.sel(population=population, regime_name=name)
-            np.testing.assert_array_equal(counts, (expected[:, members] == name).sum(-1))
+    for name in names:
+        counts = found.counts.sel(population="dead", regime_name=name)
+        np.testing.assert_array_equal(counts, (expected[:, dead] == name).sum(-1))
 
     rest = analysis.freeze(ds, lattice=lattice)
     rows = np.arange(1, len(W))[:, None]
@@ -150,14 +151,6 @@ def test_cells_of_float32_master_weights_are_those_of_their_cast(metric, make_ru
         assert got.equals(analysis.lattice_displacement(half, metric, order))
 
 
-def test_a_finer_lattice_counts_in_its_own_spacings(make_run, walk):
-    ds = make_run(walk(6, 4, 3))
-    coarse = analysis.lattice_displacement(ds)
-    fine = analysis.lattice_displacement(ds, lattice="float32")
-    np.testing.assert_array_equal(fine, coarse * 65536)
-    assert analysis.freeze(ds, lattice="float32").equals(analysis.freeze(ds))
-
-
 def test_payloads_of_nan_count_as_far_as_the_lattice_holds_them(make_run):
     bits = np.full((3, 2, 1), 0x7FC00000, np.uint32)
     bits[1:, 0] |= 1 << 20  # a bit that bfloat16 has
@@ -169,8 +162,7 @@ def test_payloads_of_nan_count_as_far_as_the_lattice_holds_them(make_run):
     assert np.isnan(on_lattice(signalling, "W", "float32", "bfloat16")).all(), "no infinity"
 
 
-@pytest.mark.parametrize("native", ["bfloat16", "float16"])
-@pytest.mark.parametrize("lattice", ["native", "bfloat16"])
+@pytest.mark.parametrize(("native", "lattice"), [("bfloat16", "native"), ("float16", "bfloat16")])
 def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, make_run):
     W = crawling()
     for ds in (make_run(W, native=native), make_run(W, native=native, chunks=(3, 2, -1))):
@@ -300,8 +292,7 @@ def test_a_state_passes_through_all_rows_of_each_token(prepared: bool) -> None:
     assert found.compute().tolist() == [[5, 5], [4, 5], [12 * 6, 13 * 6]]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("name", ["pca", "path_efficiency"])
+@pytest.mark.parametrize(("name", "workers"), [("pca", 1), ("pca", 5), ("path_efficiency", 2)])
 def test_no_worker_reads_ahead_of_a_running_state(name: str, workers: int) -> None:
     few, many = (
         held_at_most(
