@@ -10,8 +10,18 @@ from pathlib import Path
 FOLDERS = ("analysis", "benchmarks", "tools", "trainers")
 
 SCRIPT = """
+import sys
 import numpy as np
 import xarray as xr
+
+# Datasets have traj from the first one on that xarray opens.
+try:
+    xr.open_dataset("nothing.zarr")
+except FileNotFoundError:
+    pass
+assert not [name for name in sys.modules if name.startswith("trajstore.analysis")]
+assert type(xr.Dataset().traj).__name__ == "TrajAccessor"
+
 from analysis.mine import THEIRS
 from benchmarks.mine import THEIRS
 from tools.mine import THEIRS

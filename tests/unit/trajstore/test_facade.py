@@ -40,29 +40,6 @@ import trajstore.{name}
     assert f"import trajstore.{name} instead" in run(code, ROOT)
 
 
-def test_the_codec_is_loaded_without_xarray() -> None:
-    code = """
-import sys
-from importlib.metadata import entry_points
-(codec,) = entry_points(group="zarr.codecs", name="trajstore.block")
-print(codec.load().__name__, [m for m in ("xarray", "dask", "pandas") if m in sys.modules])
-"""
-    assert run(code) == "BlockCodec []"
-
-
-def test_datasets_have_traj_from_the_first_one_that_xarray_opens() -> None:
-    code = """
-import sys, xarray
-try:
-    xarray.open_dataset("nothing.zarr")
-except FileNotFoundError:
-    pass
-print([m for m in sys.modules if m.startswith("trajstore.analysis")])
-print(type(xarray.Dataset().traj).__name__)
-"""
-    assert run(code).splitlines() == ["[]", "TrajAccessor"]
-
-
 def test_the_command_line_helps_without_loading_them() -> None:
     code = f"""
 import sys

@@ -108,12 +108,12 @@ def train():
     with RunWriter.create(
         sys.argv[1], token=np.arange(4096), hidden=64,
         variables={"W": "float32", "grad": "float32"}, block_rows=16,
-        commit_every=float(sys.argv[2]),
+        commit_every=1e-3,
     ) as run:
-        for step in range(16 * 10):
+        for step in range(16 * 6):
             values = np.full((4096, 64), step, "float32")
             run.append(step=step, W=values, grad=-values)
-            if step == 3 * 16:
+            if step == 16:
                 started.set()
 
 started = threading.Event()
@@ -122,14 +122,12 @@ started.wait()
 """
 
 
-@pytest.mark.parametrize("commit_every", [pytest.param("1e6", marks=pytest.mark.nightly), "1e-3"])
-def test_a_recording_outlives_the_main_thread(tmp_path: Path, commit_every: str) -> None:
+def test_a_recording_outlives_the_main_thread(tmp_path: Path) -> None:
     """Pools take no more work then, and the caller's thread writes behind the writing thread."""
-    command = [sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr", commit_every]
-    subprocess.run(command, check=True)
+    subprocess.run([sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr"], check=True)
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.attrs["status"] == "complete"
-    assert ds.step.values.tolist() == list(range(160))
+    assert ds.step.values.tolist() == list(range(96))
     for name, sign in (("W", 1), ("grad", -1)):
         assert (ds[name] == sign * ds.step).all(["token", "hidden"]).values.all()
 
