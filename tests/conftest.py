@@ -25,7 +25,7 @@ from trajstore.cli.main import main
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test has a time limit: on a busy machine, any example may take longer than Hypothesis allows.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=30)
 settings.load_profile("untimed")
 
 # Loops are compiled from their first number on, instead of after many millions.

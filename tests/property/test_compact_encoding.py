@@ -88,7 +88,7 @@ def history(drawn: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict
     return {each: np.array(rows) for each, rows in bits.items()}, natives, rates
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")), deadline=None)
 @given(histories())
 def test_any_bits_come_back(drawn: dict[str, Any]) -> None:
     bits, natives, rates = history(drawn)

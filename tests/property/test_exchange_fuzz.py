@@ -265,8 +265,9 @@ def test_damaged_hdf5_is_an_error(tmp_path: Path) -> None:
     assert 0 < fuzzed(tmp_path / "f.h5", tries) < tries
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
-@pytest.mark.parametrize("in_zip", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("in_zip", [True, False])
 def test_damaged_files_of_torch_are_errors(tmp_path: Path, in_zip: bool) -> None:
     torch = pytest.importorskip("torch")
     arrays = grammar()["resumed"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trajstore import export, import_file, open_run
 
-EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "5"))
 
 FORMS = ("safetensors", "hdf5", "zarr", "run")
 TYPES = st.sampled_from(["bfloat16", "float16", "float32", "float64"])

@@ -20,7 +20,7 @@ BITS = st.one_of(
 )
 
 
-several = settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "5")), deadline=None)
+several = settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")), deadline=None)
 
 
 @st.composite
