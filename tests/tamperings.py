@@ -79,7 +79,7 @@ class Tampering:
         return {"plain": self.plain, "ours": self.ours}[reader] == "wrong"
 
 
-def make_world(folder: Path, encoding: str = "delta") -> World:
+def make_world(folder: Path) -> World:
     """Record the runs."""
     world = World(
         run=folder / "run.zarr",
@@ -87,23 +87,18 @@ def make_world(folder: Path, encoding: str = "delta") -> World:
         before=folder / "before.zarr",
         other=folder / "other.zarr",
     )
-    _record(world.run, encoding, seed=1)
+    _record(world.run, seed=1)
     shutil.copytree(world.run, world.before)
     with RunWriter.resume(world.run, rows=4) as writer:
         _append(writer, range(4, 9), seed=2)
     shutil.copytree(world.run, world.shorter)
     with RunWriter.resume(world.run) as writer:
         _append(writer, range(9, 10), seed=3)
-    _record(world.other, encoding, seed=5)
+    _record(world.other, seed=5)
     return world
 
 
-def _record(path: Path, encoding: str, seed: int) -> None:
-    facts: dict[str, Any] = {"variables": TYPES}
-    if encoding == "compact":
-        optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
-        facts = {"variables": TYPES | {"lr": "float64"}, "encoding": encoding}
-        facts["attributes"] = {"optimizer": optimizer}
+def _record(path: Path, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small = {"_FEWEST_TOKENS": 3, "_LARGEST_OBJECT": BLOCK * HIDDEN * 4 * 6, "_CHUNK": 150}
         for name, value in small.items():
@@ -112,7 +107,7 @@ def _record(path: Path, encoding: str, seed: int) -> None:
             path,
             token=np.arange(TOKENS) * 7 + seed,
             hidden=HIDDEN,
-            **facts,
+            variables=TYPES,
             is_dead=(np.arange(TOKENS) + seed) % 3 == 0,
             token_count=(np.arange(TOKENS) + seed) % 3 * 5,
             token_text=[f"«{number + seed}»" for number in range(TOKENS)],
@@ -277,18 +272,17 @@ def whole_array(run: Path, source: Path, name: str, to: str) -> None:
     edit(run / "zarr.json", lambda d: d["consolidated_metadata"]["metadata"].update({to: metadata}))
 
 
-def exchange_arrays(run: Path, world: World, *, in_root: bool, rename: bool = False) -> None:
+def exchange_arrays(run: Path, world: World, *, rename: bool = False) -> None:
     """W under the name of grad, and the other way round."""
     (run / "W").rename(run / "x")
     (run / "grad").rename(run / "W")
     (run / "x").rename(run / "grad")
-    if in_root:
 
-        def exchanged(root: dict[str, Any]) -> None:
-            arrays = root["consolidated_metadata"]["metadata"]
-            arrays["W"], arrays["grad"] = arrays["grad"], arrays["W"]
+    def exchanged(root: dict[str, Any]) -> None:
+        arrays = root["consolidated_metadata"]["metadata"]
+        arrays["W"], arrays["grad"] = arrays["grad"], arrays["W"]
 
-        edit(run / "zarr.json", exchanged)
+    edit(run / "zarr.json", exchanged)
     if rename:
         for name in ("W", "grad"):
             edit_array(run, name, lambda metadata, name=name: codec(metadata).update(array=name))
@@ -375,16 +369,12 @@ def _cases() -> Iterable[Tampering]:
     yield case("two parts of a block", lambda r, w: swap(r, (W1, key("W", 1, 1))))
     yield case("a block of W and of grad", lambda r, w: swap(r, (W1, key("grad", 1))))
     yield case(
-        "the folders of W and grad",
-        lambda r, w: exchange_arrays(r, w, in_root=False),
-    )
-    yield case(
         "the folders of W and grad, and their metadata files in the root",
-        lambda r, w: exchange_arrays(r, w, in_root=True),
+        exchange_arrays,
     )
     yield case(
         "the folders of W and grad, each with its metadata files under its new name",
-        lambda r, w: exchange_arrays(r, w, in_root=True, rename=True),
+        lambda r, w: exchange_arrays(r, w, rename=True),
     )
 
     kind = "duplicated"
@@ -393,11 +383,8 @@ def _cases() -> Iterable[Tampering]:
         "a block of all arrays",
         lambda r, w: [change(r, b, lambda d, a=a: (r / a).read_bytes()) for a, b in pairs],
     )
-    yield case("W as another variable, with its metadata files",
-               lambda r, w: whole_array(r, r, "W", "exp_avg"))  # fmt: skip
 
     kind = "of another run"
-    yield case("an object of W", lambda r, w: take(r, w.other, [W1]))
     yield case("all blocks", lambda r, w: take(r, w.other, objects()))
     yield case("W with its own metadata file",
                lambda r, w: take(r, w.other, ["W/zarr.json", *objects(["W"])]))  # fmt: skip
@@ -406,9 +393,6 @@ def _cases() -> Iterable[Tampering]:
     yield case("the root", lambda r, w: take(r, w.other, ["zarr.json"]))
     yield case("all metadata files", lambda r, w: all_metadata(r, w.other))
     yield case("the metadata file of step", lambda r, w: take(r, w.other, ["step/zarr.json"]))
-    for name in ("token", "is_dead", "token_count", "token_text"):
-        yield case(f"the coordinate {name}", lambda r, w, n=name: take(r, w.other, [f"{n}/c.0"]),
-                   "wrong", "wrong")  # fmt: skip
     yield case(
         "all coordinates",
         lambda r, w: take(
@@ -421,12 +405,9 @@ def _cases() -> Iterable[Tampering]:
     kind = "brought back"
     last = objects(blocks=[2])
     yield case("the shorter last block", lambda r, w: take(r, w.shorter, last))
-    yield case("the root of 9 rows", lambda r, w: take(r, w.shorter, ["zarr.json"]))
     yield case("all metadata files of 9 rows", lambda r, w: all_metadata(r, w.shorter))
     yield case("all of 9 rows but the root", lambda r, w: [take(r, w.shorter, last), take(
         r, w.shorter, [f"{name}/zarr.json" for name in SERIES])])  # fmt: skip
-    yield case("the metadata file of W", lambda r, w: take(r, w.shorter, ["W/zarr.json"]))
-    yield case("the content digest", lambda r, w: digests_of(r, w.shorter, "content_digest"))
     yield case("the fingerprint", lambda r, w: digests_of(r, w.shorter, "fingerprint"))
     yield case("a block of all arrays that was recorded again",
                lambda r, w: take(r, w.before, objects(blocks=[1])), "wrong", "wrong")  # fmt: skip
@@ -440,10 +421,8 @@ def _cases() -> Iterable[Tampering]:
     yield case("an array, from the root only", lambda r, w: edit(
         r / "zarr.json", lambda d: d["consolidated_metadata"]["metadata"].pop("grad")))  # fmt: skip
     yield case("the last byte", lambda r, w: change(r, W1, lambda d: d[:-1]))
-    yield case("the first byte", lambda r, w: change(r, W1, lambda d: d[1:]))
     yield case("nothing: a byte more", lambda r, w: change(r, W1, lambda d: d + b"\0"))
-    for name in ("token", "is_dead", "token_count", "token_text"):
-        yield case(f"the coordinate {name}", lambda r, w, n=name: (r / n / "c.0").unlink(), "wrong")
+    yield case("a coordinate", lambda r, w: (r / "is_dead" / "c.0").unlink(), "wrong")
     yield case("the metadata file of W", lambda r, w: (r / "W" / "zarr.json").unlink())
     yield case("the root", lambda r, w: (r / "zarr.json").unlink())
     yield case("the root's list of arrays", lambda r, w: edit(
@@ -471,19 +450,15 @@ def _cases() -> Iterable[Tampering]:
     kind = "attributes added"
     added: dict[str, dict[str, Any]] = {
         "scale_factor": {"scale_factor": 2.0},
-        "add_offset": {"add_offset": 1.0},
         "_FillValue": {"_FillValue": base64.b64encode(struct.pack("<d", 0.0)).decode()},
-        "missing_value": {"missing_value": 0.0},
         "_Unsigned": {"_Unsigned": "true"},
         "units of time": {"units": "days since 2000-01-01"},
-        "units and calendar": {"units": "hours since 2000-01-01", "calendar": "standard"},
         "dtype": {"dtype": "bool"},
     }
     for name, attributes in added.items():
         plain = "safe" if name == "_Unsigned" else "wrong"
         yield case(f"{name} of W", add_attributes("W", **attributes), plain)
     yield case("scale_factor of step", add_attributes("step", scale_factor=2), "wrong")
-    yield case("flags of is_dead", add_attributes("is_dead", scale_factor=2.0), "wrong")
     yield case("coordinates of W", add_attributes("W", coordinates="grad"))
     yield case("another native_dtype", add_attributes("W", native_dtype="float16"))
     yield case("scale_factor in the root's copy", lambda r, w: edit_copy(
@@ -498,19 +473,14 @@ def _cases() -> Iterable[Tampering]:
     yield case("fewer rows in all arrays", fewer_rows)
     yield case("other tokens and hidden, as many bytes", reshape)
     yield case("other parts", set_grid("W", 4, 3, HIDDEN))
-    yield case("other blocks", set_grid("W", 8, 6, HIDDEN))
     yield case("other inner chunks", set_codec("W", chunk_shape=[2, 6, HIDDEN]))
-    yield case("inner chunks with the axes exchanged", set_codec("W", chunk_shape=[4, 1, 3]))
     yield case(
         "token and hidden exchanged", set_member("W", dimension_names=["step", "hidden", "token"])
     )
     yield case("a dimension renamed", set_member("W", dimension_names=["step", "token", "head"]),
                "wrong")  # fmt: skip
     yield case("a fill value of 0", set_member("W", fill_value=0.0))
-    yield case("another separator of keys", set_member("W", chunk_key_encoding={
-        "name": "default", "configuration": {"separator": "/"}}))  # fmt: skip
     yield case("the shuffle", set_codec("W", shuffle="shuffle"))
-    yield case("float16 for bfloat16", set_codec("W", native_dtype="float16"))
     yield case("float16 for bfloat16, also as attribute", lambda r, w: [
         set_codec("W", native_dtype="float16")(r, w),
         add_attributes("W", native_dtype="float16")(r, w)])  # fmt: skip
@@ -525,9 +495,6 @@ def _cases() -> Iterable[Tampering]:
 
     kind = "the root, and its copy"
     yield case("config", lambda r, w: edit_root(r, lambda a: a.update(config={"seed": 5})))
-    yield case("encoding", lambda r, w: edit_root(r, lambda a: a.update(
-        encoding="portable")))  # fmt: skip
-    yield case("block_rows", lambda r, w: edit_root(r, lambda a: a.update(block_rows=5)))
     yield case("runs", lambda r, w: edit_root(r, lambda a: a.update(runs=[[0, "0" * 32]])))
     yield case("runs, and in all codecs", lambda r, w: everywhere(
         r, lambda a: a.update(runs=[[0, "0" * 32]])))  # fmt: skip
@@ -542,7 +509,6 @@ def _cases() -> Iterable[Tampering]:
     kind = "coordinates"
     yield case("tokens in another order", lambda r, w: other_token(
         r, np.arange(TOKENS)[::-1] * 7 + 1), "wrong", "wrong")  # fmt: skip
-    yield case("int64 for int32", set_member("token", data_type="int64"))
     yield case("another length", set_member("token", shape=[8]))
     yield case(
         "a token twice", lambda r, w: other_token(r, np.zeros(TOKENS, "i4")), "wrong", "wrong"

@@ -158,8 +158,8 @@ FIRST = {item.kind: item for item in reversed(TAMPERINGS)}.values()
 class Whole:
     """Runs, and what the one that is tampered with holds."""
 
-    def __init__(self, folder: Path, encoding: str) -> None:
-        self.world = make_world(folder, encoding)
+    def __init__(self, folder: Path) -> None:
+        self.world = make_world(folder)
         self.truth = xr.open_zarr(self.world.run).load()
 
 
@@ -244,11 +244,9 @@ def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continue
     assert trajstore.verify(path).clean
 
 
-@pytest.fixture(
-    scope="module", params=["delta", pytest.param("compact", marks=pytest.mark.nightly)]
-)
-def originals(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return Whole(tmp_path_factory.mktemp("tampering"), request.param)
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory.mktemp("tampering"))
 
 
 @pytest.fixture
