@@ -72,8 +72,8 @@ def test_what_is_read_of_a_run_that_has_gone_says_so(opened: Any, name: str, who
 
 
 @pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize("name", ["W", "loss"])
-@pytest.mark.parametrize("rows", [0, 2, 12])  # with fewer blocks, in smaller shards, or alike
+# With fewer blocks, in smaller shards, or alike.
+@pytest.mark.parametrize(("name", "rows"), [("W", 0), ("W", 2), ("loss", 12)])
 def test_what_is_read_of_a_run_that_was_replaced_says_so(
     opened: Any, name: str, rows: int, whole: Path
 ) -> None:

@@ -16,9 +16,8 @@ import pytest
 import xarray as xr
 
 from trajstore import RunWriter, export, import_file, open_run
-from trajstore.analysis import with_populations
 from trajstore.arguments import Bound, Positive, checks_types, exact, exact_json, exact_step
-from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
+from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.store.writing.create import annotate_run
 
 
@@ -293,21 +292,6 @@ def test_other_functions_refuse_what_they_cannot_store(call, run, tmp_path):
         for value in values:
             with pytest.raises((InvalidArgument, StepNotFound)):
                 pytest.fail(f"{name}={value!r}: {calls[call](**{name: value})}")
-
-
-def test_import_refuses_masks_other_than_0_and_1(tmp_path):
-    np.save(tmp_path / "W.npy", np.ones((4, 2, 3), "float32"))
-    np.savez(tmp_path / "masks.npz", dead_mask=np.array([2, 0]))
-    with pytest.raises(TrajstoreError):
-        import_file(tmp_path / "W.npy", tmp_path / "run.zarr", masks=tmp_path / "masks.npz")
-
-
-@pytest.mark.parametrize(
-    "value", [[True, 1], ["a", 1], [0.5, 1], [0, 7], [2**70, 1], [None, "a"]], ids=str
-)
-def test_populations_refuse_what_is_neither_mask_ids_nor_labels(value, run):
-    with pytest.raises(InvalidArgument):
-        with_populations(open_run(run), group=value)
 
 
 def test_the_message_names_value_position_and_what_fits():

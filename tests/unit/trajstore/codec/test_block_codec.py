@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -148,14 +147,6 @@ def same(got: Any, expected: np.ndarray) -> None:
 
 @every_store
 @many
-@given(st.tuples(*map(basic, SHAPE)))
-def test_integers_and_slices(stored: Stored, kind: str, key: tuple[Any, ...]) -> None:
-    path, values = stored
-    same(opened(path, kind)[key], values[key])
-
-
-@every_store
-@many
 @given(st.tuples(*map(outer, SHAPE)))
 def test_each_axis_by_itself(stored: Stored, kind: str, key: tuple[Any, ...]) -> None:
     path, values = stored
@@ -177,23 +168,6 @@ def test_points_equal_those_of_numpy(
     same(array.vindex[key], values[key])
     pairs = tuple(positions.reshape(1, -1) for positions in key)
     same(array.vindex[pairs], values[pairs])
-
-
-@every_store
-def test_points_by_a_mask(stored: Stored, kind: str) -> None:
-    path, values = stored
-    array = opened(path, kind)
-    chosen = np.random.default_rng(1).random(SHAPE) < 0.01
-    same(array.vindex[chosen], values[chosen])
-    same(array.get_mask_selection(chosen), values[chosen])
-    same(array.vindex[np.zeros(SHAPE, bool)], values[:0, 0, 0])
-
-
-def test_an_array_can_be_pickled(stored: Stored) -> None:
-    path, values = stored
-    array = opened(path, "local")
-    same(array[3], values[3])
-    same(pickle.loads(pickle.dumps(array))[3], values[3])
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -160,14 +160,6 @@ def test_an_array_with_a_broken_index_is_named(run: Path, opened: Any) -> None:
         _ = opened(run).W.values
 
 
-def test_a_damaged_array_is_named(run: Path, history: xr.Dataset) -> None:
-    damage(run, "grad", 1)
-    ds = open_run(run)
-    with pytest.raises(FormatError, match=r"W, block 1.*grad, bytes 0 to .*: the checksum"):
-        _ = ds.W[20].values
-    assert ds.W[:BLOCK].values.tobytes() == history.W[:BLOCK].values.tobytes()
-
-
 def test_runs_that_differ_in_their_rule_alone_share_no_rows(tmp_path: Path) -> None:
     """Their files hold the same bytes: the first rows, gradients, and corrections of 0."""
     cache.clear(most=1 << 20)

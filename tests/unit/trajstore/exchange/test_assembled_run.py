@@ -19,7 +19,6 @@ from trajstore.exchange.layouts import layout_of
 
 KNOWN = truth()
 DEAD = np.flatnonzero(KNOWN.dead)
-LIVE = np.flatnonzero(~KNOWN.dead)
 
 
 def series(name: str, kind: str = "float32", known: Truth = KNOWN) -> np.ndarray:
@@ -225,19 +224,6 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     write(tmp_path / "other", "npz", {"dead_mask": ~KNOWN.dead})
     with pytest.raises(FormatError, match="dead_ids and dead_mask of other disagree"):
         imported(tmp_path, {"W": series("W"), "dead_ids": DEAD}, masks=tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("trained_mask", (~KNOWN.dead).astype("u1")),
-        ("dead_ids", DEAD),
-    ],
-)
-def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.ndarray) -> None:
-    np.save(tmp_path / f"{name}.npy", values)
-    ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / f"{name}.npy")
-    assert (ds.is_dead.values == KNOWN.dead).all()
 
 
 def test_token_ids_are_the_ids_of_the_rows(tmp_path: Path) -> None:

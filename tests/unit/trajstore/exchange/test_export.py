@@ -215,6 +215,7 @@ def test_datasets_without_rows_and_with_other_chunks_along_token(
     assert xr.open_zarr(out).W.shape == (0, *ds.W.shape[1:])
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     write_run(path, {"W": "float32"}, rows=256, tokens=2000, hidden=8, block_rows=16)

@@ -120,16 +120,6 @@ def test_options_are_refused_for_a_native_file(tmp_path: Path) -> None:
     trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
 
 
-def test_1_12a_with_another_alignment_is_refused(tmp_path: Path) -> None:
-    W = np.arange(ROWS * TOKENS * HIDDEN).reshape(ROWS, TOKENS, HIDDEN).astype("f4")
-    save_file({"W": W, "grads": np.zeros_like(W)}, tmp_path / "f")
-    with pytest.raises(FormatError, match="both come before step 1"):
-        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="1.12a")
-    # Without that layout, its rows are what they are: states after their steps.
-    trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
-    assert (trajstore.open_run(tmp_path / "run.zarr").W.values == W).all()
-
-
 def test_the_dummy_logits_of_1_12a_are_omitted_with_a_note(tmp_path: Path) -> None:
     W = np.arange(ROWS * TOKENS * HIDDEN).reshape(ROWS, TOKENS, HIDDEN).astype("f4")
     W[1] = W[0]
@@ -203,7 +193,7 @@ def test_a_table_of_tokens_is_not_read_whatever_its_size(tmp_path: Path) -> None
 
 
 def test_very_many_tiny_rows_are_few_blocks(tmp_path: Path) -> None:
-    W = np.random.default_rng(0).normal(size=(9_000, 32, 8)).astype("f4")
+    W = np.random.default_rng(0).normal(size=(5_000, 32, 8)).astype("f4")
     np.savez(tmp_path / "x.npz", W=W)
     done = trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
     ds = trajstore.open_run(done.path)

@@ -83,17 +83,6 @@ def test_a_zip_file_is_checked_as_its_content(
         verify(inner)
 
 
-def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    with RunWriter.create(
-        path, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=2
-    ) as writer:
-        for step in range(9):
-            writer.append(step=step, W=np.zeros((2, 2), "float32"))
-            assert verify(path).clean
-    assert verify(path).rows == 9
-
-
 def cut_run(run: Path) -> RunWriter:
     return RunWriter.resume(run, rows=6)
 
@@ -420,13 +409,6 @@ def edit_both(run: Path, name: str, place: str, value: Any) -> None:
     edit(run / "zarr.json", lambda root: put(_arrays(root)[name], place, value))
 
 
-def test_impossible_sizes_in_both_places_are_problems(run: Path) -> None:
-    for place in ("shape", "chunk_grid.configuration.chunk_shape.0"):
-        edit_both(run, "W", place, -1)
-        assert not verify(run).clean, place
-        repair(run, dry_run=True)
-
-
 @pytest.mark.parametrize("check", [verify, repair])
 def test_a_path_without_a_run_is_an_error(tmp_path: Path, run: Path, check: Any) -> None:
     (tmp_path / "empty").mkdir()
@@ -559,7 +541,7 @@ def test_a_truncated_checkpoint_is_found(checkpoint: Path) -> None:
 def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
     """Anywhere: in the length, the header, its padding, the description and the tensors."""
     size = 8 * checkpoint.stat().st_size
-    for bit in random.Random(5).sample(range(size), 400):
+    for bit in random.Random(5).sample(range(size), 150):
         flip(checkpoint, bit)
         assert messages(checkpoint), f"bit {bit}"
         flip(checkpoint, bit)

@@ -256,14 +256,14 @@ def history(path: Path, rows: int) -> list[Digests]:
 def test_it_changes_with_each_row_and_going_on_ends_in_the_same(tmp_path: Path) -> None:
     found = history(tmp_path / "often.zarr", 10)
     assert len(set(found)) == 11
-    for rows in (0, 3, 4, 5, 8, 10):
+    for rows in (0, 3, 4, 10):
         assert content(recorded(tmp_path / f"{rows}.zarr", rows)) == found[rows][0]
 
 
 def test_a_run_that_is_cut_has_the_digests_that_it_had_at_that_row(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     had = history(path, 10)
-    for rows in (10, 9, 8, 5, 4, 3, 0):
+    for rows in (9, 4, 0):
         run = RunWriter.resume(path, rows=rows)
         assert digests(path) == had[rows]  # while it is being recorded again, too
         run.close()
@@ -277,7 +277,7 @@ def branch(source: Path, rows: int, **types: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("rows", [3, 4, 6, 8])
+@pytest.mark.parametrize("rows", [3, 8])
 def test_a_branch_has_the_content_and_an_identity_of_its_own(tmp_path: Path, rows: int) -> None:
     source = recorded(tmp_path / "source.zarr", 10)
     before = digests(source)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from one_block import divided_run
 from zarr.storage import ZipStore
 
 from trajstore import RunWriter, analysis, export, open_run
@@ -181,15 +180,6 @@ def test_with_chunks_it_has_one_of_dask_for_each_object(small_run: tuple[Path, A
     assert ds.W.chunksizes == {"step": (4, 4, 3), "token": (10,), "hidden": (6,)}
     assert ds.loss.chunksizes == {"step": (4, 4, 3)}
     xr.testing.assert_identical(ds.load(), xr.open_zarr(path).load())
-
-
-def test_dask_chunks_are_the_objects_of_a_block(tmp_path: Path) -> None:
-    bits = divided_run(tmp_path / "run.zarr", large=False)
-    W = open_run(tmp_path / "run.zarr").W
-    assert W.chunks == ((4, 4, 3), (102, 102, 96), (3,))
-    assert (W.values.view("u4") == bits.astype("u4") << 16).all()
-    objects = sorted(file.name for file in (tmp_path / "run.zarr" / "W").glob("c.1.*"))
-    assert objects == ["c.1.0.0", "c.1.1.0", "c.1.2.0"]
 
 
 def test_variables_can_be_left_out(small_run: tuple[Path, Any]) -> None:

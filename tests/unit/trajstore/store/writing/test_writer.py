@@ -101,7 +101,7 @@ def test_the_commit_is_the_last_write(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names[6:] == ["zarr.json", "zarr.json"]  # the commit, and the status
 
 
-@pytest.mark.parametrize("failing", range(A_COMMIT))
+@pytest.mark.parametrize("failing", [0, 3, A_COMMIT - 1])  # a shard, metadata, the root
 def test_a_failed_write_loses_nothing_that_was_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -462,7 +462,7 @@ def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_identity")
-@pytest.mark.parametrize("rows", [0, 3, 4, 11])
+@pytest.mark.parametrize("rows", [3, 4])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path: Path, rows: int) -> None:
     whole = recorded(tmp_path / "whole.zarr", 14)
     path = recorded(tmp_path / "cut.zarr", 11)
@@ -532,13 +532,7 @@ class Death(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("rows", "after"),
-    [
-        (5, False),
-        pytest.param(14, True, marks=pytest.mark.nightly),
-        pytest.param(14, False, marks=pytest.mark.nightly),
-        pytest.param(5, True, marks=pytest.mark.nightly),
-    ],
+    ("rows", "after"), [(5, False), pytest.param(14, True, marks=pytest.mark.nightly)]
 )
 def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, after: bool
@@ -547,7 +541,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     moves = len(TYPES) + 2  # of the root, and of the metadata files of all arrays
     move = os.replace
     found = []
-    for last in range(1, moves + 1):
+    for last in (1, 2, moves):
         path = Path(shutil.copytree(source, tmp_path / f"run-{last}.zarr"))
         left = iter(range(last, 0, -1))
 

@@ -115,10 +115,11 @@ def test_the_end_is_that_of_a_run_without(
         for step in range(11):
             run.append(step, **row(step))
             commit_now(run)
-            check(run.path, step + 1)
-            found = verify(run.path)
-            assert found.clean, found.problems
-            assert all("in row 0" in note for note in found.notes)
+            if step in (2, 3, 4):  # in the last row of a block, and beside it
+                check(run.path, step + 1)
+                found = verify(run.path)
+                assert found.clean, found.problems
+                assert all("in row 0" in note for note in found.notes)
     assert objects_of(run.path) == objects_of(whole.path)
     assert run.bytes_written == whole.bytes_written > 0
 
@@ -206,7 +207,7 @@ def test_rows_that_are_being_filled_are_no_part_of_it(tmp_path: Path) -> None:
 OBJECTS = 11  # of a commit: five shards, five metadata files, the root
 
 
-@pytest.mark.parametrize("left", nightly_but(range(OBJECTS), 0, 5, 10))
+@pytest.mark.parametrize("left", nightly_but(range(0, OBJECTS, 2), 0, 10))
 def test_a_failure_is_raised_by_the_next_append(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
