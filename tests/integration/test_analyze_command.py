@@ -148,6 +148,7 @@ def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Pa
     assert "distance" in trajstore_cli("analyze", run, other, "divergence").stdout
 
 
+@pytest.mark.nightly
 def test_computing_on_a_cluster(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:

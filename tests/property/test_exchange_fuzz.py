@@ -257,6 +257,7 @@ def fuzzed(good: Path, tries: int, most: int = 1 << 20) -> int:
     return int(last.split()[1])
 
 
+@pytest.mark.nightly
 def test_damaged_hdf5_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("h5py")
     write_run(tmp_path / "run.zarr", ALL, rows=4, tokens=3, hidden=2)

@@ -53,8 +53,13 @@ PUBLIC = {
 }
 """Packages whose names scripts import, and their subpackages among these."""
 
-SECONDS = {"docs/howto/plot.md", "docs/howto/token-groups.md", "docs/reference/quantities.md"}
-"""Pages that take seconds; the examples of the functions compute and draw the same."""
+SECONDS = {
+    *(f"docs/howto/{name}.md" for name in (
+        "export", "monitor", "own-model", "plot", "token-groups", "verify-repair"
+    )),
+    "docs/reference/quantities.md",
+}  # fmt: skip
+"""Pages that take long; tests of the functions and commands compute and draw the same."""
 
 LONG = ("model.zarr", "short.zarr", "thousand.zarr")
 """The runs that the gallery shows. Tests of the figures draw each kind."""

@@ -116,6 +116,7 @@ def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: i
     assert sorted(pairs) == [tuple(pair) for pair in expected]
 
 
+@pytest.mark.nightly
 def test_more_pairs_than_fit_in_memory_at_once(make_run) -> None:
     numbers = np.arange(1500, dtype=np.uint16)  # both groups together have more than 2²¹ pairs
     bits = np.concatenate([numbers, numbers + 0x3000])[None, :, None]

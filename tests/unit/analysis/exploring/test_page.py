@@ -69,6 +69,7 @@ def test_enter_in_the_search_selects_the_first_match(page: Page) -> None:
     assert "(6)" in page._token.object
 
 
+@pytest.mark.nightly
 def test_the_axes_of_a_token_follow_it(page: Page) -> None:
     from bokeh.models import Plot
 

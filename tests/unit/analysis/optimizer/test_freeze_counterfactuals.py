@@ -179,10 +179,8 @@ def test_other_lattices_are_refused():
             compute()
 
 
-@pytest.mark.parametrize(
-    "quantity",
-    [analysis.freeze_attribution, pytest.param(analysis.moment_error, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("quantity", [analysis.freeze_attribution, analysis.moment_error])
 def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
     # A block has several tasks.
     monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * BLOCK // 16)

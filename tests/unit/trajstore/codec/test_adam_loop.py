@@ -25,15 +25,15 @@ def unit_of(natives: dict[str, str], **settings: Any) -> ComputedUnit:
     return ComputedUnit(rule=rule, chains=chains)
 
 
+@pytest.mark.nightly  # each combination of types is compiled, for seconds
 @pytest.mark.parametrize(
     ("native", "state", "settings"),
     [
         ("bfloat16", "float32", {"name": "Adam", "betas": [0.3, 0.99]}),
         ("bfloat16", "float32", {"name": "RoundedAdamW", "maximize": True, "amsgrad": True}),
         ("bfloat16", "float32", {"eps": 0}),  # and a second moment of 0 divides by 0
-        # Each combination of types is compiled, for seconds.
-        pytest.param("bfloat16", "bfloat16", {}, marks=pytest.mark.nightly),
-        pytest.param("float32", "float32", {"weight_decay": 0}, marks=pytest.mark.nightly),
+        ("bfloat16", "bfloat16", {}),
+        ("float32", "float32", {"weight_decay": 0}),
     ],
 )
 def test_the_loop_gives_the_bits_of_the_rule(
