@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
-from bits_and_calls import nightly_but
 from crashing import (
     BLOCK,
     KillAt,
@@ -110,7 +109,8 @@ def test_killed_at_every_move_of_a_commit(path: Path, odd_after: bool, by_time: 
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize("move", nightly_but(range(1, 10, 2), 5))
+@pytest.mark.nightly
+@pytest.mark.parametrize("move", range(1, 10, 2))
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
     assert killed(write_rows, path, ROWS, KillAt(move, after=True))

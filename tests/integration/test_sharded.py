@@ -207,6 +207,7 @@ ONE_PROCESS = """
 """
 
 
+@pytest.mark.nightly
 def test_accumulation_into_a_sharded_gradient(tmp_path: Path) -> None:
     """FSDP2 adds to the local part of the gradient, or to one that no parameter has yet."""
     run_together(1, ONE_PROCESS, tmp_path, tmp_path)

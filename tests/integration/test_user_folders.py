@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDERS = ("analysis", "benchmarks", "tools", "trainers")
 
 SCRIPT = """
@@ -40,6 +42,7 @@ assert freeze(ds).moves.values.tolist() == [1, 1, 1, 1]
 """
 
 
+@pytest.mark.nightly
 def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path) -> None:
     for name in FOLDERS:
         (tmp_path / name).mkdir()

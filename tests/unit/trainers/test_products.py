@@ -111,6 +111,7 @@ def products_in_use(model: Any, step: int) -> dict[str, float]:
     return {"blocks": float(modes_of_products())}
 
 
+@pytest.mark.nightly
 def test_a_run_keeps_its_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that repeats steps uses the recorded choice, whatever the machine would choose."""
     config = preset("gatsby").with_values(TINY)

@@ -206,6 +206,7 @@ def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path
     assert "already exists" in done.stderr.replace("\n", " ")
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
     pytest.importorskip("torch")

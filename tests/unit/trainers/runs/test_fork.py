@@ -109,6 +109,7 @@ def test_without_a_checkpoint_the_steps_until_there_are_proven(
     assert set(parts(other, at_once).values()) == {None}
 
 
+@pytest.mark.nightly
 def test_from_the_nearest_checkpoint_before(stopped: Path, text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     shutil.copytree(stopped, path)
@@ -185,6 +186,7 @@ def test_settings_take_effect(
     assert verify(other).clean
 
 
+@pytest.mark.nightly
 def test_a_fork_is_resumed_forked_and_repaired_as_any_run(
     stopped: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_fork_starts_from_any_row(name: str, straight: Straight, tmp_path: Pat
     assert verify(other).clean
 
 
+@pytest.mark.nightly
 def test_a_fork_with_other_types_resumes_from_its_rows(straight: Straight, tmp_path: Path) -> None:
     settings = ["model.dtype=float32", "optimizer.lr=1e-4"]
     whole, other = (

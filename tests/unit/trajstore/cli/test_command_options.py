@@ -105,7 +105,7 @@ TRAINED: list[Any] = [
     (
         "fork {run} --at 3 -o o.zarr --no-fsync --overwrite --threads 2",
         "trajstore.trainers.fork",
-        {"at": 3, "fsync": False, "overwrite": True, "threads": 2},
+        {"at": 3, "fsync": False, "overwrite": True, "settings": ["training.threads=2"]},
     ),
     ("fork {run} --at 3 -o o.zarr --fsync", "trajstore.trainers.fork", {"fsync": True}),
     (
@@ -154,16 +154,18 @@ def test_an_option_reaches_the_function(
 
 
 @pytest.mark.torch
-def test_the_encoding_reaches_the_configuration(
+def test_options_of_the_configuration_reach_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
 
     def call(config: Any, *arguments: Any, **given: Any) -> None:
-        assert config.recording.encoding == "compact"
+        assert (config.recording.encoding, config.recording.every) == ("compact", 2)
+        assert config.training.seed == 3
         raise Called
 
     monkeypatch.setattr("trajstore.trainers.record", call, raising=False)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["record", "--preset", "gatsby", "--encoding", "compact"])
+    line = "record --preset gatsby --encoding compact --every 2 --seed 3"
+    done = CliRunner().invoke(main, line.split())
     assert isinstance(done.exception, Called), done.output + repr(done.exception)
