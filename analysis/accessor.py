@@ -30,7 +30,7 @@ from trajstore.analysis.scan.result_variables import (
 from trajstore.analysis.scan.scan import Scan, rows_of_window, windowed_scan
 from trajstore.analysis.several_runs import as_method, over_runs
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
-from trajstore.populations import errors_about_rows, named_as_rows
+from trajstore.populations import check_dataset, errors_about_rows, named_as_rows
 from trajstore.schema import EVALUATION, RECORDED
 from trajstore.store.reading.run_attributes import parameter_dataset
 
@@ -388,6 +388,7 @@ def compute(
         raise InvalidArgument(
             f"{alone[0]} requires its own options; compute it separately with analysis.{alone[0]}"
         )
+    check_dataset(ds)
     recorded = [name for name in names if _is_recorded(ds, name)]
     chosen = {name: QUANTITIES[name] for name in names if name in QUANTITIES}
     unknown = [name for name in names if name not in recorded and name not in chosen]

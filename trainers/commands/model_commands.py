@@ -256,7 +256,10 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
     "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
 )
 @click.option(
-    "--texts", type=click.Path(), metavar="FILE", help="JSON list with the text of each token id."
+    "--texts",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="JSON list with the text of each token id.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
 @needs_extra("annotate", "train")

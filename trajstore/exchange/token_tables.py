@@ -386,7 +386,7 @@ def texts_of(path: str | os.PathLike[str], token: npt.NDArray[np.integer[Any]]) 
         If the file is not such a list, or has no text for a token.
     """
     try:
-        texts = parse(Path(path).read_text("utf-8"))
+        texts = parse(Path(path).read_text("utf-8-sig"))
     except ValueError as error:
         raise FormatError(
             f'{path} is not JSON ({error}); write a list with a text for each token id: ["a", …]'
