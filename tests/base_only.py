@@ -104,8 +104,6 @@ def functions() -> Iterator[tuple[str, str, str]]:
     from trajstore.analysis import figures
 
     ds = trajstore.open_run("gatsby.zarr").isel(step=slice(3))
-    # With packages that are only hidden, another test computes the results.
-    finish = (lambda result: result) if "--block" in sys.argv else (lambda result: result.compute())
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "open_run": (lambda: trajstore.open_run("gatsby.zarr"), ""),
         "open_run s3": (lambda: trajstore.open_run("s3://bucket/run.zarr"), "s3"),
@@ -135,7 +133,7 @@ def functions() -> Iterator[tuple[str, str, str]]:
         if name in OTHERS:
             continue
         calls[f"analysis.{name}"] = (
-            lambda name=name: finish(getattr(analysis, name)(ds, *ARGUMENTS.get(name, ()))),
+            lambda name=name: getattr(analysis, name)(ds, *ARGUMENTS.get(name, ())).compute(),
             "graph" if name == "adjacency" else "",
         )
     for name, figure in figures.FIGURES.items():
