@@ -257,7 +257,7 @@ def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
 )
 @click.option(
     "--texts",
-    type=click.Path(exists=True, dir_okay=False),
+    type=click.Path(),
     metavar="FILE",
     help="JSON list with the text of each token id.",
 )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.exchange.named_arrays import NamedArray, abridged, named_arrays
 from trajstore.exchange.usual_names import POPULATION_SIZES
 from trajstore.formats.array_file import ArrayFile, labels_of
@@ -382,9 +382,13 @@ def texts_of(path: str | os.PathLike[str], token: npt.NDArray[np.integer[Any]]) 
 
     Raises
     ------
+    RunNotFound
+        If there is no such file.
     FormatError
         If the file is not such a list, or has no text for a token.
     """
+    if not Path(path).is_file():
+        raise RunNotFound(f"there is no file at {path}")
     try:
         texts = parse(Path(path).read_text("utf-8-sig"))
     except ValueError as error:
