@@ -553,7 +553,7 @@ def compute_named(
     known = QUANTITIES | ALONE
     if name not in known:
         raise InvalidArgument(
-            f"unknown quantity {name!r}{did_you_mean(name, [*known, *ds])}; choose from "
+            f"unknown quantity {name!r}{did_you_mean(name, [*known, *map(str, ds)])}; choose from "
             f"{', '.join(known)}"
         )
     quantity = known[name]

@@ -101,7 +101,7 @@ def write_runs(folder: Path) -> None:
     writer, metadata = _start(folder, "killed"), folder / "killed.zarr" / "zarr.json"
     while not metadata.exists() or '"committed_rows": 6' not in metadata.read_text():
         assert writer.poll() is None, "the writer has ended"
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two looks at what is committed; the writer reports nothing
     writer.kill()
     writer.wait()
 

@@ -355,13 +355,13 @@ def _name_ends(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     # In points; the legend below takes up to a quarter of the height.
     size = np.array(ax.bbox.size) * (72, 54) / ax.figure.dpi
     taken = np.hstack([*places]).T * size + np.array([-_MARK, _MARK])[:, None, None]
+    apart = np.linalg.norm((ends[:, None] - ends[..., None]).T * size, axis=-1)
+    others = (apart < _MARK).sum(0) - 1
     named: set[Any] = set()
     for token, side in product(outermost, _SIDES):
         if cells[token] in named:
             continue
-        distance = np.linalg.norm((ends - ends[:, [token]]).T * size, axis=1)
-        others = int((distance < _MARK).sum()) - 1
-        text = names[token] + (f" +{others}" if others else "")
+        text = names[token] + (f" +{others[token]}" if others[token] else "")
         half = np.array([len(text) * _FONT * 0.3, _FONT * 0.6])
         middle = ends[:, token] * size + side * (half + _MARK)
         box = np.array([[middle - half], [middle + half]])

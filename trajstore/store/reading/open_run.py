@@ -36,10 +36,9 @@ from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import ends, is_run, named_errors, open_group
 from trajstore.store.reading.run_attributes import (
     SEED,
-    attribute,
     differing_settings,
+    known_settings,
     setting_text,
-    settings,
     short_names,
 )
 from trajstore.store.reading.run_info import Paths, run_paths, run_status
@@ -297,8 +296,7 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
         Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs. The
         runs of a pattern or folder are sorted by name, with numbers in numeric order.
     join : {'exact', 'inner'}
-        Treatment of runs with different steps, variables or coordinates. ``'exact'`` raises an
-        error;
+        Treatment of runs with different steps or variables. ``'exact'`` raises an error;
         ``'inner'`` keeps the steps and variables that all runs have.
 
     Returns
@@ -308,7 +306,8 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
         holds the names of the folders. Every setting in which the configurations differ is a
         coordinate along ``run``, with its short name (``sigma``), or with its full name if the
         short one is ambiguous (``optimizer.name``). Token coordinates that differ between runs,
-        such as ``is_dead`` for different texts, have the dimension ``run``, too. The attributes
+        such as ``is_dead`` for different texts, have the dimension ``run``, too. Coordinates that
+        some runs lack are left out. The attributes
         are those that all runs share. ``of_run`` holds the other attributes of each run, which the
         functions of `analysis` use.
 
@@ -505,7 +504,7 @@ def run_table(information: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], 
     differing = differing_settings(runs)
     shown = [name for name in differing if name != SEED][:_MOST]
     values = {name: [setting_text(value) for value in differing[name]] for name in shown}
-    seeds = [settings(run).get(SEED, attribute(run, "provenance", "seed")) for run in runs]
+    seeds = [values.get(SEED) for values in known_settings(runs)]
     seeded = any(seed is not None for seed in seeds)
     titles = list(short_names(runs, shown).values())
     rows = [

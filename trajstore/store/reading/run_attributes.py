@@ -289,7 +289,7 @@ def differing_settings(
     >>> differing_settings([{"config": one}, {"config": other}])
     {'config.training.seed': [1, 2], 'config.training.steps': [None, 5]}
     """
-    known = _known(runs)
+    known = known_settings(runs)
     names = dict.fromkeys(name for each in known for name in each)
     by_name = {name: [each.get(name) for each in known] for name in names}
     return {
@@ -301,7 +301,7 @@ def differing_settings(
 
 def short_names(runs: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str]:
     """Short name of each setting; with its section, if several sections have that name."""
-    every = dict.fromkeys(name for each in _known(runs) for name in each)
+    every = dict.fromkeys(name for each in known_settings(runs) for name in each)
     counts = Counter(name.rpartition(".")[2] for name in every)
     return {
         name: last if counts[last := name.rpartition(".")[2]] == 1 else name.partition(".")[2]
@@ -364,7 +364,7 @@ def setting_text(value: Any) -> str:
     return UNSET if value is None else str(value)
 
 
-def _known(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def known_settings(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Settings to compare: those of the configuration, and what it does not describe."""
     described = all(attribute(run, "config", "optimizer") for run in runs)
     known = comparable_settings(runs, ["config"] if described else ["config", "optimizer"])
