@@ -256,6 +256,7 @@ def test_a_run_with_one_row_resumes_from_its_checkpoint(text: Path, tmp_path: Pa
 
     def copy(recorder: Recorder) -> None:
         if recorder.step == 5:
+            recorder.commit()  # no file of the first row is then half written
             shutil.copytree(stopped, killed)
 
     record(config, stopped, corpus=text, stop=stop_after(5), on_step=copy)
