@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trajstore.trainers import evaluations as evaluations
     from trajstore.trainers.config import RunConfig as RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if as what_if
+    from trajstore.trainers.development import develop as develop
     from trajstore.trainers.downloads import fetch as fetch
     from trajstore.trainers.evaluations.evaluate import evaluate as evaluate
     from trajstore.trainers.presets import PRESETS as PRESETS
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         RoundedSGD as RoundedSGD,
     )
     from trajstore.trainers.runs.changed_settings import recorded_config as recorded_config
+    from trajstore.trainers.runs.developed_run import develop_run as develop_run
     from trajstore.trainers.runs.fork import fork as fork
     from trajstore.trainers.runs.proven_steps import prove as prove
     from trajstore.trainers.runs.record import record as record
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
     from trajstore.trainers.step_model import checkout as checkout
     from trajstore.trainers.step_model import model_at as model_at
     from trajstore.trainers.step_model import models as models
+    from trajstore.trainers.step_model import optimizer_state_at as optimizer_state_at
     from trajstore.trainers.step_model import restore as restore
-    from trajstore.trainers.step_state import optimizer_state_at as optimizer_state_at
 
 _HOME = {
     "LightningCallback": "trajstore.trainers.recording.lightning_callback",
@@ -59,6 +61,8 @@ _HOME = {
     "attach": "trajstore.trainers.recording.capture",
     "capture": "trajstore.trainers.recording.capture",
     "checkout": "trajstore.trainers.step_model",
+    "develop": "trajstore.trainers.development",
+    "develop_run": "trajstore.trainers.runs.developed_run",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "evaluations": "trajstore.trainers.evaluations",
     "fetch": "trajstore.trainers.downloads",
@@ -66,7 +70,7 @@ _HOME = {
     "fork": "trajstore.trainers.runs.fork",
     "model_at": "trajstore.trainers.step_model",
     "models": "trajstore.trainers.step_model",
-    "optimizer_state_at": "trajstore.trainers.step_state",
+    "optimizer_state_at": "trajstore.trainers.step_model",
     "plan": "trajstore.trainers.runs.run_plan",
     "preset": "trajstore.trainers.presets",
     "prove": "trajstore.trainers.runs.proven_steps",

@@ -249,6 +249,8 @@ class RecordingConfig(_Section):
     """Memory of all buffers of the recorder together, such as 512MiB."""
     block_rows: int | None = Field(default=None, ge=1)
     """Rows of a block; default: planned from the memory."""
+    keyframe_every: int = Field(default=500, ge=1)
+    """Steps from one keyframe to the next, with the tier keyframes."""
     commit_every: float = Field(default=COMMIT_EVERY, ge=0)
     """Maximum seconds between commits, also of an incomplete block; 0 commits complete blocks
     only."""

@@ -28,11 +28,12 @@ from trajstore.trainers.recording.kept_state import set_random_state
 from trajstore.trainers.recording.notes import group_attributes
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.replays.recorded_rows import tensor_of
+from trajstore.trainers.runs.developed_run import rows_of
 from trajstore.trainers.step_state import (
     Row,
     RunParameters,
     StoredParameter,
-    optimizer_state_at,
+    state_dicts_at,
     state_of,
 )
 from trajstore.trainers.texts import find_tokenizer
@@ -52,7 +53,7 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"``.
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``.
     step : int
         0 is the initial state.
     constructor : callable, optional
@@ -80,7 +81,8 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     >>> model.lm_head.weight is model.transformer.wte.weight, model.dtype
     (True, torch.bfloat16)
     """
-    ((_, model),) = models(run, [step], constructor=constructor)
+    with rows_of(run, [step]) as rows:
+        ((_, model),) = models(rows, [step], constructor=constructor)
     return model
 
 
@@ -94,9 +96,10 @@ def models(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"``.
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``.
     steps : iterable of int, optional
-        Recorded steps; the models have increasing steps. Default: all recorded steps.
+        Recorded steps; the models have increasing steps. Default: all recorded steps, or all
+        keyframes.
     constructor : callable, optional
         As for `model_at`.
 
@@ -118,15 +121,16 @@ def models(
     >>> list(norms)
     [0, 1, 2, 3]
     """
-    stored = RunParameters(run)
-    chosen = stored.steps if steps is None else exact("steps", steps, "int64", least=ANY)
+    chosen = RunParameters(run).steps if steps is None else exact("steps", steps, "int64", least=ANY)
     selected = np.unique(chosen).tolist()
-    for step in selected:
-        stored.number(step)
-    model = StepModel(stored, constructor)
-    for step, row in stored.rows(selected, model.variables):
-        model.set(row)
-        yield step, model.module
+    with rows_of(run, selected) as rows:
+        stored = RunParameters(rows)
+        for step in selected:
+            stored.number(step)
+        model = StepModel(stored, constructor)
+        for step, row in stored.rows(selected, model.variables):
+            model.set(row)
+            yield step, model.module
 
 
 class StepModel:
@@ -303,6 +307,50 @@ def _remedy(stored: RunParameters) -> str:
 
 
 @checks_types
+def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return the optimizer's state after a step, as `load_state_dict` takes it.
+
+    Tensors and numbers have the recorded bits and types. The learning rate of a group is the one
+    that the step used, and so are the hyperparameters of the group of W; at step 0, and in other
+    groups, they are the initial ones. Load it into an optimizer of the same class with the same
+    parameter groups.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``, with any optimizer that keeps
+        tensors of its parameters' shapes and numbers only.
+    step : int
+        A recorded step; 0 is the initial state.
+
+    Returns
+    -------
+    dict, or list of dict
+        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state. Of
+        several optimizers, a list in the order in which `capture` got them.
+
+    Raises
+    ------
+    RunNotFound
+        If there is no run.
+    VariableNotRecorded
+        If the run does not hold all parameters or the whole state of the optimizer.
+    StepNotFound
+        If the run does not hold the step.
+
+    Examples
+    --------
+    >>> state = optimizer_state_at("everything.zarr", 3)
+    >>> decays = [group["weight_decay"] for group in state["param_groups"]]
+    >>> state["state"][0]["step"].item(), decays
+    (3.0, [0.01, 0.0])
+    """
+    with rows_of(run, [step]) as rows:
+        states = state_dicts_at(rows, step)
+    return states[0] if len(states) == 1 else states
+
+
+@checks_types
 def restore(
     run: RunPath,
     model: torch.nn.Module,
@@ -322,7 +370,7 @@ def restore(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"``.
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``.
     model : Module
         The model of the recording, not wrapped.
     optimizer : Optimizer, or sequence of Optimizer
@@ -367,15 +415,21 @@ def restore(
     >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
     (3, True)
     """
+    if step is not None and step not in RunParameters(run).steps:
+        with rows_of(run, [step, step + 1]) as rows:
+            if rows is not run:
+                return restore(rows, model, optimizer, step=step)
     stored = RunParameters(run)
     draws = "random_state" in stored
     if step is None:
         step = _last_step(stored, draws=draws)
-    elif draws and stored.number(step) not in _followed(stored):
+    stored.number(step)
+    if draws and step not in stored.followed:
         raise InvalidArgument(
             f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
             f"step {step}; restore step {_last_step(stored, draws=True)}, or one before it"
         )
+    stored.check_keyframe(step)
     states = state_of(stored, step)
     _check_types(stored, model)
     joined = JoinedOptimizer(optimizer)
@@ -403,14 +457,24 @@ def restore(
             if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
                 # torch has converted it to the type of the parameter.
                 state[name] = value.to(state[name].device)
-    if stored.number(step) in _followed(stored):
-        used = stored.settings(step + 1)
-        for recorded, parameter in trained.items():
-            if recorded.group is not None:
-                _set_numbers(find_group(joined, parameter) or {}, used[recorded.group])
+    if step in stored.followed:
+        set_numbers(stored, joined, trained, step + 1)
     if draws:
         set_generators(model, stored.value("random_state", step + 1))
     return step
+
+
+def set_numbers(
+    stored: RunParameters,
+    optimizer: JoinedOptimizer,
+    trained: Mapping[StoredParameter, torch.Tensor],
+    step: int,
+) -> None:
+    """Set rates and hyperparameters of the groups of trained parameters to those of a step."""
+    used = stored.settings(step)
+    for recorded, parameter in trained.items():
+        if recorded.group is not None:
+            _set_numbers(find_group(optimizer, parameter) or {}, used[recorded.group])
 
 
 def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
@@ -422,20 +486,15 @@ def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
             group[key] = value
 
 
-def _followed(stored: RunParameters) -> npt.NDArray[Any]:
-    """Return the rows whose next row is that of the next step."""
-    return np.flatnonzero(np.diff(stored.steps) == 1)
-
-
 def _last_step(stored: RunParameters, *, draws: bool) -> int:
     """Return the last step that can be restored."""
-    rows = _followed(stored) if draws else np.arange(len(stored.steps))
-    if not len(rows):
+    steps = stored.followed if draws else stored.steps
+    if not len(steps):
         raise InvalidArgument(
             f"{stored.run} has no step that can be restored, because the random state after a step "
             "is in the row of the next one; record every step"
         )
-    return int(stored.steps[rows[-1]])
+    return int(steps[-1])
 
 
 def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
@@ -512,7 +571,7 @@ def checkout(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"``.
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``.
     output : path-like
         The new folder.
     step : int
@@ -553,10 +612,11 @@ def checkout(
     ('ascii', torch.bfloat16)
     """
     check_new_folder(output, overwrite=overwrite)
-    stored = RunParameters(run)
-    model: Any = model_at(run, step, constructor=constructor)
-    encoder = find_tokenizer(stored.attributes, tokenizer)
-    state = optimizer_state_at(run, step) if optimizer else None
+    with rows_of(run, [step]) as rows:
+        stored = RunParameters(rows)
+        model: Any = model_at(rows, step, constructor=constructor)
+        encoder = find_tokenizer(stored.attributes, tokenizer)
+        state = optimizer_state_at(rows, step) if optimizer else None
     with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
         new.mkdir()
         if isinstance(model, transformers.PreTrainedModel):

@@ -12,20 +12,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import ANY, checks_types, exact_step
+from trajstore.arguments import ANY, exact_step
 from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
-from trajstore.schema import KEPT, OPTIMIZER_STATE, STEP, kept_as
+from trajstore.schema import INTEGERS, KEPT, KEYFRAMES, OPTIMIZER_STATE, STEP, kept_as
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.reading.run_attributes import attribute, own_type
-from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
 from trajstore.threads import default_threads
+from trajstore.trainers.recording.digests import digests
 from trajstore.trainers.recording.kept_state import ADAM_STATE
 from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.values.native_types import NativeType, as_bits, narrow, native_type
 from trajstore.values.optimizer_rule import ADAM, VECTORS, with_numbers
 
 Array = npt.NDArray[Any]
+
+_OF_STEPS = ("params_lr", "hyperparameters", "random_state", "scale", "skipped", *INTEGERS)
 
 Row = Mapping[str, Array]
 """Native bits of one row, by variable."""
@@ -117,6 +120,11 @@ def row_of(run: RunPath, steps: Array, step: int) -> int:
     raise StepNotFound(f"{run} has no row of step {step}; {hint}")
 
 
+def has_keyframes(attributes: Mapping[str, Any]) -> bool:
+    """Return True if a run holds the whole state in some rows only."""
+    return attribute(attributes, "recording", "keyframe_every") is not None
+
+
 class RunParameters:
     """The parameters of a run, with their rows. The steps are those at the time of opening.
 
@@ -130,6 +138,9 @@ class RunParameters:
     attributes : dict
         Attributes of the root.
     steps : ndarray of int64, (step,)
+        Steps with the whole state.
+    all_steps : ndarray of int64, (step,)
+        Steps of all rows.
     parameters : tuple of StoredParameter
         In the order of the model's `named_parameters`.
 
@@ -145,22 +156,44 @@ class RunParameters:
         self.run = run
         group: Any = open_group(run)
         self.attributes: dict[str, Any] = group.attrs.asdict()
+        self._place = run
+        self._of_steps: dict[str, Any] = {}  # what each step has, beside keyframes
+        self.all_steps: Array = whole(run, group, STEP.name)
+        if self.has_keyframes:
+            names = [name for name in _OF_STEPS if name in group]
+            self._of_steps = {name: group[name] for name in names}
+            self._place = location(run) / KEYFRAMES
+            if not (self._place / METADATA_KEY).exists():
+                raise VariableNotRecorded(f"{run} has no keyframe yet")
+            group = open_group(self._place)
+            self.attributes = group.attrs.asdict() | {"created": self.attributes["created"]}
         table = self.attributes.get("parameters")
         if not table or any(entry["variable"] not in group for entry in table):
             raise VariableNotRecorded(
                 f"{run} does not hold all parameters of its model; record it with the "
-                "tier everything"
+                "tier everything, or keyframes"
             )
         self._arrays: dict[str, Any] = dict(group.arrays())
         kept = self.attributes.get(OPTIMIZER_STATE, ())
         vectors = [entry["name"] for entry in kept if entry["of"] == "element"]
         kinds = dict.fromkeys([*VECTORS, *vectors])
         self.parameters = tuple(_stored(entry, self._arrays, run, kinds) for entry in table)
-        self.steps: Array = whole(run, group, STEP.name)
+        self.steps: Array = whole(self._place, group, STEP.name)
         self._stored: dict[str, StoredArray | None] = {}
 
+    @property
+    def has_keyframes(self) -> bool:
+        """True if some rows only hold the whole state."""
+        return has_keyframes(self.attributes) or bool(self._of_steps)
+
+    @property
+    def followed(self) -> Array:
+        """Steps with the whole state whose next step is recorded, too."""
+        followed: Array = self.steps[np.isin(self.steps + 1, self.all_steps)]
+        return followed
+
     def __contains__(self, variable: object) -> bool:
-        return variable in self._arrays
+        return variable in self._of_steps or variable in self._arrays
 
     def variables(self, kind: str = "W") -> tuple[str, ...]:
         """Names of the variables with a quantity of all parameters, each once."""
@@ -176,7 +209,15 @@ class RunParameters:
         StepNotFound
             If the run does not hold it.
         """
-        return row_of(self.run, self.steps, exact_step(step, least=ANY))
+        wanted = exact_step(step, least=ANY)
+        if self.has_keyframes and wanted in self.all_steps and wanted not in self.steps:
+            before = self.steps[self.steps < wanted]
+            raise StepNotFound(
+                f"{self.run} has no keyframe of step {wanted}; develop it with your loop from the "
+                f"keyframe {before[-1] if len(before) else self.steps[0]} "
+                "(trajstore.trainers.develop), or choose a keyframe"
+            )
+        return row_of(self.run, self.steps, wanted)
 
     def row(self, step: int, variables: Collection[str]) -> Row:
         """Read the native bits of one row of some variables.
@@ -228,6 +269,8 @@ class RunParameters:
 
     def value(self, variable: str, step: int) -> Array:
         """Read one row of a variable that is not a parameter, such as ``params_lr``."""
+        if variable in self._of_steps:
+            return np.asarray(self._of_steps[variable][row_of(self.run, self.all_steps, step)])
         return np.asarray(self._arrays[variable][self.number(step)])
 
     def settings(self, step: int) -> list[dict[str, float]]:
@@ -248,6 +291,30 @@ class RunParameters:
                 settings[parameter.group] |= known
         return settings
 
+    def series(self, variable: str) -> Array:
+        """Read all rows of a variable that each step has, beside keyframes."""
+        return np.asarray(self._of_steps[variable][...])
+
+    def check_keyframe(self, step: int) -> None:
+        """Compare the parameters of a keyframe with their digests; without keyframes do nothing.
+
+        Raises
+        ------
+        FormatError
+            If a digest differs; the message names the parameters.
+        """
+        if "params_digest" not in self._of_steps:
+            return
+        row = self.row(step, self.variables())
+        tensors = [tensor_of(parameter.bits(row), parameter.native) for parameter in self.parameters]
+        wrong = digests(tensors).numpy() != self.value("params_digest", step)
+        if wrong.any():
+            names = [self.parameters[number].name for number in np.flatnonzero(wrong)]
+            raise FormatError(
+                f"{self.run}: the keyframe of step {step} does not fit its digest of "
+                f"{', '.join(names)}; one of them is damaged, so use an earlier keyframe"
+            )
+
     def _read(self, name: str, first: int, stop: int) -> Array:
         array, native = self._arrays[name], self.native(name)
         if name not in self._stored:
@@ -261,7 +328,7 @@ class RunParameters:
     def _local(self, name: str) -> StoredArray | None:
         if not isinstance(location(self.run), Path):
             return None
-        stored = stored_array(self.run, name, self._arrays[name])
+        stored = stored_array(self._place, name, self._arrays[name])
         return None if stored is None else replace(stored, threads=default_threads())
 
 
@@ -299,49 +366,6 @@ def _stored(
             f"{stored}; the run is damaged"
         )
     return parameter
-
-
-@checks_types
-def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return the optimizer's state after a step, as `load_state_dict` takes it.
-
-    Tensors and numbers have the recorded bits and types. The learning rate of a group is the one
-    that the step used, and so are the hyperparameters of the group of W; at step 0, and in other
-    groups, they are the initial ones. Load it into an optimizer of the same class with the same
-    parameter groups.
-
-    Parameters
-    ----------
-    run : path-like or str
-        A run that was recorded with ``variables="everything"``, with any optimizer that keeps
-        tensors of its parameters' shapes and numbers only.
-    step : int
-        A recorded step; 0 is the initial state.
-
-    Returns
-    -------
-    dict, or list of dict
-        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state. Of
-        several optimizers, a list in the order in which `capture` got them.
-
-    Raises
-    ------
-    RunNotFound
-        If there is no run.
-    VariableNotRecorded
-        If the run does not hold all parameters or the whole state of the optimizer.
-    StepNotFound
-        If the run does not hold the step.
-
-    Examples
-    --------
-    >>> state = optimizer_state_at("everything.zarr", 3)
-    >>> decays = [group["weight_decay"] for group in state["param_groups"]]
-    >>> state["state"][0]["step"].item(), decays
-    (3.0, [0.01, 0.0])
-    """
-    states = state_dicts_at(run, step)
-    return states[0] if len(states) == 1 else states
 
 
 def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:

@@ -168,6 +168,10 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
     ("buffers", ("step", "buffer_element"), _AFTER, "initial", "1",
      "buffers that change, after the step, one after another"),
     ("scale", _STEP, _IN, "nan", "1", "factor of the gradient scaler in the step"),
+    ("inputs", ("step", "word"), _IN, "zero", "1",
+     "integer tensors of the forward passes of the step, after their description"),
+    ("params_digest", _MODEL, _AFTER, "initial", "1", "digest of each parameter after the step"),
+    ("grad_digest", _STEP, _IN, "zero", "1", "digest of all gradients that the step used"),
 )  # fmt: skip
 
 KEPT = Variable("param_kept", _MODEL, _AFTER, "zero", "1",
@@ -205,6 +209,12 @@ IMPORTED = ("delta",)
 
 TRAJECTORIES = ("W", "delta", "cells")
 """Variables with the values or the changes of the parameter. Every run holds one of them."""
+
+INTEGERS = ("inputs", "params_digest", "grad_digest")
+"""Variables of int64. All others are floating-point numbers."""
+
+KEYFRAMES = "keyframes"
+"""The tier with the whole state in some rows only, and the name of the group that holds them."""
 
 OF_EXAMPLES = tuple(name for name, entry in VARIABLES.items() if "example" in entry.dims)
 """Variables of single examples of a step, all in the same order along ``example``.
@@ -247,7 +257,7 @@ MODEL = tuple(name for name in _OF_PARAMETERS if name.startswith("param_"))
 """Summaries of all parameters of the model."""
 
 EVERYTHING = (
-    *(name for name in VARIABLES if name.startswith("params")),
+    *(name for name in VARIABLES if name.startswith("params") and name not in INTEGERS),
     "random_state",
     "buffers",
     "scale",
@@ -261,13 +271,22 @@ _SMALL = (
     "logits", "loss", "lr", "hyperparameters", "grad_norm", "clip_coef", "skipped", "step_count",
 )  # fmt: skip
 
+_STATE = (
+    *("W", "exp_avg", "exp_avg_sq"),
+    *(name for name in EVERYTHING if name != "params_grad"),
+    *(name for name in _SMALL if name != "logits"),
+)
+
 TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", *_SMALL),
     "weights+grads": ("W", "grad", *_SMALL),
     "matrix": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
     "norms": ("W", *MODEL, *_SMALL),
     "everything": ("W", "grad", "exp_avg", "exp_avg_sq", "batch", *EVERYTHING, *_SMALL),
-}
+    "state": _STATE,
+    KEYFRAMES: ("W", "grad", "exp_avg", "exp_avg_sq", "batch", "params_lr", "random_state", "scale",
+                *INTEGERS, *_SMALL),
+}  # fmt: skip
 """Values of ``variables`` that stand for a list. Scalars per step cost almost nothing.
 
 A tier omits whatever follows from its other variables. The summaries per token

@@ -49,6 +49,7 @@ from trajstore.threads import threads_of_each
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.evaluations.result import ResultStore, step_dataset
 from trajstore.trainers.products import float32_products
+from trajstore.trainers.runs.developed_run import rows_of
 from trajstore.trainers.step_model import Constructor, StepModel
 from trajstore.trainers.step_state import RunParameters
 
@@ -270,7 +271,7 @@ def evaluate(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"``.
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``.
     function : callable or str
         Called as ``function(model, step)``; returns a dict of scalars, texts, arrays or tensors. An
         array may be given with its dimensions: ``(("layer", "head"), values)``. A string names it:
@@ -281,7 +282,7 @@ def evaluate(
     every : int
         Evaluate the steps that are multiples of this number.
     steps : str, int, slice or iterable of int, optional
-        Evaluate these recorded steps only, such as ``"0:1000:10"``.
+        Evaluate these recorded steps only, such as ``"0:1000:10"``. Default: all, or all keyframes.
     jobs : int
         Number of processes. Several processes need a function that pickle can import, or a string.
     constructor : callable or str, optional
@@ -316,7 +317,8 @@ def evaluate(
     array([0, 2])
     """
     stored = RunParameters(run)
-    selected = _selected_steps(stored.steps, steps, every)
+    recorded = stored.steps if steps is None else stored.all_steps
+    selected = _selected_steps(recorded, steps, every)
     if isinstance(function, str):
         load_function(function)  # its errors are reported before a process starts
     about = {
@@ -335,11 +337,12 @@ def evaluate(
             )
         done = len(selected) - len(missing)
         try:
-            for result in _results(run, function, constructor, missing.tolist(), jobs):
-                store.add(result)
-                done += 1
-                if on_progress is not None:
-                    on_progress(done, len(selected))
+            with rows_of(run, missing.tolist()) as rows:
+                for result in _results(rows, function, constructor, missing.tolist(), jobs):
+                    store.add(result)
+                    done += 1
+                    if on_progress is not None:
+                        on_progress(done, len(selected))
         except TrajstoreError as error:
             if len(store.steps):
                 error.args = (

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import functools
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy.typing as npt
@@ -15,10 +15,11 @@ import torch
 from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import EVERYTHING, MODEL
-from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath
 from trajstore.store.writing.resumed_run import in_all_processes
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
+from trajstore.trainers.recording.digests import StepDigests
 from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, ExistingRun
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, report_notes
@@ -33,6 +34,8 @@ from trajstore.trainers.recording.parameters import (
 from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import StepHooks
+from trajstore.trainers.recording.step_inputs import StepInputs
+from trajstore.trainers.recording.torch_internals import name_outside_compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +85,7 @@ class Recorder:
     ) -> None:
         self._recording = recording
         self._rows = tuple(parameters)
+        self._all_rows = (*self._rows, *filter(None, [recording.keyframes]))
         self._notes = recording.notes
         self._must_write = must_write
         self.has_failed = False
@@ -165,6 +169,7 @@ class Recorder:
         hidden: torch.Tensor | None = None,
         batch: npt.ArrayLike | torch.Tensor | None = None,
         example_loss: npt.ArrayLike | torch.Tensor | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Pass values that the hooks cannot get, once per micro-batch, before the optimizer's step.
 
@@ -184,6 +189,10 @@ class Recorder:
         example_loss : array_like of float, (example,)
             Loss of each example, unless the model is a causal language model of transformers with
             ``labels``.
+        inputs : mapping of str to tensor of int, optional
+            All integer tensors that determine the micro-batch, by name, in place of those that the
+            model gets: for example ids and targets, if the loop computes the loss. They are
+            recorded with the tier ``keyframes``.
 
         Raises
         ------
@@ -203,7 +212,12 @@ class Recorder:
         if loss is not None and loss.numel() != 1:
             raise InvalidArgument(f"loss: got shape {tuple(loss.shape)}, expected one value")
         self._hooks.observe(
-            loss=loss, logits=logits, hidden=hidden, batch=batch, example_loss=example_loss
+            loss=loss,
+            logits=logits,
+            hidden=hidden,
+            batch=batch,
+            example_loss=example_loss,
+            inputs=inputs,
         )
 
     def commit(self) -> None:
@@ -220,7 +234,7 @@ class Recorder:
         self._hooks.call(self._commit)
 
     def _commit(self) -> None:
-        for rows in self._rows:
+        for rows in self._all_rows:
             rows.commit()
 
     def close(self, *, complete: bool = True) -> None:
@@ -243,7 +257,7 @@ class Recorder:
         try:
             with contextlib.ExitStack() as closing:  # closes each, also if another fails
                 closing.callback(self._hooks.release)
-                for rows in reversed(self._rows):
+                for rows in reversed(self._all_rows):
                     closing.callback(rows.close, complete=complete)
                 closing.callback(self._hooks.check_end)
         except Exception as error:
@@ -365,18 +379,31 @@ def open_recorder(
                             f"{of_state[0]} is recorded with one matrix, got {len(parameters)}; "
                             "name one parameter, the others are in params"
                         )
+                    has_state = not options.has_keyframes or comparison is None
+                    of_keyframes = options.of_keyframes.resolved if options.has_keyframes else ()
                     recording.state = ModelState(
                         model,
                         joined,
                         parameters[0],
-                        options.resolved,
-                        whole_state=options.whole_state,
+                        (*options.resolved, *(of_keyframes if has_state else ())),
+                        whole_state=options.whole_state and has_state,
+                    )
+                if "inputs" in options.resolved:
+                    recording.inputs = StepInputs(notes.mention)
+                if not {"params_digest", "grad_digest"}.isdisjoint(options.resolved):
+                    named = unwrap(model).named_parameters()
+                    recording.digests = StepDigests(
+                        {name_outside_compile(name): tensor for name, tensor in named}
                     )
                 planned = plan_runs(path, parameters, recording, shares)
             rows = []
             for run in planned:
                 existing = ExistingRun.find(run, comparison) if options.resume else None
                 rows.append(ParameterRows(run, existing))
+                if options.has_keyframes and comparison is None:
+                    run = run.of_keyframes()
+                    existing = ExistingRun.find(run) if _has_keyframes(run.path, options) else None
+                    recording.keyframes = ParameterRows(run, existing)
     except BaseException:
         for share in filter(None, shares):
             share.close()
@@ -387,7 +414,7 @@ def open_recorder(
     )
     try:
         # All checks have passed; only now rows may be dropped.
-        for parameter in rows:
+        for parameter in (*rows, *filter(None, [recording.keyframes])):
             parameter.resume()
         if planned and not options.resume and _is_first_process():  # else they were reported before
             report_notes((entry.sentence for entry in advice), on_note)
@@ -398,6 +425,11 @@ def open_recorder(
         recorder.close(complete=False)
         raise
     return recorder
+
+
+def _has_keyframes(run: Location, options: RecordingOptions) -> bool:
+    """Return True if there are keyframes to resume; a fork begins without."""
+    return options.resume and (run / METADATA_KEY).exists()
 
 
 def _report(on_note: Callable[[str], None] | None, sentence: str) -> None:

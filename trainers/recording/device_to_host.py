@@ -24,7 +24,7 @@ import torch
 from trajstore.errors import RecordingError
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.trainers.recording.torch_internals import copy_each
-from trajstore.values.native_types import NATIVE_TYPES
+from trajstore.values.native_types import native_type
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that can be recorded."""
@@ -202,7 +202,7 @@ class _RowMemory:
 
 def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
     """Return a tensor of the native type over the memory of native bits."""
-    signed = np.dtype(f"i{NATIVE_TYPES[native].itemsize}")
+    signed = np.dtype(f"i{native_type(native).itemsize}")
     return torch.from_numpy(place.view(signed)).view(getattr(torch, native))
 
 

@@ -6,7 +6,7 @@ a `RunWriter`: it provides memory for a row and takes the filled row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -97,8 +97,8 @@ class ExistingRun:
         _check_options(planned, attributes.get("recording", {}), recorded)
         _check_coordinates(planned, arrays)
         state: list[str] = []
-        if planned.recording.state is not None:
-            planned.recording.state.resume(attributes, recorded)
+        if planned.state is not None:
+            planned.state.resume(attributes, recorded)
             state = sorted(name for name in recorded if name in STATE or name not in VARIABLES)
         all_steps = np.asarray(arrays[STEP.name][...])
         steps, missing = _kept_steps(planned, all_steps)
@@ -145,8 +145,8 @@ class ExistingRun:
         weights = "W" if "W" in self.variables else "cells"
         now = W if weights == "W" else W.to(torch.bfloat16)
         different: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
-        if self.planned.recording.state is not None:
-            different += self.planned.recording.state.differing(self.last_state)
+        if self.planned.state is not None:
+            different += self.planned.state.differing(self.last_state)
         if different and self.compared is not None:
             comparison = self.compared.comparison
             difference = RowDifference(step=step, row=self.rows - 1, variables=different)
@@ -308,6 +308,8 @@ class Comparison:
     make_writer : callable, optional
         Called with the number of the first different row; returns a writer for that row and all
         later ones. Without it, rows after the first difference are ignored.
+    variables : collection of str, optional
+        Variables to compare; default: all.
 
     Attributes
     ----------
@@ -319,7 +321,12 @@ class Comparison:
         Rows before the difference.
     """
 
-    def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
+    def __init__(
+        self,
+        make_writer: Callable[[int], RunWriter] | None = None,
+        variables: Collection[str] | None = None,
+    ) -> None:
+        self.variables = variables
         self.difference: RowDifference | None = None
         self.successor: RunWriter | None = None
         self.agreed = 0
@@ -452,8 +459,9 @@ class ComparedRun:
             self._block = {
                 name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
                 for name in self._row
+                if self.comparison.variables is None or name in self.comparison.variables
             }
             self._number = number
         return tuple(
-            name for name, bits in self._row.items() if (bits != self._block[name][place]).any()
+            name for name, bits in self._block.items() if (self._row[name] != bits[place]).any()
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trajstore.schema import VARIABLES, row_lengths, variables_of
+from trajstore.schema import INTEGERS, VARIABLES, row_lengths, variables_of
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_to_host import (
     Row,
@@ -75,6 +75,8 @@ class FirstRows:
         matrix = parameter.tensor
         self.W = own_tokens(matrix, self._ids).to("cpu", copy=True)
         self._initial = {} if summaries is None else summaries.initial()
+        if (digests := self._planned.recording.digests) is not None:
+            self._initial["params_digest"] = digests.of_parameters().cpu()
         if not with_moments:
             return True
         state = self._optimizer.state.get(matrix, {})
@@ -115,7 +117,7 @@ class FirstRows:
         variables : tuple of str
         """
         last = self._rows[-1][1]
-        state = self._planned.recording.state
+        state = self._planned.state
         kept: list[Entry] = []
         if self._options.whole_state:
             known, matrix = ((), parameter.tensor) if state is None else (state.kept, None)
@@ -130,6 +132,8 @@ class FirstRows:
                     )
                 last.setdefault(name, empty)
         of_run = variables_of(state_attribute(self._optimizer, kept))
+        if "batch" in last and "inputs" not in self._options.required:
+            variables = tuple(name for name in variables if name != "inputs")
         recorded = tuple(name for name in variables if name in last and name in of_run)
         self._note_lacks(parameter, [name for name in variables if name not in last])
         for _, row in self._rows:
@@ -149,6 +153,8 @@ class FirstRows:
         if lost := [name for name in left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {remedies_for(lost)}")
         needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
+        if self._options.has_keyframes and not {"batch", "inputs"}.issubset(left_out):
+            needless |= {"batch", "inputs"}  # one of them suffices
         if state is not None and state.draws_nothing:
             needless.add("random_state")
         model, head = self._planned.recording.model, parameter.head
@@ -239,7 +245,7 @@ def why_unrecordable(name: str, value: Value, like: torch.Tensor) -> str | None:
     shaped = len(dims) == len(value.shape) and all(
         lengths.get(dim, length) == length for dim, length in zip(dims, value.shape, strict=True)
     )
-    if shaped and type_name(value.dtype) in NATIVE_TYPES:
+    if shaped and type_name(value.dtype) in (("int64",) if name in INTEGERS else NATIVE_TYPES):
         return None
     return (
         f"{name} is not recorded: the training has {type_name(value.dtype)} of shape "
@@ -296,6 +302,11 @@ _REMEDIES = (
         {"random_state"},
         "the model draws no random numbers, or is not called itself in every step, so that its "
         "hooks do not run",
+    ),
+    (
+        {"inputs"},
+        "the model gets no integer tensors; pass those that determine the step with "
+        "observe(inputs=…)",
     ),
     (
         {"batch"},

@@ -329,7 +329,9 @@ class ModelState:
         unknown = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
         return self._stacked([unknown if rate is None else rate for rate in rates])
 
-    def after_step(self, variables: Collection[str], *, first: bool) -> State:
+    def after_step(
+        self, variables: Collection[str], *, first: bool, is_keyframe: bool = True
+    ) -> State:
         """Return the state after the step, and the random state before it.
 
         Parameters
@@ -338,15 +340,17 @@ class ModelState:
             Variables of the run; others are not returned.
         first : bool
             True as long as the run is not created, so that it can have more variables.
+        is_keyframe : bool
+            False to return only what each row has.
 
         Raises
         ------
         RecordingError
             If the run lacks something that the step has changed.
         """
-        if first:
+        if first and is_keyframe:
             self.kept = find_kept(self.optimizer, self.kept)
-        state = self._state(variables)
+        state = self._state(variables) if is_keyframe else {}
         random, self._random = self._random, None
         if random is not None and self._draws:
             if not first and "random_state" not in variables:

@@ -25,7 +25,7 @@ import torch
 
 from trajstore.arguments import ANY, Bound, Count, check_fields, exact, exact_json
 from trajstore.errors import InvalidArgument, config_field, did_you_mean
-from trajstore.schema import EVERYTHING, TIERS, VARIABLES, Encoding, resolve_variables
+from trajstore.schema import EVERYTHING, KEYFRAMES, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
 from trajstore.store.writing.create import check_folder, check_target
@@ -144,7 +144,7 @@ class RecordingOptions:
     ----------
     variables : str or sequence of str
         Variables, or tiers of them: ``weights``, ``weights+grads``, ``matrix``, ``norms``,
-        ``everything``.
+        ``everything``, ``state``, ``keyframes``.
     parameter : str or sequence of str, optional
         Names of matrices (token, hidden). Default: the weight of ``get_output_embeddings()``, else
         of a tied embedding, else of the embedding with the most rows. Several matrices have
@@ -173,6 +173,8 @@ class RecordingOptions:
         Memory of all buffers of the recorder together.
     block_rows : int, optional
         Rows of a block; default: planned from the memory.
+    keyframe_every : int
+        Steps from one keyframe to the next, with ``variables="keyframes"``.
     overwrite : bool
         Replace an existing run.
     resume : bool
@@ -215,6 +217,7 @@ class RecordingOptions:
     encoding: Encoding = "delta"
     memory: int | str = DEFAULT_MEMORY
     block_rows: Count | None = None
+    keyframe_every: Count = 500
     overwrite: bool = False
     resume: bool = False
     commit_every: float | None = COMMIT_EVERY
@@ -232,6 +235,11 @@ class RecordingOptions:
             exact_json(name, dict(getattr(self, name) or {}))
         parse_bytes(self.memory)
         check_commit_every(self.commit_every)
+        if self.has_keyframes and self.every != 1:
+            raise InvalidArgument(
+                f"every: got {self.every}, but the tier {KEYFRAMES} has a row of each step; leave "
+                "out every, and set keyframe_every"
+            )
         if self.resume and self.overwrite:
             raise InvalidArgument(
                 "got both resume and overwrite; use either resume or overwrite, not both"
@@ -253,7 +261,25 @@ class RecordingOptions:
     @property
     def whole_state(self) -> bool:
         """True if all that the optimizer keeps in a parameter's shape is recorded, by its names."""
-        return not {"matrix", "everything"}.isdisjoint(self._names)
+        return not {"matrix", "everything", "state", KEYFRAMES}.isdisjoint(self._names)
+
+    @property
+    def has_keyframes(self) -> bool:
+        """True if the whole state is recorded in keyframes, and what the steps between need."""
+        return KEYFRAMES in self._names
+
+    @property
+    def of_keyframes(self) -> RecordingOptions:
+        """The options of the run of the keyframes."""
+        return replace(
+            self,
+            variables="state",
+            every=self.keyframe_every,
+            block_rows=1,
+            encoding="delta",
+            log=None,
+            overwrite=False,
+        )
 
     @property
     def has_one_run(self) -> bool:

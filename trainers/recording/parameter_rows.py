@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trajstore.errors import RecordingError
-from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
+from trajstore.schema import INTEGERS, OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
@@ -180,6 +180,8 @@ class ParameterRows:
             self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
         self._open_transfer(writer)
+        if (inputs := self._planned.recording.inputs) is not None and "inputs" in self._templates:
+            inputs.room = len(self._templates["inputs"])
         for name in set(OF_EXAMPLES) & self._templates.keys():
             self._lengths |= dict(
                 zip(VARIABLES[name].dims[1:], self._templates[name].shape, strict=True)
@@ -341,6 +343,10 @@ class ParameterRows:
 
     # Rows ----------------------------------------------------------------------------------------
 
+    def is_due(self, step: int) -> bool:
+        """Return True if the run has a row of a step, or does not exist yet."""
+        return self.writer is None or step % self._every == 0
+
     def complete(self, step: int, values: Mapping[str, Value], *, had_effect: bool) -> None:
         """Set W, its state and the values of a step, and store the row if `every` selects it.
 
@@ -408,7 +414,8 @@ class ParameterRows:
         """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
         missing = [name for name in self.variables if name not in self._row]
         for name in missing:
-            unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
+            is_state = VARIABLES[name].row0 == "zero" and name not in INTEGERS
+            unknown = self.parameter.optimizer is None and is_state
             value = float("nan") if unknown else value_before_steps(name)
             self._put({name: torch.full_like(self._templates[name], value, device="cpu")})
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextvars
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,14 @@ import xarray as xr
 from trajstore.arguments import exact
 from trajstore.errors import InvalidArgument
 from trajstore.populations import with_populations
-from trajstore.schema import COORDINATES, POPULATION, STEP
+from trajstore.schema import COORDINATES, KEYFRAMES, POPULATION, STEP
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.new_run import check_encoding
 from trajstore.store.writing.resumed_run import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
+from trajstore.trainers.recording.digests import StepDigests
 from trajstore.trainers.recording.kept_state import Entry, state_attribute
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.notes import (
@@ -42,9 +43,13 @@ from trajstore.trainers.recording.parameters import (
     RecordedParameter,
     hyperparameter_names,
 )
+from trajstore.trainers.recording.step_inputs import StepInputs
 from trajstore.units import format_bytes, parse_bytes
 from trajstore.values.native_types import widen
 from trajstore.values.norms import vector_norm
+
+if TYPE_CHECKING:
+    from trajstore.trainers.recording.parameter_rows import ParameterRows
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +167,12 @@ class Recording:
         Given if summaries of all parameters of the model are recorded.
     state : ModelState or None
         Given if the state of the model is recorded.
+    inputs : StepInputs or None
+        Given if the inputs of each step are recorded.
+    digests : StepDigests or None
+        Given if digests are recorded.
+    keyframes : ParameterRows or None
+        Rows of the keyframes, if the state is recorded in some rows only.
     """
 
     model: torch.nn.Module
@@ -172,10 +183,13 @@ class Recording:
     on_note: Callable[[str], None] | None = None
     summaries: ModelParameters | None = None
     state: ModelState | None = None
+    inputs: StepInputs | None = None
+    digests: StepDigests | None = None
+    keyframes: ParameterRows | None = None
 
     def release(self) -> None:
         """Release the copies of the model's parameters."""
-        self.summaries = self.state = None
+        self.summaries = self.state = self.digests = self.keyframes = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,6 +226,17 @@ class PlannedRun:
     hyperparameters: tuple[str, ...]
 
     @property
+    def state(self) -> ModelState | None:
+        """The state of the model, if the rows of this run hold it."""
+        return None if self.recording.options.has_keyframes else self.recording.state
+
+    def of_keyframes(self) -> PlannedRun:
+        """Return the plan of the run of the keyframes, a group in this run."""
+        options = self.recording.options.of_keyframes
+        recording = replace(self.recording, options=options, digests=None)
+        return replace(self, path=self.path / KEYFRAMES, recording=recording)
+
+    @property
     def notes(self) -> list[str]:
         """Notes about populations without a token."""
         return [
@@ -240,12 +265,13 @@ class PlannedRun:
     @property
     def recording_attribute(self) -> dict[str, Any]:
         """Root attribute ``recording``, which a resumed run keeps."""
+        options = self.recording.options
         return {
             "parameter": self.parameter.name,
             "vocabulary": len(self.parameter.tensor),
-            "every": self.recording.options.every,
-            "logits_mode": self.recording.options.logits_mode,
-        }
+            "every": options.every,
+            "logits_mode": options.logits_mode,
+        } | ({"keyframe_every": options.keyframe_every} if options.has_keyframes else {})
 
     def create(
         self,
@@ -319,7 +345,8 @@ class PlannedRun:
     @property
     def parameter_names(self) -> tuple[str, ...] | None:
         """Names of all parameters of the model; None if no variable has them."""
-        of_model = self.recording.summaries or self.recording.state
+        recording = self.recording
+        of_model = recording.summaries or self.state or recording.digests
         return None if of_model is None else of_model.names
 
     def _attributes(self, kept: Sequence[Entry]) -> dict[str, Any]:
@@ -335,9 +362,9 @@ class PlannedRun:
             "provenance": provenance(self.device, recording.options.origin),
             "recording": self.recording_attribute,
         }
-        if recording.state is not None:
+        if self.state is not None:
             optimizer["groups"] = group_attributes(recording.optimizer)
-            attributes |= recording.state.attributes()
+            attributes |= self.state.attributes()
         if recording.options.whole_state:
             attributes |= state_attribute(recording.optimizer, kept)
         return attributes
@@ -382,7 +409,7 @@ def plan_runs(
                 parameter=parameter,
                 ids=ids,
                 coordinates={name: values[selection] for name, values in known.items()},
-                memory=parse_bytes(options.memory) // len(parameters),
+                memory=parse_bytes(options.memory) // (len(parameters) + options.has_keyframes),
                 recording=recording,
                 populations={name: mask[selection] for name, mask in masks.items()},
                 share=share,

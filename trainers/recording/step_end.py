@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from trajstore.trainers.recording.examples import StepExamples
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.hooks import StepCalls
+from trajstore.trainers.recording.model_state import State
 from trajstore.trainers.recording.notes import FirstStep
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import JoinedOptimizer, as_float64
@@ -45,6 +47,10 @@ _LATE_SCALER = (
 _SEVERAL_ASSIGNED = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
     "of the step are not known; pass them with observe()"
+)
+_NO_KEYFRAME = (
+    "the run has no keyframe of its last step, because the parameters have changed since; close "
+    "the recording before you load other weights"
 )
 
 _NAN = torch.tensor(float("nan"), device="cpu")
@@ -154,6 +160,7 @@ class StepEnd:
         self._optimizer = self.recording.optimizer
         self._on_note = self.recording.notes.mention
         self._summands = 0  # of the loss, in the first step that adds some
+        self._of_last: dict[str, Any] = {}  # values of the last step, for its keyframe
 
     def complete_rows(
         self,
@@ -211,6 +218,10 @@ class StepEnd:
             scalars["scale"] = as_float64(1.0 if scale is None else scale)
         if self.recording.summaries is not None:
             scalars |= self.recording.summaries.after_step()
+        if self.recording.inputs is not None:
+            scalars["inputs"] = self.recording.inputs.value()
+        if self.recording.digests is not None:
+            scalars |= self.recording.digests.after_step()
         return scalars
 
     def _complete(
@@ -228,9 +239,17 @@ class StepEnd:
             values["skipped"] = torch.tensor(skipped, device="cpu")
             if not taken and "skipped" not in rows.variables:
                 self._on_note(_LATE_SCALER)
+        keyframes = self.recording.keyframes
+        is_keyframe = keyframes is not None and keyframes.is_due(number)
+        of_state: State = {}
         if self.recording.state is not None:
-            is_first = rows.writer is None
-            values.update(self.recording.state.after_step(rows.variables, first=is_first))
+            of_state = self.recording.state.after_step(
+                (*rows.variables, *(keyframes.variables if keyframes else ())),
+                first=rows.writer is None or (keyframes is not None and keyframes.writer is None),
+                is_keyframe=is_keyframe or not self.recording.options.has_keyframes,
+            )
+        of_row = {name: value for name, value in of_state.items() if name in rows.variables}
+        values.update(of_row if self.recording.options.has_keyframes else of_state)
         if logits is not None and "logits" in rows.variables:
             of_tokens = own_logits(logits, rows.parameter.tensor)
             if of_tokens is not None:
@@ -238,6 +257,27 @@ class StepEnd:
         has_gradients = self.gradients.total_norm is not None
         had_effect = bool(taken and has_gradients and not self._optimizer.waiting)
         rows.complete(number, values | scalars, had_effect=had_effect)
+        if keyframes is not None:
+            self._of_last = {k: value for k, value in (values | scalars).items() if k != "logits"}
+            if is_keyframe:
+                row = self._of_last | of_state
+                keyframes.complete(number, row, had_effect=had_effect)
+
+    def take_last_keyframe(self, number: int) -> None:
+        """Take a keyframe of the last step, unless the loop has changed the parameters since."""
+        state, digests, keyframes = (
+            self.recording.state,
+            self.recording.digests,
+            self.recording.keyframes,
+        )
+        if keyframes is None or keyframes.writer is None or keyframes.last_step == number:
+            return
+        assert state is not None and digests is not None
+        if not torch.equal(digests.of_parameters(), self._of_last["params_digest"]):
+            self._on_note(_NO_KEYFRAME)
+            return
+        row = self._of_last | state.after_step(keyframes.variables, first=False)
+        keyframes.complete(number, row, had_effect=True)
 
     def _add_notes(self) -> None:
         """Note what the step tells about the loop."""

@@ -184,6 +184,8 @@ class StepHooks:
             if self._recording.state is not None:
                 self._recording.state.watch(hooks, model, self._forward)
         self._forward.watch_model(hooks, model)
+        if self._recording.inputs is not None:
+            self._recording.inputs.watch(hooks, model, self._forward)
         self._handles = [
             hooks,
             register_module_parameter_registration_hook(self._on_registration),
@@ -222,9 +224,11 @@ class StepHooks:
         self._handles.clear()
 
     def check_end(self) -> None:
-        """Note what only the end of the recording can tell."""
+        """Note what only the end of the recording can tell, and take the last keyframe."""
         try:
             self._matrices.check_last()
+            with torch.no_grad():
+                self._end.take_last_keyframe(self.step)
         finally:
             self._gradients.last_note()
 
@@ -244,6 +248,7 @@ class StepHooks:
         hidden: torch.Tensor | None,
         batch: Any,
         example_loss: Any,
+        inputs: Any,
     ) -> None:
         """Use values from the loop in place of those from the hooks; see `Recorder.observe`."""
         if loss is not None and self._is_idle:
@@ -254,6 +259,8 @@ class StepHooks:
         others = dict(self._examples.observe(batch=batch, example_loss=example_loss))
         if hidden is not None:
             others["hidden"] = self._hidden.observe(hidden)
+        if inputs is not None and self._recording.inputs is not None:
+            others["inputs"] = self._recording.inputs.observe(inputs)
         self._forward.observe(loss=loss, logits=logits, others=others)
 
     # Backward passes -----------------------------------------------------------------------------
@@ -474,6 +481,8 @@ class StepHooks:
         if not self._optimizer.turns and self._gradients.are_discarded():
             self._drop_backwards()
         self._gradients.compare(optimizer)
+        if self._recording.digests is not None:
+            self._recording.digests.add_gradients(optimizer.param_groups)
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._after_turn(self._after_step, optimizer)
@@ -533,6 +542,8 @@ class StepHooks:
     def _begin_step(self) -> None:
         self._forward.begin_step()
         self._examples.begin_step()
+        if self._recording.inputs is not None:
+            self._recording.inputs.begin_step()
         self._gradients.begin_step()
         self._backwards: list[BackwardPass] = []  # those that the step has used
         # Passes that only `torch.autograd.grad` went through, by number; None if there are several.

@@ -20,17 +20,25 @@ from trajstore.errors import (
     config_field,
 )
 from trajstore.exchange.export_run import holds_exactly
-from trajstore.schema import TIERS, VARIABLES
+from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.open_group import open_group, root_attributes
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.storage.remote_path import Location, RunPath, checkpoint_folder, location
+from trajstore.store.storage.remote_path import (
+    METADATA_KEY,
+    Location,
+    RunPath,
+    checkpoint_folder,
+    location,
+)
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import existing_runs, native_types, planned_runs, shared_path
 from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import find_device, learning_rate
+from trajstore.trainers.step_state import RunParameters, has_keyframes
 from trajstore.trainers.texts import Corpus
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -157,7 +165,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         in_rows = holds_state(path, config)
         checkpoint = None
         if not in_rows:
-            checkpoint = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
+            checkpoint = newest_state(path, rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
     steps = config.training.steps
@@ -183,6 +191,35 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         in_rows=in_rows,
         checkpoint=checkpoint,
     )
+
+
+def newest_state(path: Location, rows: int, *, until: int | None = None) -> RunState | None:
+    """Return the newest state of a run in a checkpoint or keyframe, within its first rows.
+
+    Parameters
+    ----------
+    path : Path or RemotePath
+    rows : int
+    until : int, optional
+        Largest step.
+
+    Raises
+    ------
+    FormatError
+        If the newest one is damaged.
+    """
+    attributes = _attributes(path)
+    saved = CheckpointFolder(path).newest(str(attributes.get("created")), rows, until=until)
+    if not has_keyframes(attributes) or not (path / KEYFRAMES / METADATA_KEY).exists():
+        return saved
+    stored = RunParameters(path)
+    last = stored.all_steps[:rows].max(initial=-1)
+    steps = stored.steps[stored.steps <= (last if until is None else min(last, until))]
+    if not len(steps) or (saved is not None and saved.step >= steps[-1]):
+        return saved
+    step = int(steps[-1])
+    sources = attribute(attributes, "provenance", "sources") or {}
+    return RunState.from_row(path, step, recorded_config(path, after=step), sources=sources)
 
 
 def check_recorded(path: Location, attributes: dict[str, Any]) -> None:

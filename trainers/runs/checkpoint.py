@@ -16,7 +16,12 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import CHECKPOINT, Location, checkpoint_folder
 from trajstore.threads import submit
 from trajstore.trainers.recording.capture import Recorder
-from trajstore.trainers.runs.run_state import RunState, rows_hold_state, stored_name
+from trajstore.trainers.runs.run_state import (
+    RunState,
+    keeps_keyframes,
+    rows_hold_state,
+    stored_name,
+)
 from trajstore.trainers.runs.training_setup import Training
 
 
@@ -232,7 +237,8 @@ class Checkpointing:
     of its last step.
 
     The training only waits for a copy of its state; a thread writes and flushes it. A run whose
-    rows hold the whole state gets no checkpoint.
+    rows or keyframes hold the whole state gets no checkpoint. That of a fork stays until the run
+    is complete, because its first keyframe may not be committed yet.
 
     Parameters
     ----------
@@ -272,7 +278,7 @@ class Checkpointing:
         self._last_step = 0 if taken_from is None else taken_from.step
         self._stop = stop
         self._created: str | None = None
-        self._in_rows = False
+        self._in_rows = self._has_keyframes = False
         self._clock = clock
         self._last_time, self._took = clock(), 0.0
         self._thread = ThreadPoolExecutor(1, "trajstore-checkpoint")
@@ -315,6 +321,8 @@ class Checkpointing:
             return
         try:
             with RunLock.acquire(self._run):
+                if self._has_keyframes:  # the last one replaces the checkpoint of a fork
+                    self._folder.clean(None)
                 self._folder.prune(recorder.committed_rows)
         except RunLocked:
             pass  # the process that resumes the run removes them
@@ -324,8 +332,11 @@ class Checkpointing:
             return
         if self._created is None:
             self._created = str(root_attributes(self._run)["created"])
-            self._in_rows = rows_hold_state(self._training.config, recorder.writer.layout.arrays)
-            self._folder.clean(None if self._in_rows else self._taken_from)
+            config, arrays = self._training.config, recorder.writer.layout.arrays
+            self._has_keyframes = keeps_keyframes(config)
+            self._in_rows = self._has_keyframes or rows_hold_state(config, arrays)
+            is_needless = self._in_rows and not self._has_keyframes
+            self._folder.clean(None if is_needless else self._taken_from)
         if self._in_rows:
             return
         if self._adding is not None and self._adding.done():

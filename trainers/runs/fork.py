@@ -36,6 +36,7 @@ from trajstore.trainers.runs.changed_settings import (
     forked_config,
     forked_types,
     keeps_state,
+    newest_state,
     recorded_config,
 )
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
@@ -345,9 +346,8 @@ class _Source:
             )
 
     def newest_checkpoint(self, until: int | None = None) -> RunState | None:
-        """Return its newest usable checkpoint, at or before a step."""
-        created = str(self.attributes.get("created"))
-        return CheckpointFolder(self.path).newest(created, len(self.steps), until=until)
+        """Return its newest usable checkpoint or keyframe, at or before a step."""
+        return newest_state(self.path, len(self.steps), until=until)
 
     def reach(
         self,

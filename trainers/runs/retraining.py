@@ -7,9 +7,13 @@ and the run may resume from it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from trajstore.errors import NothingToResume, RecordingError
 from trajstore.populations import populations_from
@@ -43,6 +47,10 @@ Progress = Callable[[int, int], None]
 """Called with the step and the last one to repeat."""
 
 
+_WHOLE = "recording.variables=everything,params_digest,grad_digest"
+"""Setting with which developed steps are recorded."""
+
+
 def recording_options(
     config: RunConfig, text: Corpus, *, sources: Mapping[str, str] | None = None, **choices: Any
 ) -> RecordingOptions:
@@ -65,7 +73,7 @@ def recording_options(
     recording = config.recording
     counts = text.counts()
     origin = text.provenance()
-    if sources and "params" in resolve_variables(recording.variables):
+    if sources and {"params", "params_digest"}.intersection(resolve_variables(recording.variables)):
         origin["sources"] = dict(sources)
     tokens: Tokens = recording.tokens
     if recording.tokens not in ("all", "dead", "live"):
@@ -86,6 +94,7 @@ def recording_options(
         encoding=recording.encoding,
         memory=recording.memory,
         block_rows=recording.block_rows,
+        keyframe_every=recording.keyframe_every,
         commit_every=recording.commit_every or None,
         strict=True,
         schedule={
@@ -215,6 +224,8 @@ def train_again(
     *,
     sources: Mapping[str, str],
     make_writer: Callable[[int], RunWriter] | None = None,
+    goes_on: bool = False,
+    part: Path | None = None,
     on_retrain: Progress | None = None,
 ) -> Retrained:
     """Repeat the training of a run up to a step. The run is only read.
@@ -235,6 +246,10 @@ def train_again(
     make_writer : callable, optional
         Called with the number of the first different row; returns a writer for that row and all
         later ones. Without it, training stops there.
+    goes_on : bool
+        Train on after a different row, without a writer.
+    part : Path, optional
+        Compare nothing, but record the steps to this path, with the whole state and the digests.
     on_retrain : callable, optional
         Called after every step with the step and the step to reach.
 
@@ -251,12 +266,16 @@ def train_again(
     def train(segment: Segment) -> RunState | None:
         """Return the state after a segment; None if rows after a difference are lost."""
         states: list[RunState] = []
-        training = build_training(RunConfig.parse(segment.config), text)
+        config = RunConfig.parse(segment.config)
+        if part is not None:
+            config = config.with_values([_WHOLE])
+        training = build_training(config, text)
 
         def after_step(recorder: Recorder, scaler: Any) -> bool:
             if on_retrain is not None:
                 on_retrain(recorder.step, step)
             lost = comparison.difference is not None and comparison.successor is None
+            lost = lost and not goes_on
             ends = lost or recorder.step >= segment.last
             if ends and not lost:
                 states.append(
@@ -268,12 +287,17 @@ def train_again(
 
         run_recorded(
             training,
-            run,
-            recording_options(training.config, text, resume=True),
+            run if part is None else part,
+            recording_options(
+                config,
+                text,
+                sources=sources if part is not None else None,
+                resume=part is None or part.exists(),
+            ),
             reached,
             after_step=after_step,
             on_note=lambda note: None,  # the recording reported its notes
-            comparison=comparison,
+            comparison=comparison if part is None else None,
         )
         return states[0] if states else None
 
@@ -326,20 +350,31 @@ def retrain_to_last_row(
     return reached.state
 
 
-def explain_difference(run: Location, difference: RowDifference) -> str:
-    """Return where a repeated training first differs, and possible reasons."""
+def explain_difference(
+    run: Location, difference: RowDifference, device: torch.device | None = None
+) -> str:
+    """Return where a repeated training first differs, and possible reasons.
+
+    Without the `device` of an own loop, the run has a configuration, and its threads were used.
+    """
     attributes: dict[str, Any] = root_attributes(run)
     provenance = attributes.get("provenance", {})
-    config = recorded_config(run)
     where = f"at step {difference.step} {' and '.join(_first(difference.variables))}"
     where += " differ" if len(difference.variables) > 1 else " differs"
+    if parameters := differing_parameters(run, difference):
+        where += f", in {' and '.join(_first(parameters))}"
     if "lr" in difference.variables:
         return (
             f"{where}, because the learning rate differed from that of the configuration; the run "
             "was resumed with another schedule"
         )
-    changed = changed_provenance(provenance, find_device(config.training.device))
-    changed.pop("threads", None)  # the recorded number is used
+    if device is not None:
+        changed = changed_provenance(provenance, device)
+    else:
+        changed = changed_provenance(
+            provenance, find_device(recorded_config(run).training.device)
+        )
+        changed.pop("threads", None)  # the recorded number is used
     changes = [
         f"{name} was {provenance.get(name)} and is now {now}" for name, now in changed.items()
     ]
@@ -351,6 +386,15 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
         ]
     reason = ", ".join(changes) or "versions, machine and number of threads are unchanged"
     return f"{where} ({reason})"
+
+
+def differing_parameters(run: Location, difference: RowDifference) -> tuple[str, ...]:
+    """Return the parameters whose digests differ."""
+    if "params_digest" not in difference.stored:
+        return ()
+    group: Any = open_group(run)
+    wrong = difference.stored["params_digest"] != difference.computed["params_digest"]
+    return tuple(itertools.compress(map(str, group["parameter"][...]), wrong))
 
 
 def _first(variables: tuple[str, ...]) -> list[str]:

@@ -23,7 +23,9 @@ from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
     EVERYTHING,
+    INTEGERS,
     KEPT,
+    KEYFRAMES,
     NAMES,
     POPULATION,
     TIERS,
@@ -61,8 +63,8 @@ def matrices(config: RunConfig) -> tuple[str, ...] | None:
     whole = sorted({*EVERYTHING}.intersection(resolve_variables(config.recording.variables)))
     if whole:
         raise InvalidArgument(
-            "the tier everything is recorded with one matrix, but model.tied = false records two; "
-            f"remove 'everything' or {whole[0]!r} from recording.variables"
+            "the state of the model is recorded with one matrix, but model.tied = false records "
+            f"two; remove the tier of {whole[0]!r} from recording.variables"
         )
     return UNTIED
 
@@ -269,8 +271,10 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= {"batch": "float64", "hidden_states": weights}
     types |= dict.fromkeys(("params", "params_grad"), weights)
     types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
+    types |= dict.fromkeys(INTEGERS, "int64")
     types |= dict.fromkeys(("params_lr", "params_count", "scale", "step_count"), "float64")
-    absent = {"random_state", "buffers"}  # the models have no dropout, and their buffers are fixed
+    # The models have no dropout, and their buffers are fixed; the batches determine their inputs.
+    absent = {"random_state", "buffers", "inputs"}
     if config.optimizer.name == "sgd":
         absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count", "step_count"}
     if training.autocast != "float16":
@@ -283,9 +287,9 @@ def native_types(config: RunConfig) -> dict[str, str]:
     }
     if config.optimizer.name == "sgd" and config.optimizer.momentum:
         of_matrix, of_others = kept_as(MOMENTUM, "element")
-        if requested & {"matrix", "everything"}:
+        if requested & {"matrix", "everything", "state", KEYFRAMES}:
             recorded[of_matrix] = types["exp_avg"]
-        if "everything" in requested:
+        if requested & {"everything", "state"}:
             recorded |= {of_others: types["exp_avg"], KEPT.name: "float64"}
     return recorded
 

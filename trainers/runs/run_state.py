@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from trajstore.errors import FormatError
 from trajstore.installation import __version__
-from trajstore.schema import KEPT, kept_as
+from trajstore.schema import KEPT, KEYFRAMES, kept_as
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
@@ -130,8 +130,9 @@ class RunState:
         Parameters
         ----------
         run : Path or RemotePath
-            A run for which `holds_state` is true.
+            A run for which `holds_state` is true, or one with keyframes.
         step : int
+            A keyframe, if it has some.
         config : RunConfig
             Configuration of the step.
         sources : mapping of str to str
@@ -141,8 +142,11 @@ class RunState:
         ------
         StepNotFound
             If the run does not hold the step.
+        FormatError
+            If a keyframe does not fit its digests.
         """
         stored = RunParameters(run)
+        stored.check_keyframe(step)
         row = stored.row(step, stored.variables())
         tensors = {
             _MODEL + parameter.name: tensor_of(parameter.bits(row), parameter.native)
@@ -151,16 +155,17 @@ class RunState:
         (saved,) = state_dicts_at(run, step)
         for number, values in saved["state"].items():
             tensors |= {f"{_OPTIMIZER}{number}.{key}": value for key, value in values.items()}
-        every = config.recording.every
-        regular = (stored.steps % every == 0) | (np.arange(stored.steps.size) == 0)
+        every, steps = config.recording.every, stored.all_steps
+        regular = (steps % every == 0) | (np.arange(steps.size) == 0)
+        taken, scaler = _scaler_after(stored, step)
         return cls(
             run=str(stored.attributes["created"]),
             name=run.name,
             step=step,
-            rows=int(np.count_nonzero(regular & (stored.steps <= step))),
+            rows=int(np.count_nonzero(regular & (steps <= step))),
             config=config.model_dump(mode="json"),
             sources=dict(sources),
-            state={"schedule": {"last_epoch": step}, "scaler": None},
+            state={"schedule": {"last_epoch": taken}, "scaler": scaler},
             tensors=tensors,
         )
 
@@ -269,6 +274,29 @@ class RunState:
     def without_optimizer(self) -> dict[str, torch.Tensor]:
         """Return the tensors without the optimizer's state."""
         return {k: tensor for k, tensor in self.tensors.items() if not k.startswith(_OPTIMIZER)}
+
+
+def _scaler_after(stored: RunParameters, step: int) -> tuple[int, dict[str, Any] | None]:
+    """Return the steps that were not skipped, and the state of the gradient scaler, if any."""
+    if not (stored.has_keyframes and "scale" in stored and step):
+        return step, None
+    scaler = torch.amp.GradScaler("cpu")
+    until = stored.all_steps <= step
+    skipped = [bool(value) for value in stored.series("skipped")[until][1:]]
+    scale, tracker = float(stored.series("scale")[1]), 0
+    for is_skipped in skipped:  # the rule of `GradScaler.update`
+        tracker = 0 if is_skipped else tracker + 1
+        if is_skipped:
+            scale *= scaler.get_backoff_factor()
+        elif tracker == scaler.get_growth_interval():
+            scale, tracker = scale * scaler.get_growth_factor(), 0
+    state = scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
+    return step - sum(skipped), state
+
+
+def keeps_keyframes(config: RunConfig) -> bool:
+    """Return True if a training is recorded with keyframes."""
+    return KEYFRAMES in config.recording.variables
 
 
 def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:

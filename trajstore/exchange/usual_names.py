@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from trajstore.errors import FormatError
 from trajstore.formats.array_file import ArrayFile, is_number, number_in, plain_number, values_of
-from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, STEP, VARIABLES
+from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OF_EXAMPLES, STEP, VARIABLES
 
 Values = Literal["float", "whole", "truth"]
 
@@ -82,11 +82,11 @@ _NAMES = {
 """Common names. Other variables are known by their own name only, in lower case."""
 
 _DIMS: dict[str, tuple[str, ...]] = {
-    # MODEL, EVERYTHING: no other program has them. OF_EXAMPLES: only whole runs identify them.
+    # MODEL, EVERYTHING, INTEGERS: no other program has them. OF_EXAMPLES: only whole runs identify them.
     **{
         name: entry.dims
         for name, entry in VARIABLES.items()
-        if name not in (*MODEL, *EVERYTHING, *OF_EXAMPLES)
+        if name not in (*MODEL, *EVERYTHING, *INTEGERS, *OF_EXAMPLES)
     },
     STEP.name: ("step",),
     "token": ("token",),

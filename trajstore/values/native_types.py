@@ -93,12 +93,12 @@ class NativeType:
         For bfloat16 this is also sufficient: its exponent is float32's. float16 has fewer
         exponents.
         """
-        return NATIVE_TYPES[self.stored.name].mantissa_bits - self.mantissa_bits
+        return native_type(self.stored.name).mantissa_bits - self.mantissa_bits
 
     @cached_property
     def is_cut_off(self) -> bool:
         """True if its bits are the highest bits of the stored form, with an equal exponent."""
-        return self.exponent_bits == NATIVE_TYPES[self.stored.name].exponent_bits
+        return self.exponent_bits == native_type(self.stored.name).exponent_bits
 
 
 NATIVE_TYPES: dict[str, NativeType] = {
@@ -116,7 +116,7 @@ NATIVE_TYPES: dict[str, NativeType] = {
 STEP_TYPE = NativeType(
     name="int64", bits=np.dtype("uint64"), stored=np.dtype("int64"), mantissa_bits=63
 )
-"""Type of the step coordinate, which is stored like a variable but has no exponent."""
+"""Type of the step coordinate, and of variables of integers. It has no exponent."""
 
 
 def native_type(name: str) -> NativeType:
@@ -128,7 +128,7 @@ def native_type(name: str) -> NativeType:
         If the type is not supported.
     """
     try:
-        return NATIVE_TYPES[name]
+        return STEP_TYPE if name == STEP_TYPE.name else NATIVE_TYPES[name]
     except KeyError:
         raise InvalidArgument(
             f"got values of type {name!r}, expected {', '.join(NATIVE_TYPES)}"

@@ -19,7 +19,7 @@ from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.chunk import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
-from trajstore.schema import STEP, VARIABLES, Variable
+from trajstore.schema import INTEGERS, STEP, VARIABLES, Variable
 from trajstore.store.metadata.zarr_json import MOST_CHUNKS
 from trajstore.threads import encoding_threads
 from trajstore.units import DEFAULT_MEMORY, format_bytes
@@ -191,12 +191,12 @@ def plan(
         Lengths of ``example`` and ``position``, if a variable has them.
     lengths : mapping of str to int, optional
         Lengths of the other dimensions: ``parameter``, ``hyperparameter``, ``element``, ``group``,
-        ``byte``, ``buffer_element``.
+        ``byte``, ``buffer_element``, ``word``.
     memory : int, default 1 GiB
         Memory budget of a writer in bytes.
     block_rows : int, optional
         Rows of a block. Default: the largest power of two from 8 to 256 that fits into `memory`,
-        or from 1 if there are variables along ``element``.
+        or from 1 if there are variables along ``element`` or ``word``.
         It also keeps an inner chunk of 128 tokens within 8 MiB, and the shards of an array within
         256 MiB, both decoded.
     threads : int, optional
@@ -217,6 +217,10 @@ def plan(
     """
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (VARIABLES[name], native_type(dtype)) for name, dtype in variables.items()}
+    for name, (_, native) in kinds.items():
+        if (native is STEP_TYPE) != (name in (STEP.name, *INTEGERS)):
+            expected = STEP_TYPE.name if name in INTEGERS else "a type of floats"
+            raise InvalidArgument(f"{name}: got the type {native.name}, expected {expected}")
     lengths = dict(lengths or {}) | {"token": tokens, "hidden": hidden}
     lengths |= {
         dim: given
@@ -274,7 +278,7 @@ def plan(
             rows * chunk > _LARGEST_CHUNK or rows * snapshot > _LARGEST_SNAPSHOT
         ):
             rows //= 2
-        fewest = 1 if elements else FEWEST_ROWS
+        fewest = 1 if elements or "word" in lengths else FEWEST_ROWS
         while rows > fewest and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)

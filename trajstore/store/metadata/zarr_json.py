@@ -39,7 +39,16 @@ from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.block_codec import BLOCK, BlockCodec
 from trajstore.codec.chunk import Chain
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, Coordinate, Variable, belongs, coordinate, entry_of, variables_of
+from trajstore.schema import (
+    INTEGERS,
+    STEP,
+    Coordinate,
+    Variable,
+    belongs,
+    coordinate,
+    entry_of,
+    variables_of,
+)
 from trajstore.store.metadata.metadata_form import (
     CHANGING,
     COPY,
@@ -157,7 +166,8 @@ def metadata_of(facts: ArrayFacts) -> JsonObject:
         dtype, fill, codecs = entry.dtype, entry.fill_value, _coordinate_codecs(entry)
     else:
         # A lost object must not read as a plausible number.
-        dtype, fill = native.stored.name if native else "", -1 if entry is STEP else "NaN"
+        fill = -1 if native is STEP_TYPE else "NaN"
+        dtype = native.stored.name if native else ""
     if facts.form is not None and native is not None:
         form, block = facts.form, facts.form.shape
         chain = replace(form.chain, native=native)
@@ -309,7 +319,10 @@ def _native(name: str, attributes: Mapping[str, Any]) -> NativeType | None:
     if name == STEP.name:
         return STEP_TYPE
     declared = attributes.get("native_dtype")
-    return NATIVE_TYPES.get(declared) if is_series(name) and isinstance(declared, str) else None
+    if not is_series(name) or not isinstance(declared, str):
+        return None
+    types = {STEP_TYPE.name: STEP_TYPE} if name in INTEGERS else NATIVE_TYPES
+    return types.get(declared)
 
 
 def _coordinate_codecs(entry: Coordinate) -> list[JsonObject]:

@@ -1,0 +1,222 @@
+"""`develop`: the state of any step of an own loop, trained from the keyframe before it.
+
+The loop gives the body of a step. Its inputs, random states, learning rates and the factor of a
+gradient scaler come from the recorded rows. The same hooks as in a recording take the digests of
+each step, and compare them with those of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trajstore.arguments import ANY, checks_types, exact_step
+from trajstore.errors import (
+    InvalidArgument,
+    NothingToResume,
+    RecordingError,
+    VariableNotRecorded,
+    argument,
+)
+from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.trainers.recording.capture import Recorder, attach, open_recorder
+from trajstore.trainers.recording.existing_run import Comparison
+from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
+from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
+from trajstore.trainers.recording.step_inputs import Inputs, decoded
+from trajstore.trainers.runs.developed_run import Developed
+from trajstore.trainers.runs.retraining import explain_difference
+from trajstore.trainers.step_model import StepModel, restore, set_generators, set_numbers
+from trajstore.trainers.step_state import RunParameters, row_of
+
+_COMPARED = ("W", "params_digest", "grad_digest")
+
+
+@checks_types
+def develop(
+    run: RunPath,
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    step: Callable[[list[Inputs]], Any],
+    *,
+    at: int,
+    scaler: Any = None,
+    ends_step: Any = None,
+    output: RunPath | None = None,
+    allow_different: bool = False,
+) -> Developed:
+    """Set a model and its optimizer to the state after any step of a run with keyframes.
+
+    The keyframe before the step is restored, and the steps after it are trained again. Before each
+    one, the random generators, the learning rates, the hyperparameters of the group of W, and the
+    factor of the scaler get their recorded values. After each one, W and the digests of all
+    parameters and gradients are compared with the recorded ones.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run that was recorded with ``variables="keyframes"``.
+    model : Module
+        The model of the recording, in its types and in training mode.
+    optimizer : Optimizer, or sequence of Optimizer
+        As for `restore`.
+    step : callable
+        The body of the loop: forward and backward passes, clipping, and the optimizer's step. It is
+        called with a list of the inputs of each forward pass: integer tensors on the device of the
+        model, by the names of the arguments of ``model.forward``, or by those that ``observe`` got.
+        If the run has ``batch``, the list is empty without ``inputs``; read the indices from there.
+    at : int
+        Step to reach.
+    scaler : GradScaler, optional
+        Scaler of the loss, if the recording had one.
+    ends_step : Optimizer, optional
+        As for `capture`.
+    output : path-like, optional
+        Record the developed steps, from the keyframe on, as a new run of the tier ``everything``.
+    allow_different : bool
+        Go on after a difference, and return it.
+
+    Returns
+    -------
+    Developed
+        ``difference`` is None if all steps agree with the recorded ones.
+
+    Raises
+    ------
+    RunNotFound, StepNotFound
+        If there is no run, or it does not hold the step.
+    VariableNotRecorded
+        If it has no keyframes, or the inputs of a step did not fit.
+    FormatError
+        If the keyframe does not fit its digests.
+    InvalidArgument
+        As `restore`; or if `step` does not take exactly one step.
+    NothingToResume
+        If a step differs. The message has the step, the parameters, and what differs between the
+        machines.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import capture
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> def step(inputs):
+    ...     for of_pass in inputs:
+    ...         model(of_pass["input"]).square().sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> options = {"variables": "keyframes", "keyframe_every": 4, "parameter": "0.weight"}
+    >>> with capture(model, optimizer, "run.zarr", **options):
+    ...     for _ in range(6):
+    ...         step([{"input": torch.randint(0, 5, (4,))}])
+    >>> develop("run.zarr", model, optimizer, step, at=3)
+    Developed(steps=3, keyframe=0, difference=None)
+    """
+    stored = RunParameters(run)
+    if not stored.has_keyframes:
+        raise VariableNotRecorded(
+            f"{run} has no keyframes; restore() its steps, or record it with "
+            + argument("variables", "'keyframes'")
+        )
+    at = exact_step(at, least=ANY)
+    row_of(run, stored.all_steps, at)
+    keyframe = int(stored.steps[stored.steps <= at].max(initial=-1))
+    if keyframe < 0:
+        raise VariableNotRecorded(
+            f"{run} has no keyframe at or before step {at}; develop the run that it was forked from"
+        )
+    restore(run, model, optimizer, step=keyframe)
+    if keyframe == at:
+        return Developed(steps=0, keyframe=keyframe, difference=None)
+    joined = JoinedOptimizer(optimizer, ends_step)
+    pairs = StepModel(stored, lambda: model).parameters
+    trained = {each: p for each, p in pairs if find_group(joined, p) is not None}
+    comparison = Comparison(variables=_COMPARED)
+    loop = TrainingLoop(scaler=scaler, first_step=keyframe)
+    recorder = open_recorder(
+        model,
+        joined,
+        run,
+        _options(run),
+        loop,
+        on_note=lambda sentence: None,
+        comparison=comparison,
+    )
+    recorders = [recorder]
+    told = None
+    try:
+        if output is not None:
+            recorders.append(
+                attach(model, optimizer, output, variables="everything", parameter=_matrix(run),
+                       first_step=keyframe, scaler=scaler, ends_step=ends_step)
+            )  # fmt: skip
+        for number in range(keyframe + 1, at + 1):
+            set_numbers(stored, joined, trained, number)
+            if "random_state" in stored:
+                set_generators(model, stored.value("random_state", number))
+            if scaler is not None and "scale" in stored:
+                factor = float(stored.value("scale", number))
+                scaler.load_state_dict(scaler.state_dict() | {"scale": factor})
+            step(_inputs(stored, model, number))
+            _check_taken(recorder, number)
+            if comparison.difference is not None and told is None:
+                device = next(model.parameters()).device
+                told = explain_difference(location(run), comparison.difference, device)
+                if not allow_different:
+                    raise NothingToResume(
+                        f"the developed steps of {run} differ from the recorded ones: {told}; "
+                        "check that step() does what the loop did, and that the inputs determine "
+                        "it, or give " + argument("allow_different", True)
+                    )
+    finally:
+        for each in recorders:
+            each.close()
+    return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
+
+
+def _matrix(run: RunPath) -> str:
+    return str(open_group(run).attrs.asdict()["recording"]["parameter"])
+
+
+def _options(run: RunPath) -> RecordingOptions:
+    """Return the options that a run was recorded with."""
+    group: Any = open_group(run)
+    recording = group.attrs.asdict()["recording"]
+    further = [n for n in group.array_keys() if n in [*VARIABLES] and n not in TIERS[KEYFRAMES]]
+    return RecordingOptions(
+        variables=[KEYFRAMES, *further],
+        parameter=recording["parameter"],
+        logits_mode=recording["logits_mode"],
+        keyframe_every=recording["keyframe_every"],
+        resume=True,
+    )
+
+
+def _inputs(stored: RunParameters, model: torch.nn.Module, number: int) -> list[Inputs]:
+    """Return the inputs of a step on the device of the model."""
+    if "inputs" not in stored:
+        return []
+    inputs = decoded(stored.value("inputs", number))
+    if not inputs:
+        raise VariableNotRecorded(
+            f"{stored.run} does not hold the inputs of step {number}, because they did not fit or "
+            "were not known; develop an earlier step"
+        )
+    device = next(model.parameters()).device
+    return [{name: part.to(device) for name, part in each.items()} for each in inputs]
+
+
+def _check_taken(recorder: Recorder, number: int) -> None:
+    """Check that one step was taken."""
+    if not recorder.is_recording:
+        raise RecordingError(f"step {number} cannot be followed: {recorder.notes()[-1]}")
+    if recorder.step != number:
+        raise InvalidArgument(
+            f"step() ended after optimizer step {recorder.step}, expected {number}; it has to take "
+            "exactly one step of the optimizer"
+        )

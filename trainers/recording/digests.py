@@ -1,0 +1,188 @@
+"""Digests of the parameters and gradients of a step: 64 bits that depend on every bit.
+
+The bytes of a tensor, and zeros up to a multiple of 8, are read as words: signed integers of 64
+bits, little-endian. Each word is mixed twice: z = word · F, z = z xor (z >> 32), with an arithmetic
+shift. The digest is the sum of the mixed words, each times a weight of its place, modulo 2⁶⁴. The
+weight of place i is w(i mod ROW) · w(ROW + i div ROW), where w(n) is number n of the generator
+splitmix64, made odd.
+
+A changed word changes its mixed word, and an odd factor keeps the change. Several changed words
+leave the digest alone only if the sum of their changes times the weights is 0. For weights that
+were drawn at random, this has the probability 2⁻⁶³⁺ᵛ, where 2ᵛ is the largest power of 2 that
+divides all changes. The mixing makes v small: a flip of any bit also changes low bits.
+
+All operations are on integers modulo 2⁶⁴, so each device and each number of threads has the same
+result.
+
+Source: Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.trainers.recording.parameters import as_dense
+
+ROW = 1 << 14
+"""Words of a row: those that are mixed together, in the cache of a processor."""
+
+_FACTOR = 0x94D049BB133111EB - (1 << 64)
+_ROWS_ON_DEVICE = 128  # that are mixed together: fewer calls, and 16 MiB each
+
+
+def weights(first: int, count: int) -> npt.NDArray[np.int64]:
+    """Return the weights w of some numbers: those of splitmix64, made odd.
+
+    >>> [hex(int(weight) & (1 << 64) - 1) for weight in weights(0, 2)]
+    ['0xe220a8397b1dcdaf', '0x6e789e6aa1b965f5']
+    """
+    with np.errstate(over="ignore"):
+        z = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+@functools.cache
+def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(weights(first, count)).to(device)
+
+
+@functools.lru_cache(16)  # the gradients of a step may lack some
+def _joined(
+    lengths: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weights of short tensors, one after another, and their first and last places."""
+    table = _weights(0, ROW, device) * _weights(ROW, 1, device)
+    ends = torch.tensor(lengths, device="cpu").cumsum(0)
+    joined = torch.cat([table[:length] for length in lengths])
+    return joined, (ends - torch.tensor(lengths, device="cpu")).to(device), ends.to(device)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = as_dense(tensor.detach()).contiguous().flatten()
+    each = 8 // flat.itemsize
+    if missing := -len(flat) % each:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    elif flat.storage_offset() % each:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+class _Mixer:
+    """Mixes words, in memory that is used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.most = ROW * (1 if device.type == "cpu" else _ROWS_ON_DEVICE)
+        self._memory = torch.empty(2, self.most, dtype=torch.int64, device=device)
+
+    def mixed(self, words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return the mixed words times factors, (row, place), until the next call."""
+        z, shifted = (part[: words.numel()].view(words.shape) for part in self._memory)
+        torch.mul(words, _FACTOR, out=z)
+        z.bitwise_xor_(torch.bitwise_right_shift(z, 32, out=shifted))
+        z.mul_(_FACTOR).bitwise_xor_(torch.bitwise_right_shift(z, 32, out=shifted))
+        return z.mul_(factors)
+
+
+def _of_long(words: torch.Tensor, mixer: _Mixer) -> torch.Tensor:
+    """Return the digest of the words of a long tensor."""
+    table = _weights(0, ROW, words.device)
+    whole = len(words) // ROW * ROW
+    sums = [part.sum(1) for part in (
+        mixer.mixed(words[first : min(first + mixer.most, whole)].view(-1, ROW), table)
+        for first in range(0, whole, mixer.most)
+    )]
+    if rest := len(words) - whole:
+        sums.append(mixer.mixed(words[-rest:], table[:rest]).sum(0, keepdim=True))
+    return (torch.cat(sums) * _weights(ROW, -(-len(words) // ROW), words.device)).sum()
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the digest of each tensor.
+
+    Parameters
+    ----------
+    tensors : sequence of tensor
+        Of floating-point numbers, on one device.
+
+    Returns
+    -------
+    tensor of int64, (len(tensors),)
+        On their device; the sums modulo 2⁶⁴ as signed numbers.
+    """
+    words = [*map(_words, tensors)]
+    device = words[0].device if words else torch.device("cpu")
+    result = torch.zeros(len(words), dtype=torch.int64, device=device)
+    mixer = _Mixer(device)
+    first = size = 0
+    for number, each in enumerate([*map(len, words), ROW + 1]):
+        if size + each > ROW:  # the short ones so far are mixed together
+            if size:
+                short = words[first:number]
+                factors, starts, ends = _joined(tuple(map(len, short)), device)
+                total = mixer.mixed(torch.cat(short), factors).cumsum(0)
+                before = torch.cat([total.new_zeros(1), total])
+                result[first:number] = before[ends] - before[starts]
+            first, size = number, 0
+        size += each
+        if each > ROW and number < len(words):
+            result[number] = _of_long(words[number], mixer)
+            first, size = number + 1, 0
+    return result
+
+
+class StepDigests:
+    """The digests of a step.
+
+    Parameters
+    ----------
+    parameters : mapping of str to tensor
+        All parameters of the model, tied ones once.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Names of the parameters.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.names = tuple(parameters)
+        self._parameters = [*parameters.values()]
+        self._numbers = {id(tensor): number for number, tensor in enumerate(self._parameters)}
+        self._of_gradients: torch.Tensor | None = None
+
+    def of_parameters(self) -> torch.Tensor:
+        """Return the digest of each parameter now, (parameter,)."""
+        return digests(self._parameters)
+
+    def add_gradients(self, groups: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> None:
+        """Add the gradients that an optimizer uses; a missing one counts as zeros."""
+        used = sorted(
+            (self._numbers[id(parameter)], parameter.grad)
+            for group in groups
+            for parameter in group["params"]
+            if parameter.grad is not None and id(parameter) in self._numbers
+        )
+        if not used:
+            return
+        of_each = digests([gradient for _, gradient in used])
+        factors = _weights(0, len(self.names), of_each.device)[[number for number, _ in used]]
+        total = (of_each * factors).sum()
+        before = self._of_gradients
+        self._of_gradients = total if before is None else before + total.to(before.device)
+
+    def after_step(self) -> dict[str, torch.Tensor]:
+        """Return the variables of the step, and begin the next one."""
+        of_gradients, self._of_gradients = self._of_gradients, None
+        of_parameters = self.of_parameters()
+        none = of_parameters.new_zeros(())
+        return {
+            "params_digest": of_parameters,
+            "grad_digest": none if of_gradients is None else of_gradients,
+        }

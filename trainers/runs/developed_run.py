@@ -1,0 +1,254 @@
+"""Steps between the keyframes of a run of `record`: trained again, compared, and stored.
+
+A step is trained from the keyframe before it, with the configuration of the run. Every variable of
+each row has to agree with the recorded row, bit for bit. With the digests, this covers all
+parameters and gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from trajstore.arguments import checks_types
+from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded, argument
+from trajstore.exchange.export_run import write_run
+from trajstore.exchange.selection import Steps, select, select_part
+from trajstore.schema import STEP, variables_of
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.writing.create import staged_run
+from trajstore.trainers.recording.existing_run import RowDifference
+from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
+from trajstore.trainers.runs.record import text_sources
+from trajstore.trainers.runs.retraining import explain_difference, train_again
+from trajstore.trainers.step_state import RunParameters, has_keyframes
+from trajstore.trainers.texts import load_corpus
+from trajstore.values.native_types import narrow, native_type
+
+_MEMORY = "1GiB"  # of the writer of a developed run
+_COMPARED_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Developed:
+    """Developed steps.
+
+    Attributes
+    ----------
+    steps : int
+        Number of steps that were stored or reached.
+    keyframe : int
+        Step of the keyframe that they were trained from.
+    difference : str or None
+        The first difference from the recorded steps; None if all agree.
+    """
+
+    steps: int
+    keyframe: int
+    difference: str | None
+
+
+@checks_types
+def develop_run(
+    run: RunPath,
+    output: str | os.PathLike[str],
+    *,
+    steps: Steps,
+    corpus: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    allow_different: bool = False,
+    overwrite: bool = False,
+    on_retrain: Callable[[int, int], None] | None = None,
+) -> Developed:
+    """Develop steps of a run with keyframes, as a new run of the tier ``everything``.
+
+    They are trained from the keyframe before them, and compared with the recorded rows.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run of `trainers.record`, with ``variables="keyframes"``.
+    output : path-like
+        Path of the new run, by custom ``NAME.zarr``.
+    steps : str, int, slice or iterable of int
+        Consecutive steps, such as ``"4300:4400"``.
+    corpus, tokenizer : path-like, optional
+        As for `trainers.record`; default: the paths that the run was recorded with.
+    allow_different : bool
+        Store the steps also if they differ. The new run tells the first difference, in its
+        attribute ``provenance.developed``.
+    overwrite : bool
+        Replace an existing run.
+    on_retrain : callable, optional
+        Called after every step with the step and the last one.
+
+    Returns
+    -------
+    Developed
+
+    Raises
+    ------
+    RunNotFound, StepNotFound, RunExists
+        If there is no run, or it lacks the step; or if `output` exists.
+    VariableNotRecorded
+        If the run has no keyframes, or none before the steps.
+    InvalidArgument
+        If it was recorded from an own loop (use `trainers.develop`), or the steps have gaps.
+    NothingToResume
+        If a developed step differs. The message has the step, the parameters, and what differs
+        between the machines.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import preset, record
+    >>> config = preset("gatsby").with_values(["training.steps=3", "training.batch_size=4",
+    ...     "recording.variables=keyframes", "recording.keyframe_every=2"])
+    >>> path = record(config, "run.zarr")
+    >>> develop_run(path, "part.zarr", steps="1:3").difference
+    >>> from trajstore import open_run
+    >>> open_run("part.zarr").params_grad.step.values
+    array([1, 2])
+    """
+    place = location(run)
+    group: Any = open_group(place)
+    attributes: dict[str, Any] = group.attrs.asdict()
+    _check_developable(run, attributes)
+    recorded = np.asarray(group[STEP.name][...])
+    chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
+    first, last = int(chosen[0]), int(chosen[-1])
+    if len(chosen) != last - first + 1:
+        raise InvalidArgument(
+            f"steps: got {len(chosen)} steps from {first} to {last}, expected consecutive steps; "
+            "develop them together, and select some of the new run"
+        )
+    begin = max(first - 1, 0)
+    state = newest_state(place, len(recorded), until=begin)
+    if state is None and int(recorded[0]):
+        raise VariableNotRecorded(
+            f"{run} has no keyframe at or before step {begin}; develop the run that it was forked "
+            "from"
+        )
+    keyframe = 0 if state is None else state.step
+    sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)
+    text = load_corpus(recorded_config(place), **sources)
+    check_text(place, text)
+    difference: RowDifference | None = None
+
+    def progress(step: int, _: int) -> None:
+        if on_retrain is not None:
+            on_retrain(step, last)
+
+    with staged_run(output, overwrite=overwrite) as new:
+        if begin > keyframe:
+            reached = train_again(
+                place,
+                text,
+                state,
+                begin,
+                sources=sources,
+                goes_on=allow_different,
+                on_retrain=progress,
+            )
+            state, difference = reached.state, reached.difference
+            if difference is not None and not allow_different:
+                raise _differs(place, difference)
+        part = new.with_name("developed.zarr")
+        end = max(last, begin + 1)
+        train_again(place, text, state, end, sources=sources, part=part, on_retrain=progress)
+        difference = difference or _first_difference(place, part, first, last)
+        if difference is not None and not allow_different:
+            raise _differs(place, difference)
+        told = None if difference is None else explain_difference(place, difference)
+        whole = open_tiled(part)
+        entry = {"run": str(place), "created": attributes.get("created"), "keyframe": keyframe,
+                 "difference": told}  # fmt: skip
+        origin = {**whole.attributes["provenance"], "developed": entry}
+        whole = replace(whole, attributes={**whole.attributes, "provenance": origin})
+        selection = select(whole, steps=slice(first, last + 1))
+        write_run(new, selection, block_rows=None, memory=_MEMORY, on_note=lambda note: None)
+    return Developed(steps=len(chosen), keyframe=keyframe, difference=told)
+
+
+def _differs(run: Location, difference: RowDifference) -> NothingToResume:
+    return NothingToResume(
+        f"the developed steps of {run} differ from the recorded ones: "
+        f"{explain_difference(run, difference)}; develop them on the machine and with the versions "
+        "that recorded the run, or give " + argument("allow_different", True)
+    )
+
+
+def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
+    if not has_keyframes(attributes):
+        raise VariableNotRecorded(
+            f"{run} has no keyframes, so no steps can be developed; record it with "
+            + argument("variables", "'keyframes'")
+        )
+    if not attributes.get("config"):
+        raise InvalidArgument(
+            f"{run} was not recorded by `trajstore record`; develop its steps with your own loop: "
+            "trajstore.trainers.develop(run, model, optimizer, step, at=STEP)"
+        )
+
+
+def _first_difference(run: Location, part: Path, first: int, last: int) -> RowDifference | None:
+    """Return the first row of a part whose values are not those of the run."""
+    groups: list[Any] = [open_group(run), open_group(part)]
+    known = variables_of(groups[0].attrs.asdict())
+    names = [name for name in groups[0].array_keys() if name in known and name in groups[1]]
+    starts = [int(np.searchsorted(np.asarray(group[STEP.name][...]), first)) for group in groups]
+    for offset in range(0, last - first + 1, _COMPARED_ROWS):
+        count = min(_COMPARED_ROWS, last - first + 1 - offset)
+        rows = [slice(start + offset, start + offset + count) for start in starts]
+        pairs = {name: [_bits(g[name], r) for g, r in zip(groups, rows, strict=True)]
+                 for name in names}  # fmt: skip
+        unequal = {
+            name: (a != b).reshape(count, -1).any(axis=1) for name, (a, b) in pairs.items()
+        }
+        wrong = np.flatnonzero(np.any([*unequal.values()], axis=0))
+        if wrong.size and first + offset + wrong[0] > 0:
+            row = int(wrong[0])
+            found = tuple(name for name in names if unequal[name][row])
+            return RowDifference(
+                step=first + offset + row,
+                row=rows[0].start + row,
+                variables=found,
+                stored={name: pairs[name][0][row] for name in found},
+                computed={name: pairs[name][1][row] for name in found},
+            )
+    return None
+
+
+def _bits(array: Any, rows: slice) -> np.ndarray[Any, Any]:
+    return narrow(np.asarray(array[rows]), native_type(str(array.attrs["native_dtype"])))
+
+
+@contextmanager
+def rows_of(run: RunPath, steps: Sequence[int]) -> Iterator[RunPath]:
+    """Yield a run whose rows hold the whole state after steps: `run`, or a temporary one.
+
+    Steps between the keyframes of a run of `record` are developed. For other runs, `run` is
+    returned, which has an error for such a step.
+    """
+    attributes: dict[str, Any] = open_group(run).attrs.asdict()
+    if not has_keyframes(attributes) or not attributes.get("config"):
+        yield run
+        return
+    stored = RunParameters(run)
+    wanted = [step for step in steps if step in stored.all_steps]
+    if len(wanted) < len(steps) or np.isin(wanted, stored.steps).all():
+        yield run
+        return
+    with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
+        part = Path(folder) / "developed.zarr"
+        develop_run(run, part, steps=slice(min(wanted), max(wanted) + 1))
+        yield part
