@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -67,9 +68,9 @@ def develop(
         As for `restore`.
     step : callable
         The body of the loop: forward and backward passes, clipping, and the optimizer's step. It is
-        called with a list of the inputs of each forward pass: integer tensors on the device of the
-        model, by the names of the arguments of ``model.forward``, or by those that ``observe`` got.
-        If the run has ``batch``, the list is empty without ``inputs``; read the indices from there.
+        called with a list of the inputs of each forward pass: tensors on the device of the model,
+        by the names of the arguments of ``model.forward``, or by those that ``observe`` got. If the
+        run has ``batch``, it has one entry instead: the indices ``batch`` of all examples.
     at : int
         Step to reach.
     scaler : GradScaler, optional
@@ -200,7 +201,8 @@ def _options(run: RunPath) -> RecordingOptions:
 def _inputs(stored: RunParameters, model: torch.nn.Module, number: int) -> list[Inputs]:
     """Return the inputs of a step on the device of the model."""
     if "inputs" not in stored:
-        return []
+        batch = stored.value("batch", number) if "batch" in stored else np.empty(0)
+        return [{"batch": torch.from_numpy(batch[~np.isnan(batch)]).long()}]
     inputs = decoded(stored.value("inputs", number))
     if not inputs:
         raise VariableNotRecorded(

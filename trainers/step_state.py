@@ -28,7 +28,8 @@ from trajstore.values.optimizer_rule import ADAM, VECTORS, with_numbers
 
 Array = npt.NDArray[Any]
 
-_OF_STEPS = ("params_lr", "hyperparameters", "random_state", "scale", "skipped", *INTEGERS)
+_OF_STEPS = ("params_lr", "hyperparameters", "random_state", "scale", "skipped", "batch",
+             *INTEGERS)  # fmt: skip
 
 Row = Mapping[str, Array]
 """Native bits of one row, by variable."""

@@ -169,7 +169,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
      "buffers that change, after the step, one after another"),
     ("scale", _STEP, _IN, "nan", "1", "factor of the gradient scaler in the step"),
     ("inputs", ("step", "word"), _IN, "zero", "1",
-     "integer tensors of the forward passes of the step, after their description"),
+     "tensors that the forward passes of the step got, after their description"),
     ("params_digest", _MODEL, _AFTER, "initial", "1", "digest of each parameter after the step"),
     ("grad_digest", _STEP, _IN, "zero", "1", "digest of all gradients that the step used"),
 )  # fmt: skip

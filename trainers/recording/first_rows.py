@@ -305,8 +305,7 @@ _REMEDIES = (
     ),
     (
         {"inputs"},
-        "the model gets no integer tensors; pass those that determine the step with "
-        "observe(inputs=…)",
+        "the model gets no tensors; pass those that determine the step with observe(inputs=…)",
     ),
     (
         {"batch"},

@@ -1,15 +1,17 @@
-"""The inputs of a step: the integer tensors that its forward passes got.
+"""The inputs of a step: the tensors that its forward passes got.
 
 A row has 64-bit words. The first word is the number of bytes of a description, JSON text in UTF-8,
 which follows in as many whole words. It lists for each forward pass the name, type and shape of
-each tensor. Then follow the values of all tensors, one word each. The rest of the row is 0. A row
-that begins with 0 has no inputs.
+each tensor. Then follow the values of all tensors, one word each: an integer, or the bits of a
+floating-point number as a signed integer. The rest of the row is 0. A row that begins with 0 has no
+inputs.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +28,9 @@ from trajstore.trainers.recording.hooks import ModuleHooks
 Inputs = dict[str, torch.Tensor]
 """The tensors of one forward pass, by the names of the model's arguments."""
 
-_FLOATS = (
-    "the model gets the floats {name}, which the run does not hold: steps that depend on them "
-    "cannot be developed"
+_COMPLEX = (
+    "the model gets the complex numbers {name}, which the run does not hold: steps that depend on "
+    "them cannot be developed"
 )
 _TOO_LONG = (
     "inputs: a step has {words} words, but the rows have room for {room}; such a step cannot be "
@@ -82,13 +84,13 @@ class StepInputs:
         Raises
         ------
         InvalidArgument
-            If they are not integer tensors by name.
+            If they are not tensors by name.
         """
         if not isinstance(inputs, Mapping) or not all(
-            isinstance(value, torch.Tensor) and not _is_inexact(value) for value in inputs.values()
+            isinstance(value, torch.Tensor) for value in inputs.values()
         ):
             raise InvalidArgument(
-                f"inputs: got {type(inputs).__name__}, expected a dict of integer tensors by name"
+                f"inputs: got {reprlib.repr(inputs)}, expected a dict of tensors by name"
             )
         taken = self._taken(inputs)
         return lambda: self._parts.append(taken)
@@ -96,8 +98,8 @@ class StepInputs:
     def _taken(self, named: Mapping[str, Any]) -> Inputs:
         inputs = {}
         for name, value in _tensors(named):
-            if _is_inexact(value):
-                self._on_note(_FLOATS.format(name=name))
+            if value.is_complex():
+                self._on_note(_COMPLEX.format(name=name))
             else:
                 inputs[name] = value.detach().clone()  # the loop may fill it again
         return inputs
@@ -117,7 +119,7 @@ class StepInputs:
         head = torch.tensor([len(description), *text.tolist()], device="cpu")
         tensors = [part for inputs in self._parts for part in inputs.values()]
         device = tensors[0].device
-        values = [part.flatten().to(device, torch.int64) for part in tensors]
+        values = [_integers(part.flatten()).to(device, torch.int64) for part in tensors]
         size = len(head) + sum(map(len, values))
         self.room = self.room or 2 << size.bit_length()  # room for longer batches
         if size > self.room:
@@ -146,7 +148,10 @@ def decoded(words: npt.NDArray[np.int64]) -> list[Inputs]:
         for name, kind, shape in tensors:
             count = int(np.prod(shape, dtype=np.int64))
             values = torch.from_numpy(words[begin : begin + count].copy())
-            passes[-1][name] = values.to(getattr(torch, kind)).view(shape)
+            dtype = getattr(torch, kind)
+            if dtype.is_floating_point:
+                values = values.to(_of_width(dtype)).view(dtype)
+            passes[-1][name] = values.to(dtype).view(shape)
             begin += count
     return passes
 
@@ -162,5 +167,11 @@ def _tensors(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors({f"{name}.{key}": part for key, part in enumerate(value)})
 
 
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_of_width(tensor.dtype)) if tensor.is_floating_point() else tensor
+
+
+def _of_width(dtype: torch.dtype) -> torch.dtype:
+    """Return the signed integers of the width of a type."""
+    kind: torch.dtype = getattr(torch, f"int{8 * dtype.itemsize}")
+    return kind

@@ -323,6 +323,7 @@ class Checkpointing:
             with RunLock.acquire(self._run):
                 if self._has_keyframes:  # the last one replaces the checkpoint of a fork
                     self._folder.clean(None)
+                    self._folder.discard()
                 self._folder.prune(recorder.committed_rows)
         except RunLocked:
             pass  # the process that resumes the run removes them

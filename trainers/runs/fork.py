@@ -382,7 +382,7 @@ class _Source:
             )
         first = 0 if checkpoint is None else checkpoint.step
         note = (
-            f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
+            f"{self.path} has no checkpoint or keyframe of step {at}, so steps {first + 1} to {at} are trained "
             "again and compared with the recorded rows"
         )
         report_notes([note], on_note)
