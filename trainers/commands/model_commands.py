@@ -12,7 +12,7 @@ from trajstore.cli.command_options import RUN, SELECT
 from trajstore.cli.output import StepsProgress, out, print_notes
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
-from trajstore.trainers.commands.configuration import RUN_TOKENIZER
+from trajstore.trainers.commands.configuration import CORPUS, RUN_TOKENIZER, TOKENIZER
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -193,6 +193,47 @@ def checkout(run: str, output: str, constructor: str | None, **options: Any) -> 
         out.print(
             f"Load it with: model.load_state_dict(torch.load({str(folder.path / 'model.pt')!r}))"
         )
+
+
+@click.command()
+@RUN
+@SELECT("step")
+@click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new run.")
+@CORPUS
+@TOKENIZER
+@click.option(
+    "--allow-different", is_flag=True, help="Store the steps also if they differ, with a mark."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing run.")
+@needs_extra("develop", "train")
+def develop(run: str, output: str, selected: dict[str, Any], **options: Any) -> None:
+    """Train the steps between keyframes again, as a run with everything.
+
+    The run must be recorded with --variables keyframes. The steps are trained from the keyframe
+    before them. Every value is compared with the recorded ones, and all parameters and gradients
+    with their digests. A difference is an error, which names the step and the parameter. Steps of
+    an own loop need the loop: trajstore.trainers.develop.
+
+    \b
+    Example:
+      trajstore develop gatsby.zarr --select step=4300:4400 -o part.zarr
+      trajstore summary part.zarr
+    """
+    from trajstore import trainers
+
+    steps = selected.get("steps")
+    if steps is None:
+        raise InvalidArgument("develop needs the steps; give --select step=FIRST:STOP")
+    with StopRequest(), StepsProgress("developing") as progress:
+        developed = trainers.develop_run(
+            run, output, steps=steps, on_retrain=progress.show, **options
+        )
+    out.print(
+        f"Wrote {output}: {developed.steps} steps, developed from the keyframe of step "
+        f"{developed.keyframe}."
+    )
+    if developed.difference is not None:
+        print_notes([f"the steps differ from the recorded ones: {developed.difference}"])
 
 
 @click.command("what-if")

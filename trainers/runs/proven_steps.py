@@ -1,7 +1,8 @@
 """Proof of recorded steps from the data to the weights.
 
-A step is trained again from the recorded row before it: batch, forward and backward pass, clipping
-and the optimizer. Every variable of its row is compared, bit for bit.
+A step is trained again from the recorded row before it, or from the keyframe before it: batch,
+forward and backward pass, clipping and the optimizer. Every variable of its row is compared, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trajstore.errors import (
     wording,
 )
 from trajstore.exchange.selection import Steps, select_part
-from trajstore.schema import STEP, VARIABLES, variables_of
+from trajstore.schema import INTEGERS, STEP, VARIABLES, variables_of
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
@@ -40,10 +41,11 @@ from trajstore.trainers.replays.replay_result import (
     UnreplayedSteps,
     ulp_distance,
 )
-from trajstore.trainers.runs.changed_settings import check_text, recorded_config
+from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.retraining import train_again
 from trajstore.trainers.runs.run_state import RunState, holds_state
+from trajstore.trainers.step_state import RunParameters, has_keyframes
 from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
@@ -140,7 +142,7 @@ def prove(
     Parameters
     ----------
     path : path-like or str
-        A run of `trainers.record`, with ``variables="everything"``.
+        A run of `trainers.record`, with ``variables="everything"`` or ``"keyframes"``.
     steps : str, int, slice or iterable of int, optional
         Steps to prove, such as ``"0:1000:10"``; default: all.
     corpus, tokenizer : path-like, optional
@@ -211,11 +213,12 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
             "restore the row before a step in your program, and train the step there: restore()"
         )
     run = location(path)
-    if not holds_state(run, recorded_config(run)):
+    if not has_keyframes(attributes) and not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
             + argument("variables", "'everything'")
-            + ", without float16 autocast"
+            + ", without float16 autocast, or "
+            + argument("variables", "'keyframes'")
         )
 
 
@@ -237,6 +240,9 @@ class _Proofs:
         self._attributes = attributes
         self._steps = steps
         self._run, self._text, self._sources = run, text, sources
+        self._keyframes: set[int] = set()
+        if has_keyframes(attributes):
+            self._keyframes = {*RunParameters(run).steps.tolist()}
         self._unproven = unproven_rows(attributes, np.asarray(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
@@ -253,9 +259,12 @@ class _Proofs:
             yield finished
 
     def _segment(self, rows: list[int]) -> list[int]:
-        """Return the first rows, up to a gap: those that need no new start from a recorded row."""
+        """Return the first rows, up to a gap or keyframe: those that need no new start."""
+        first = rows[0]
         consecutive = itertools.takewhile(
-            lambda pair: pair[1] == rows[0] + pair[0] and pair[1] not in self._unproven,
+            lambda pair: pair[1] == first + pair[0]
+            and pair[1] not in self._unproven
+            and (pair[1] == first or self._steps[pair[1] - 1] not in self._keyframes),
             enumerate(rows[:_SEGMENT]),
         )
         return [row for _, row in consecutive]
@@ -276,22 +285,38 @@ class _Proofs:
                 "of the fork"
             )
         try:
-            config = recorded_config(self._run, after=before)
-            state = RunState.from_row(self._run, before, config, sources=self._sources)
+            state = self._state(before)
             retrained = train_again(self._run, self._text, state, last, sources=self._sources)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(wording(error)) from error
-        self.proven += retrained.agreed
+        begin = 0 if state is None else self._steps.index(state.step)
+        agreed = max(retrained.agreed - (first - begin - 1), 0)
+        self.proven += agreed
         difference = retrained.difference
         if difference is None:
-            if retrained.agreed < len(rows):
+            if agreed < len(rows):
                 raise CannotReplay("the repeated training does not reach its row")
             return len(rows)
+        if begin < difference.row < first:
+            raise CannotReplay(
+                f"step {difference.step} differs, between the keyframe of step "
+                f"{self._steps[begin]} and this one"
+            )
         if difference.row < first:
             names = ", ".join(difference.variables)
             raise CannotReplay(f"{names} cannot be restored from the row before")
         self.differences += self._differences(difference)
         return difference.row - first + 1
+
+    def _state(self, step: int) -> RunState | None:
+        """Return the state after a step, or that of the keyframe before it; None for the start."""
+        if not has_keyframes(self._attributes):
+            config = recorded_config(self._run, after=step)
+            return RunState.from_row(self._run, step, config, sources=self._sources)
+        state = newest_state(self._run, len(self._steps), until=step)
+        if state is None and self._steps[0]:
+            raise NothingToResume(f"{self._run} has no keyframe at or before step {step}")
+        return state
 
     def _differences(self, row: RowDifference) -> Iterator[Difference]:
         """Yield the differences of a row, for each variable and parameter."""
@@ -312,7 +337,9 @@ class _Proofs:
                         variable=name,
                         parameter=parameter,
                         elements=int(np.count_nonzero(wrong)),
-                        ulps=ulp_distance(stored[wrong], computed[wrong], native),
+                        ulps=None
+                        if name in INTEGERS
+                        else ulp_distance(stored[wrong], computed[wrong], native),
                     )
 
     def _parts(self, variable: str) -> Iterator[tuple[str | None, Any]]:

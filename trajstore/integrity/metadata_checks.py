@@ -28,7 +28,7 @@ from trajstore.integrity.metadata_faults import (
     listed_arrays,
     parsed_copy,
 )
-from trajstore.schema import EXPORTED, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
+from trajstore.schema import EXPORTED, KEYFRAMES, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
 from trajstore.store.metadata.metadata_form import (
     CHANGING,
     CONTENT,
@@ -343,7 +343,7 @@ def _compare(metadata: CheckedMetadata) -> None:
     """Compare the arrays' own metadata files with those of the whole root."""
     variables = variables_of(metadata.attributes)
     for name in [name for name in metadata.documents if name not in metadata.arrays]:
-        if metadata.documents[name] is None:  # reported already
+        if metadata.documents[name] is None or name == KEYFRAMES:  # reported elsewhere
             continue
         if belongs(name, variables):
             metadata.report(name, "the root does not list it", metadata.path / METADATA_KEY, "none")

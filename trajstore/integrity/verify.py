@@ -31,6 +31,7 @@ from trajstore.installation import __version__
 from trajstore.integrity.array_checks import CheckedChunks, check_chunks, check_coordinates
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.metadata_faults import CheckedMetadata, Problem, digests_of
+from trajstore.schema import KEYFRAMES
 from trajstore.store.metadata.metadata_form import CONTENT, FINGERPRINT
 from trajstore.store.metadata.zarr_json import is_series
 from trajstore.store.reading.open_group import unzipped
@@ -327,7 +328,7 @@ def verify(
 
     Every chunk of every committed block is read, compared with its checksum and decompressed. The
     chunks of a shard must cover it without gaps. Metadata files are compared with each other and
-    with the schema. Checkpoints of the run are checked, too.
+    with the schema. Checkpoints and keyframes of the run are checked, too.
 
     Parameters
     ----------
@@ -364,6 +365,9 @@ def verify(
     place = location(path).absolute()
     with unzipped(path) as folder:
         verification = check_run(folder, threads=threads, on_progress=on_progress).verification
+        keyframes = location(folder) / KEYFRAMES
+        if (keyframes / METADATA_KEY).exists():
+            verification = _joined(verification, check_run(keyframes, threads=threads).verification)
     if verification.path == place:
         return verification
     problems = (
@@ -371,6 +375,18 @@ def verify(
         for each in verification.problems
     )
     return replace(verification, path=place, problems=tuple(problems))
+
+
+def _joined(run: Verification, keyframes: Verification) -> Verification:
+    """The result for a run with that for the group of its keyframes."""
+    return replace(
+        run,
+        problems=(*run.problems, *keyframes.problems),
+        notes=(*run.notes, *(f"{KEYFRAMES}: {note}" for note in keyframes.notes)),
+        shards=run.shards + keyframes.shards,
+        chunks=run.chunks + keyframes.chunks,
+        bytes=run.bytes + keyframes.bytes,
+    )
 
 
 def check_run(
