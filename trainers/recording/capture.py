@@ -189,16 +189,17 @@ class Recorder:
         example_loss : array_like of float, (example,)
             Loss of each example, unless the model is a causal language model of transformers with
             ``labels``.
-        inputs : mapping of str to tensor, optional
-            All tensors that determine the micro-batch, by name, in place of those that the model
+        inputs : mapping, optional
+            All tensors that determine the micro-batch, by name (those in a list or dict by
+            ``NAME.KEY``), in place of those that the model
             gets: for example ids and targets, if the loop computes the loss. They are recorded
             with the tier ``keyframes``.
 
         Raises
         ------
         InvalidArgument
-            If a value is not a tensor of floats, or `inputs` not of tensors; if `hidden` has
-            another shape; or if `batch` or `example_loss` does not have one number for each example, which is stored exactly.
+            If a value is not a tensor of floats, or `inputs` is no dict; if `hidden` has another
+            shape; or if `batch` or `example_loss` does not have one number for each example, which is stored exactly.
         """
         if not self.is_recording:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -99,6 +99,14 @@ class LightningCallback(Callback):
             first_step=trainer.global_step // max(1, len(optimizers)),
             **self._options,
         )
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the batch as the inputs of its forward passes; `training_step` gets it, too."""
+        if self.recorder is not None:
+            inputs = batch if isinstance(batch, Mapping) else {"batch": batch}
+            self.recorder.observe(inputs=inputs)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -84,11 +84,9 @@ class StepInputs:
         Raises
         ------
         InvalidArgument
-            If they are not tensors by name.
+            If they are no dict.
         """
-        if not isinstance(inputs, Mapping) or not all(
-            isinstance(value, torch.Tensor) for value in inputs.values()
-        ):
+        if not isinstance(inputs, Mapping):
             raise InvalidArgument(
                 f"inputs: got {reprlib.repr(inputs)}, expected a dict of tensors by name"
             )
