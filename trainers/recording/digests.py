@@ -1,15 +1,15 @@
 """Digests of the parameters and gradients of a step: 64 bits that depend on every bit.
 
 The bytes of a tensor, and zeros up to a multiple of 8, are read as words: signed integers of 64
-bits, little-endian. Each word is mixed twice: z = word · F, z = z xor (z >> 32), with an arithmetic
-shift. The digest is the sum of the mixed words, each times a weight of its place, modulo 2⁶⁴. The
-weight of place i is w(i mod ROW) · w(ROW + i div ROW), where w(n) is number n of the generator
-splitmix64, made odd.
+bits, little-endian. Each word is mixed twice: z = word · F, then the lower half of z becomes lower
+xor upper half. The digest is the sum of the mixed words, each times a weight of its place, modulo
+2⁶⁴. The weight of place i is w(i mod ROW) · w(ROW + i div ROW), where w(n) is number n of the
+generator splitmix64, made odd.
 
-A changed word changes its mixed word, and an odd factor keeps the change. Several changed words
-leave the digest alone only if the sum of their changes times the weights is 0. For weights that
-were drawn at random, this has the probability 2⁻⁶³⁺ᵛ, where 2ᵛ is the largest power of 2 that
-divides all changes. The mixing makes v small: a flip of any bit also changes low bits.
+Each change of a single word changes the digest: the mixing can be inverted, and weights are odd.
+Several changes cancel only if the sum of the changes of the mixed words times the weights is 0. For
+weights that were drawn at random, this has the probability 2⁻⁶³⁺ᵛ, where 2ᵛ is the largest power of
+2 that divides all these changes. The mixing makes v small: a flip of any bit also changes low bits.
 
 All operations are on integers modulo 2⁶⁴, so each device and each number of threads has the same
 result.
@@ -79,15 +79,17 @@ class _Mixer:
 
     def __init__(self, device: torch.device) -> None:
         self.most = ROW * (1 if device.type == "cpu" else _ROWS_ON_DEVICE)
-        self._memory = torch.empty(2, self.most, dtype=torch.int64, device=device)
+        self._memory = torch.empty(self.most, dtype=torch.int64, device=device)
 
     def mixed(self, words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return the mixed words times factors, (row, place), until the next call."""
-        z, shifted = (part[: words.numel()].view(words.shape) for part in self._memory)
-        torch.mul(words, _FACTOR, out=z)
-        z.bitwise_xor_(torch.bitwise_right_shift(z, 32, out=shifted))
-        z.mul_(_FACTOR).bitwise_xor_(torch.bitwise_right_shift(z, 32, out=shifted))
-        return z.mul_(factors)
+        z = self._memory[: words.numel()]
+        low, high = z.view(torch.int32).view(-1, 2).unbind(1)
+        torch.mul(words.view(-1), _FACTOR, out=z)
+        low.bitwise_xor_(high)
+        z.mul_(_FACTOR)
+        low.bitwise_xor_(high)
+        return z.view(words.shape).mul_(factors)
 
 
 def _of_long(words: torch.Tensor, mixer: _Mixer) -> torch.Tensor:
