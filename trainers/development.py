@@ -24,6 +24,7 @@ from trajstore.errors import (
 )
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.trainers.recording.capture import Recorder, attach, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
@@ -181,13 +182,13 @@ def develop(
 
 
 def _matrix(run: RunPath) -> str:
-    return str(open_group(run).attrs.asdict()["recording"]["parameter"])
+    return str(attribute(open_group(run).attrs.asdict(), "recording", "parameter"))
 
 
 def _options(run: RunPath) -> RecordingOptions:
     """Return the options that a run was recorded with."""
     group: Any = open_group(run)
-    recording = group.attrs.asdict()["recording"]
+    recording: dict[str, Any] = group.attrs.asdict()["recording"]
     further = [n for n in group.array_keys() if n in [*VARIABLES] and n not in TIERS[KEYFRAMES]]
     return RecordingOptions(
         variables=[KEYFRAMES, *further],

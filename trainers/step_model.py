@@ -121,7 +121,8 @@ def models(
     >>> list(norms)
     [0, 1, 2, 3]
     """
-    chosen = RunParameters(run).steps if steps is None else exact("steps", steps, "int64", least=ANY)
+    every = RunParameters(run).steps
+    chosen = every if steps is None else exact("steps", steps, "int64", least=ANY)
     selected = np.unique(chosen).tolist()
     with rows_of(run, selected) as rows:
         stored = RunParameters(rows)
@@ -318,8 +319,8 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[st
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"`` or ``"keyframes"``, with any optimizer that keeps
-        tensors of its parameters' shapes and numbers only.
+        A run that was recorded with ``variables="everything"`` or ``"keyframes"``, with any
+        optimizer that keeps tensors of its parameters' shapes and numbers only.
     step : int
         A recorded step; 0 is the initial state.
 

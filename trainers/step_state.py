@@ -307,7 +307,7 @@ class RunParameters:
         if "params_digest" not in self._of_steps:
             return
         row = self.row(step, self.variables())
-        tensors = [tensor_of(parameter.bits(row), parameter.native) for parameter in self.parameters]
+        tensors = [tensor_of(each.bits(row), each.native) for each in self.parameters]
         wrong = digests(tensors).numpy() != self.value("params_digest", step)
         if wrong.any():
             names = [self.parameters[number].name for number in np.flatnonzero(wrong)]

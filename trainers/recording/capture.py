@@ -31,7 +31,7 @@ from trajstore.trainers.recording.parameters import (
     find_parameters,
     unwrap,
 )
-from trajstore.trainers.recording.planned_run import Recording, plan_runs, run_paths
+from trajstore.trainers.recording.planned_run import PlannedRun, Recording, plan_runs, run_paths
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import StepHooks
 from trajstore.trainers.recording.step_inputs import StepInputs
@@ -85,7 +85,6 @@ class Recorder:
     ) -> None:
         self._recording = recording
         self._rows = tuple(parameters)
-        self._all_rows = (*self._rows, *filter(None, [recording.keyframes]))
         self._notes = recording.notes
         self._must_write = must_write
         self.has_failed = False
@@ -199,7 +198,8 @@ class Recorder:
         ------
         InvalidArgument
             If a value is not a tensor of floats, or `inputs` is no dict; if `hidden` has another
-            shape; or if `batch` or `example_loss` does not have one number for each example, which is stored exactly.
+            shape; or if `batch` or `example_loss` does not have one number for each example, which
+            is stored exactly.
         """
         if not self.is_recording:
             return
@@ -235,7 +235,7 @@ class Recorder:
         self._hooks.call(self._commit)
 
     def _commit(self) -> None:
-        for rows in self._all_rows:
+        for rows in self._rows:
             rows.commit()
 
     def close(self, *, complete: bool = True) -> None:
@@ -258,7 +258,7 @@ class Recorder:
         try:
             with contextlib.ExitStack() as closing:  # closes each, also if another fails
                 closing.callback(self._hooks.release)
-                for rows in reversed(self._all_rows):
+                for rows in reversed(self._rows):
                     closing.callback(rows.close, complete=complete)
                 closing.callback(self._hooks.check_end)
         except Exception as error:
@@ -400,11 +400,10 @@ def open_recorder(
             rows = []
             for run in planned:
                 existing = ExistingRun.find(run, comparison) if options.resume else None
-                rows.append(ParameterRows(run, existing))
+                keyframes = None
                 if options.has_keyframes and comparison is None:
-                    run = run.of_keyframes()
-                    existing = ExistingRun.find(run) if _has_keyframes(run.path, options) else None
-                    recording.keyframes = ParameterRows(run, existing)
+                    keyframes = _keyframes(run.of_keyframes())
+                rows.append(ParameterRows(run, existing, keyframes))
     except BaseException:
         for share in filter(None, shares):
             share.close()
@@ -415,7 +414,7 @@ def open_recorder(
     )
     try:
         # All checks have passed; only now rows may be dropped.
-        for parameter in (*rows, *filter(None, [recording.keyframes])):
+        for parameter in rows:
             parameter.resume()
         if planned and not options.resume and _is_first_process():  # else they were reported before
             report_notes((entry.sentence for entry in advice), on_note)
@@ -428,9 +427,10 @@ def open_recorder(
     return recorder
 
 
-def _has_keyframes(run: Location, options: RecordingOptions) -> bool:
-    """Return True if there are keyframes to resume; a fork begins without."""
-    return options.resume and (run / METADATA_KEY).exists()
+def _keyframes(planned: PlannedRun) -> ParameterRows:
+    """Return the rows of keyframes, which resume those that exist; a fork begins without."""
+    resumes = planned.recording.options.resume and (planned.path / METADATA_KEY).exists()
+    return ParameterRows(planned, ExistingRun.find(planned) if resumes else None)
 
 
 def _report(on_note: Callable[[str], None] | None, sentence: str) -> None:

@@ -96,10 +96,13 @@ def _of_long(words: torch.Tensor, mixer: _Mixer) -> torch.Tensor:
     """Return the digest of the words of a long tensor."""
     table = _weights(0, ROW, words.device)
     whole = len(words) // ROW * ROW
-    sums = [part.sum(1) for part in (
-        mixer.mixed(words[first : min(first + mixer.most, whole)].view(-1, ROW), table)
-        for first in range(0, whole, mixer.most)
-    )]
+    sums = [
+        part.sum(1)
+        for part in (
+            mixer.mixed(words[first : min(first + mixer.most, whole)].view(-1, ROW), table)
+            for first in range(0, whole, mixer.most)
+        )
+    ]
     if rest := len(words) - whole:
         sums.append(mixer.mixed(words[-rest:], table[:rest]).sum(0, keepdim=True))
     return (torch.cat(sums) * _weights(ROW, -(-len(words) // ROW), words.device)).sum()

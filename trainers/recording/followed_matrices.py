@@ -146,7 +146,7 @@ class FollowedMatrices:
         if is_first and self._has_no_rows and self._versions != self._present_versions():
             if self._recording.state is not None:
                 self._recording.state.take_initial()
-            for rows in (*self._rows, *filter(None, [self._recording.keyframes])):
+            for rows in self._rows:
                 rows.take_initial()
             self._versions = self._present_versions()
 

@@ -57,6 +57,8 @@ class ParameterRows:
         without an unembedding); they are left out.
     existing : ExistingRun, optional
         Run to resume, in place of a new one; it does not change before `resume`.
+    keyframes : ParameterRows, optional
+        Rows with the state of the model, if the run has it in keyframes only.
 
     Attributes
     ----------
@@ -84,7 +86,13 @@ class ParameterRows:
         If the run to resume has other weights.
     """
 
-    def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
+    def __init__(
+        self,
+        planned: PlannedRun,
+        existing: ExistingRun | None = None,
+        keyframes: ParameterRows | None = None,
+    ) -> None:
+        self.keyframes: ParameterRows | None = None  # not yet: they have taken their initial state
         self.parameter = planned.parameter
         self.watched = planned.recording.options.resolved
         self.variables = own_variables(planned.share, self.watched)
@@ -127,6 +135,7 @@ class ParameterRows:
         names = planned.hyperparameters if existing is None else existing.hyperparameters
         self.hyperparameters = names if "hyperparameters" in self.watched else ()
         self.recorded_optimizer = {} if existing is None else existing.optimizer
+        self.keyframes = keyframes
 
     @property
     def has_begun(self) -> bool:
@@ -136,6 +145,8 @@ class ParameterRows:
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
+        if self.keyframes is not None:
+            self.keyframes.take_initial(with_moments=with_moments)
         is_whole = self._first.take_initial(
             self.parameter, self.variables, with_moments=with_moments
         )
@@ -165,6 +176,8 @@ class ParameterRows:
         RunLocked
             If another process writes to it.
         """
+        if self.keyframes is not None:
+            self.keyframes.resume()
         existing = self._existing
         if existing is None:
             return
@@ -444,12 +457,16 @@ class ParameterRows:
                 if self._transfer is not None:
                     self._transfer.flush()
                 self.writer.commit()
+        if self.keyframes is not None:
+            self.keyframes.commit()
 
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""
         self._written_W = self._last_W = None
         self._row = {}
         with contextlib.ExitStack() as closing:  # closes each, also if another fails
+            if self.keyframes is not None:
+                closing.callback(self.keyframes.close, complete=complete)
             if self._planned.share is not None:
                 closing.callback(self._planned.share.close)
             if self.writer is not None:

@@ -11,7 +11,7 @@ import contextvars
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,9 +47,6 @@ from trajstore.trainers.recording.step_inputs import StepInputs
 from trajstore.units import format_bytes, parse_bytes
 from trajstore.values.native_types import widen
 from trajstore.values.norms import vector_norm
-
-if TYPE_CHECKING:
-    from trajstore.trainers.recording.parameter_rows import ParameterRows
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +168,6 @@ class Recording:
         Given if the inputs of each step are recorded.
     digests : StepDigests or None
         Given if digests are recorded.
-    keyframes : ParameterRows or None
-        Rows of the keyframes, if the state is recorded in some rows only.
     """
 
     model: torch.nn.Module
@@ -185,11 +180,10 @@ class Recording:
     state: ModelState | None = None
     inputs: StepInputs | None = None
     digests: StepDigests | None = None
-    keyframes: ParameterRows | None = None
 
     def release(self) -> None:
         """Release the copies of the model's parameters."""
-        self.summaries = self.state = self.digests = self.keyframes = None
+        self.summaries = self.state = self.digests = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

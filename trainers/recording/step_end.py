@@ -239,7 +239,7 @@ class StepEnd:
             values["skipped"] = torch.tensor(skipped, device="cpu")
             if not taken and "skipped" not in rows.variables:
                 self._on_note(_LATE_SCALER)
-        keyframes = self.recording.keyframes
+        keyframes = rows.keyframes
         is_keyframe = keyframes is not None and keyframes.is_due(number)
         of_state: State = {}
         if self.recording.state is not None:
@@ -265,14 +265,12 @@ class StepEnd:
 
     def take_last_keyframe(self, number: int) -> None:
         """Take a keyframe of the last step, unless the loop has changed the parameters since."""
-        state, digests, keyframes = (
-            self.recording.state,
-            self.recording.digests,
-            self.recording.keyframes,
-        )
+        state, digests = self.recording.state, self.recording.digests
+        keyframes = self.rows[0].keyframes if self.rows else None
         if keyframes is None or keyframes.writer is None or keyframes.last_step == number:
             return
-        assert state is not None and digests is not None
+        assert state is not None
+        assert digests is not None
         if not torch.equal(digests.of_parameters(), self._of_last["params_digest"]):
             self._on_note(_NO_KEYFRAME)
             return

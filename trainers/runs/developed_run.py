@@ -211,9 +211,7 @@ def _first_difference(run: Location, part: Path, first: int, last: int) -> RowDi
         rows = [slice(start + offset, start + offset + count) for start in starts]
         pairs = {name: [_bits(g[name], r) for g, r in zip(groups, rows, strict=True)]
                  for name in names}  # fmt: skip
-        unequal = {
-            name: (a != b).reshape(count, -1).any(axis=1) for name, (a, b) in pairs.items()
-        }
+        unequal = {name: (a != b).reshape(count, -1).any(axis=1) for name, (a, b) in pairs.items()}
         wrong = np.flatnonzero(np.any([*unequal.values()], axis=0))
         if wrong.size and first + offset + wrong[0] > 0:
             row = int(wrong[0])

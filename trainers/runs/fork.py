@@ -382,8 +382,8 @@ class _Source:
             )
         first = 0 if checkpoint is None else checkpoint.step
         note = (
-            f"{self.path} has no checkpoint or keyframe of step {at}, so steps {first + 1} to {at} are trained "
-            "again and compared with the recorded rows"
+            f"{self.path} has no checkpoint or keyframe of step {at}, so steps {first + 1} to {at} "
+            "are trained again and compared with the recorded rows"
         )
         report_notes([note], on_note)
         retrained = new.with_name("retrained.zarr")

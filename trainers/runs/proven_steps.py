@@ -262,9 +262,11 @@ class _Proofs:
         """Return the first rows, up to a gap or keyframe: those that need no new start."""
         first = rows[0]
         consecutive = itertools.takewhile(
-            lambda pair: pair[1] == first + pair[0]
-            and pair[1] not in self._unproven
-            and (pair[1] == first or self._steps[pair[1] - 1] not in self._keyframes),
+            lambda pair: (
+                pair[1] == first + pair[0]
+                and pair[1] not in self._unproven
+                and (pair[1] == first or self._steps[pair[1] - 1] not in self._keyframes)
+            ),
             enumerate(rows[:_SEGMENT]),
         )
         return [row for _, row in consecutive]

@@ -371,9 +371,7 @@ def explain_difference(
     if device is not None:
         changed = changed_provenance(provenance, device)
     else:
-        changed = changed_provenance(
-            provenance, find_device(recorded_config(run).training.device)
-        )
+        changed = changed_provenance(provenance, find_device(recorded_config(run).training.device))
         changed.pop("threads", None)  # the recorded number is used
     changes = [
         f"{name} was {provenance.get(name)} and is now {now}" for name, now in changed.items()

@@ -82,7 +82,8 @@ _NAMES = {
 """Common names. Other variables are known by their own name only, in lower case."""
 
 _DIMS: dict[str, tuple[str, ...]] = {
-    # MODEL, EVERYTHING, INTEGERS: no other program has them. OF_EXAMPLES: only whole runs identify them.
+    # MODEL, EVERYTHING, INTEGERS: no other program has them.
+    # OF_EXAMPLES: only whole runs identify them.
     **{
         name: entry.dims
         for name, entry in VARIABLES.items()

@@ -28,7 +28,15 @@ from trajstore.integrity.metadata_faults import (
     listed_arrays,
     parsed_copy,
 )
-from trajstore.schema import EXPORTED, KEYFRAMES, STEP, TRAJECTORIES, VARIABLES, belongs, variables_of
+from trajstore.schema import (
+    EXPORTED,
+    KEYFRAMES,
+    STEP,
+    TRAJECTORIES,
+    VARIABLES,
+    belongs,
+    variables_of,
+)
 from trajstore.store.metadata.metadata_form import (
     CHANGING,
     CONTENT,
