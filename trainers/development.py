@@ -24,7 +24,6 @@ from trajstore.errors import (
 )
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.trainers.recording.capture import Recorder, attach, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
@@ -139,23 +138,17 @@ def develop(
     pairs = StepModel(stored, lambda: model).parameters
     trained = {each: p for each, p in pairs if find_group(joined, p) is not None}
     comparison = Comparison(variables=_COMPARED)
-    loop = TrainingLoop(scaler=scaler, first_step=keyframe)
-    recorder = open_recorder(
-        model,
-        joined,
-        run,
-        _options(run),
-        loop,
-        on_note=lambda sentence: None,
-        comparison=comparison,
-    )
+    options, loop = _options(run), TrainingLoop(scaler=scaler, first_step=keyframe)
+    quiet: dict[str, Any] = {"comparison": comparison, "on_note": lambda sentence: None}
+    recorder = open_recorder(model, joined, run, options, loop, **quiet)
     recorders = [recorder]
     told = None
     try:
         if output is not None:
             recorders.append(
-                attach(model, optimizer, output, variables="everything", parameter=_matrix(run),
-                       first_step=keyframe, scaler=scaler, ends_step=ends_step)
+                attach(model, optimizer, output, variables="everything",
+                       parameter=options.parameter, first_step=keyframe, scaler=scaler,
+                       ends_step=ends_step)
             )  # fmt: skip
         for number in range(keyframe + 1, at + 1):
             set_numbers(stored, joined, trained, number)
@@ -181,22 +174,13 @@ def develop(
     return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
 
 
-def _matrix(run: RunPath) -> str:
-    return str(attribute(open_group(run).attrs.asdict(), "recording", "parameter"))
-
-
 def _options(run: RunPath) -> RecordingOptions:
     """Return the options that a run was recorded with."""
     group: Any = open_group(run)
-    recording: dict[str, Any] = group.attrs.asdict()["recording"]
     further = [n for n in group.array_keys() if n in [*VARIABLES] and n not in TIERS[KEYFRAMES]]
-    return RecordingOptions(
-        variables=[KEYFRAMES, *further],
-        parameter=recording["parameter"],
-        logits_mode=recording["logits_mode"],
-        keyframe_every=recording["keyframe_every"],
-        resume=True,
-    )
+    recording: dict[str, Any] = group.attrs.asdict()["recording"]
+    known = {name: recording[name] for name in ("parameter", "logits_mode", "keyframe_every")}
+    return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, **known)
 
 
 def _inputs(stored: RunParameters, model: torch.nn.Module, number: int) -> list[Inputs]:

@@ -416,11 +416,11 @@ def restore(
     >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
     (3, True)
     """
-    if step is not None and step not in RunParameters(run).steps:
-        with rows_of(run, [step, step + 1]) as rows:
+    stored = RunParameters(run)
+    if step is not None and step not in stored.steps:  # with the settings of the next step
+        with rows_of(run, [step, min(step + 1, max(stored.all_steps, default=0))]) as rows:
             if rows is not run:
                 return restore(rows, model, optimizer, step=step)
-    stored = RunParameters(run)
     draws = "random_state" in stored
     if step is None:
         step = _last_step(stored, draws=draws)

@@ -142,6 +142,8 @@ class RunParameters:
         Steps with the whole state.
     all_steps : ndarray of int64, (step,)
         Steps of all rows.
+    has_keyframes : bool
+        True if some rows only hold the whole state.
     parameters : tuple of StoredParameter
         In the order of the model's `named_parameters`.
 
@@ -160,6 +162,7 @@ class RunParameters:
         self._place = run
         self._of_steps: dict[str, Any] = {}  # what each step has, beside keyframes
         self.all_steps: Array = whole(run, group, STEP.name)
+        self.has_keyframes = has_keyframes(self.attributes)
         if self.has_keyframes:
             names = [name for name in _OF_STEPS if name in group]
             self._of_steps = {name: group[name] for name in names}
@@ -181,11 +184,6 @@ class RunParameters:
         self.parameters = tuple(_stored(entry, self._arrays, run, kinds) for entry in table)
         self.steps: Array = whole(self._place, group, STEP.name)
         self._stored: dict[str, StoredArray | None] = {}
-
-    @property
-    def has_keyframes(self) -> bool:
-        """True if some rows only hold the whole state."""
-        return has_keyframes(self.attributes) or bool(self._of_steps)
 
     @property
     def followed(self) -> Array:
@@ -291,10 +289,6 @@ class RunParameters:
             if parameter.variable == "W" and parameter.group is not None:
                 settings[parameter.group] |= known
         return settings
-
-    def series(self, variable: str) -> Array:
-        """Read all rows of a variable that each step has, beside keyframes."""
-        return np.asarray(self._of_steps[variable][...])
 
     def check_keyframe(self, step: int) -> None:
         """Compare the parameters of a keyframe with their digests; without keyframes do nothing.

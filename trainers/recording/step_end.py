@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.device_to_host import Value, bit_sums
+from trajstore.trainers.recording.device_to_host import Value
+from trajstore.trainers.recording.digests import digests
 from trajstore.trainers.recording.examples import StepExamples
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import ForwardPasses
@@ -75,7 +76,7 @@ class EmptySteps:
         self._versions: list[int] = []
         self._witnesses: dict[Optimizer, list[torch.Tensor]] = {}  # parameters that a step changes
         self._before: list[torch.Tensor] = []  # parameters whose sums were taken
-        self._sums: list[tuple[int, int]] = []
+        self._sums: list[int] = []
         self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices
 
     def begin(self, optimizer: Optimizer, calls: StepCalls) -> None:
@@ -90,7 +91,7 @@ class EmptySteps:
             self._versions = versions(trained)
             # A step that writes to `Tensor.data` counts nothing. At first all are read.
             self._before = self._witnesses.get(optimizer, trained)
-            self._sums = bit_sums(self._before)
+            self._sums = self._digests()
             self._states = [rows.marks_of_state() for rows in self._rows]
 
     def is_empty(self, optimizer: Optimizer, calls: StepCalls, *, has_closure: bool) -> bool:
@@ -106,12 +107,15 @@ class EmptySteps:
             return not (self._has_gradients or has_closure)
         if has_counted or not counts:
             return False
+        sums = zip(self._before, self._sums, self._digests(), strict=True)
         before, self._before = self._before, []
-        sums = zip(before, self._sums, bit_sums(before), strict=True)
         changed = {parameter for parameter, old, new in sums if old != new}
         if before:
             self._choose_witnesses(optimizer, changed)
         return not changed and self._states == [rows.marks_of_state() for rows in self._rows]
+
+    def _digests(self) -> list[int]:
+        return [int(digests([parameter])) for parameter in self._before]
 
     def _may_be_empty(self, calls: StepCalls) -> bool:
         return not calls.is_plain and len(self._optimizer.members) == 1

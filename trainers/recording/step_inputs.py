@@ -3,14 +3,15 @@
 A row has 64-bit words. The first word is the number of bytes of a description, JSON text in UTF-8,
 which follows in as many whole words. It lists for each forward pass the name, type and shape of
 each tensor. Then follow the values of all tensors, one word each: an integer, or the bits of a
-floating-point number as a signed integer. The rest of the row is 0. A row that begins with 0 has no
-inputs.
+floating-point number as a signed integer; of a complex number, both parts. The rest of the row is
+0. A row that begins with 0 has no inputs.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,10 +29,6 @@ from trajstore.trainers.recording.hooks import ModuleHooks
 Inputs = dict[str, torch.Tensor]
 """The tensors of one forward pass, by the names of the model's arguments."""
 
-_COMPLEX = (
-    "the model gets the complex numbers {name}, which the run does not hold: steps that depend on "
-    "them cannot be developed"
-)
 _TOO_LONG = (
     "inputs: a step has {words} words, but the rows have room for {room}; such a step cannot be "
     "developed. Start with the largest batch"
@@ -94,13 +91,8 @@ class StepInputs:
         return lambda: self._parts.append(taken)
 
     def _taken(self, named: Mapping[str, Any]) -> Inputs:
-        inputs = {}
-        for name, value in _tensors(named):
-            if value.is_complex():
-                self._on_note(_COMPLEX.format(name=name))
-            else:
-                inputs[name] = value.detach().clone()  # the loop may fill it again
-        return inputs
+        # Copies: the loop may fill the tensors again.
+        return {name: value.detach().clone() for name, value in _tensors(named)}
 
     def value(self) -> torch.Tensor | None:
         """Return the words of the current step; None if no forward pass had inputs."""
@@ -117,7 +109,10 @@ class StepInputs:
         head = torch.tensor([len(description), *text.tolist()], device="cpu")
         tensors = [part for inputs in self._parts for part in inputs.values()]
         device = tensors[0].device
-        values = [_integers(part.flatten()).to(device, torch.int64) for part in tensors]
+        values = [
+            part.flatten().view(_stored_type(part.dtype)).to(device, torch.int64)
+            for part in tensors
+        ]
         size = len(head) + sum(map(len, values))
         self.room = self.room or 2 << size.bit_length()  # room for longer batches
         if size > self.room:
@@ -144,12 +139,11 @@ def decoded(words: npt.NDArray[np.int64]) -> list[Inputs]:
     for tensors in description:
         passes.append({})
         for name, kind, shape in tensors:
-            count = int(np.prod(shape, dtype=np.int64))
-            values = torch.from_numpy(words[begin : begin + count].copy())
             dtype = getattr(torch, kind)
-            if dtype.is_floating_point:
-                values = values.to(_of_width(dtype)).view(dtype)
-            passes[-1][name] = values.to(dtype).view(shape)
+            stored = _stored_type(dtype)
+            count = math.prod(shape) * dtype.itemsize // stored.itemsize
+            values = torch.from_numpy(words[begin : begin + count].copy()).to(stored)
+            passes[-1][name] = values.view(dtype).view(shape)
             begin += count
     return passes
 
@@ -165,11 +159,9 @@ def _tensors(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors({f"{name}.{key}": part for key, part in enumerate(value)})
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_of_width(tensor.dtype)) if tensor.is_floating_point() else tensor
-
-
-def _of_width(dtype: torch.dtype) -> torch.dtype:
-    """Return the signed integers of the width of a type."""
-    kind: torch.dtype = getattr(torch, f"int{8 * dtype.itemsize}")
+def _stored_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of integers that holds the values of a type, or the bits of its numbers."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return dtype
+    kind: torch.dtype = getattr(torch, f"int{8 * dtype.to_real().itemsize}")
     return kind

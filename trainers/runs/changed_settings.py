@@ -20,25 +20,19 @@ from trajstore.errors import (
     config_field,
 )
 from trajstore.exchange.export_run import holds_exactly
-from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
+from trajstore.schema import TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.open_group import open_group, root_attributes
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.storage.remote_path import (
-    METADATA_KEY,
-    Location,
-    RunPath,
-    checkpoint_folder,
-    location,
-)
+from trajstore.store.storage.remote_path import Location, RunPath, checkpoint_folder, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import existing_runs, native_types, planned_runs, shared_path
 from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import find_device, learning_rate
-from trajstore.trainers.step_state import RunParameters, has_keyframes
+from trajstore.trainers.step_state import RunParameters
 from trajstore.trainers.texts import Corpus
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -92,16 +86,13 @@ class ResumePoint:
         Step of the last row; 0 without rows.
     complete : bool
         True if every run was closed as complete.
-    in_rows : bool
-        True if each row holds the whole state, so that no checkpoint is needed.
     checkpoint : RunState or None
-        Newest usable checkpoint.
+        Newest usable state, of a checkpoint or row.
     """
 
     runs: Sequence[Location]
     last_step: int
     complete: bool
-    in_rows: bool
     checkpoint: RunState | None
 
     @property
@@ -162,10 +153,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
                     f"{other} is missing, the other run of the training of {path}; restore it, "
                     "or record another training"
                 )
-        in_rows = holds_state(path, config)
-        checkpoint = None
-        if not in_rows:
-            checkpoint = newest_state(path, rows)
+        checkpoint = newest_state(path, rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
     steps = config.training.steps
@@ -179,7 +167,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
             + config_field("training.steps", 2 * last)
         )
     fork = attributes.get("provenance", {}).get("fork")
-    if fork and rows and checkpoint is None and not in_rows and steps > last:
+    if fork and rows and checkpoint is None and steps > last:
         raise NothingToResume(
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
@@ -188,13 +176,12 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         runs=runs,
         last_step=last,
         complete=all(each["status"] == "complete" for each in of_each),
-        in_rows=in_rows,
         checkpoint=checkpoint,
     )
 
 
 def newest_state(path: Location, rows: int, *, until: int | None = None) -> RunState | None:
-    """Return the newest state of a run in a checkpoint or keyframe, within its first rows.
+    """Return the newest state of a run, of a checkpoint, keyframe or row, within its first rows.
 
     Parameters
     ----------
@@ -210,7 +197,7 @@ def newest_state(path: Location, rows: int, *, until: int | None = None) -> RunS
     """
     attributes = _attributes(path)
     saved = CheckpointFolder(path).newest(str(attributes.get("created")), rows, until=until)
-    if not has_keyframes(attributes) or not (path / KEYFRAMES / METADATA_KEY).exists():
+    if not rows or not holds_state(path, recorded_config(path)):
         return saved
     stored = RunParameters(path)
     last = stored.all_steps[:rows].max(initial=-1)

@@ -278,7 +278,7 @@ class Checkpointing:
         self._last_step = 0 if taken_from is None else taken_from.step
         self._stop = stop
         self._created: str | None = None
-        self._in_rows = self._has_keyframes = False
+        self._in_rows = False
         self._clock = clock
         self._last_time, self._took = clock(), 0.0
         self._thread = ThreadPoolExecutor(1, "trajstore-checkpoint")
@@ -321,7 +321,7 @@ class Checkpointing:
             return
         try:
             with RunLock.acquire(self._run):
-                if self._has_keyframes:  # the last one replaces the checkpoint of a fork
+                if self._in_rows:  # the last one replaces the checkpoint of a fork
                     self._folder.clean(None)
                     self._folder.discard()
                 self._folder.prune(recorder.committed_rows)
@@ -334,10 +334,8 @@ class Checkpointing:
         if self._created is None:
             self._created = str(root_attributes(self._run)["created"])
             config, arrays = self._training.config, recorder.writer.layout.arrays
-            self._has_keyframes = keeps_keyframes(config)
-            self._in_rows = self._has_keyframes or rows_hold_state(config, arrays)
-            is_needless = self._in_rows and not self._has_keyframes
-            self._folder.clean(None if is_needless else self._taken_from)
+            self._in_rows = keeps_keyframes(config) or rows_hold_state(config, arrays)
+            self._folder.clean(self._taken_from)
         if self._in_rows:
             return
         if self._adding is not None and self._adding.done():

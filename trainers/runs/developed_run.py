@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,20 @@ from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded, argument
 from trajstore.exchange.export_run import write_run
 from trajstore.exchange.selection import Steps, select, select_part
-from trajstore.schema import STEP, variables_of
-from trajstore.store.reading.open_group import open_group
+from trajstore.schema import STEP
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import staged_run
-from trajstore.trainers.recording.existing_run import RowDifference
+from trajstore.store.writing.resumed_run import resumed_run
+from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, RowDifference
 from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.retraining import explain_difference, train_again
 from trajstore.trainers.step_state import RunParameters, has_keyframes
 from trajstore.trainers.texts import load_corpus
-from trajstore.values.native_types import narrow, native_type
 
 _MEMORY = "1GiB"  # of the writer of a developed run
-_COMPARED_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,33 +148,25 @@ def develop_run(
         if on_retrain is not None:
             on_retrain(step, last)
 
+    train = partial(train_again, place, text, sources=sources, on_retrain=progress)
     with staged_run(output, overwrite=overwrite) as new:
         if begin > keyframe:
-            reached = train_again(
-                place,
-                text,
-                state,
-                begin,
-                sources=sources,
-                goes_on=allow_different,
-                on_retrain=progress,
-            )
+            reached = train(state, begin, goes_on=allow_different)
             state, difference = reached.state, reached.difference
             if difference is not None and not allow_different:
                 raise _differs(place, difference)
         part = new.with_name("developed.zarr")
-        end = max(last, begin + 1)
-        train_again(place, text, state, end, sources=sources, part=part, on_retrain=progress)
+        train(state, max(last, begin + 1), part=part)
         difference = difference or _first_difference(place, part, first, last)
         if difference is not None and not allow_different:
             raise _differs(place, difference)
         told = None if difference is None else explain_difference(place, difference)
-        whole = open_tiled(part)
+        tiled = open_tiled(part)
         entry = {"run": str(place), "created": attributes.get("created"), "keyframe": keyframe,
                  "difference": told}  # fmt: skip
-        origin = {**whole.attributes["provenance"], "developed": entry}
-        whole = replace(whole, attributes={**whole.attributes, "provenance": origin})
-        selection = select(whole, steps=slice(first, last + 1))
+        origin = {**tiled.attributes["provenance"], "developed": entry}
+        tiled = replace(tiled, attributes={**tiled.attributes, "provenance": origin})
+        selection = select(tiled, steps=slice(first, last + 1))
         write_run(new, selection, block_rows=None, memory=_MEMORY, on_note=lambda note: None)
     return Developed(steps=len(chosen), keyframe=keyframe, difference=told)
 
@@ -202,32 +194,18 @@ def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
 
 def _first_difference(run: Location, part: Path, first: int, last: int) -> RowDifference | None:
     """Return the first row of a part whose values are not those of the run."""
-    groups: list[Any] = [open_group(run), open_group(part)]
-    known = variables_of(groups[0].attrs.asdict())
-    names = [name for name in groups[0].array_keys() if name in known and name in groups[1]]
-    starts = [int(np.searchsorted(np.asarray(group[STEP.name][...]), first)) for group in groups]
-    for offset in range(0, last - first + 1, _COMPARED_ROWS):
-        count = min(_COMPARED_ROWS, last - first + 1 - offset)
-        rows = [slice(start + offset, start + offset + count) for start in starts]
-        pairs = {name: [_bits(g[name], r) for g, r in zip(groups, rows, strict=True)]
-                 for name in names}  # fmt: skip
-        unequal = {name: (a != b).reshape(count, -1).any(axis=1) for name, (a, b) in pairs.items()}
-        wrong = np.flatnonzero(np.any([*unequal.values()], axis=0))
-        if wrong.size and first + offset + wrong[0] > 0:
-            row = int(wrong[0])
-            found = tuple(name for name in names if unequal[name][row])
-            return RowDifference(
-                step=first + offset + row,
-                row=rows[0].start + row,
-                variables=found,
-                stored={name: pairs[name][0][row] for name in found},
-                computed={name: pairs[name][1][row] for name in found},
-            )
-    return None
-
-
-def _bits(array: Any, rows: slice) -> np.ndarray[Any, Any]:
-    return narrow(np.asarray(array[rows]), native_type(str(array.attrs["native_dtype"])))
+    stored, made = resumed_run(run, None, memory=_MEMORY), RunParameters(part)
+    steps = whole(run, open_group(run), STEP.name).tolist()
+    chosen = range(max(first, 1), last + 1)
+    names = [name for name in stored.arrays if name in made and name != STEP.name]
+    comparison = Comparison(variables=names)
+    compared = ComparedRun(stored, steps, steps.index(chosen[0]), comparison)
+    places = compared.next_rows(1)
+    for step, row in made.rows(chosen, names):
+        for name, bits in row.items():
+            places[name][0] = bits
+        compared.commit_row(step)
+    return comparison.difference
 
 
 @contextmanager
@@ -237,16 +215,12 @@ def rows_of(run: RunPath, steps: Sequence[int]) -> Iterator[RunPath]:
     Steps between the keyframes of a run of `record` are developed. For other runs, `run` is
     returned, which has an error for such a step.
     """
-    attributes: dict[str, Any] = open_group(run).attrs.asdict()
-    if not has_keyframes(attributes) or not attributes.get("config"):
-        yield run
-        return
     stored = RunParameters(run)
-    wanted = [step for step in steps if step in stored.all_steps]
-    if len(wanted) < len(steps) or np.isin(wanted, stored.steps).all():
+    is_recorded = np.isin(steps, stored.all_steps).all() and stored.attributes.get("config")
+    if not is_recorded or np.isin(steps, stored.steps).all():
         yield run
         return
     with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
         part = Path(folder) / "developed.zarr"
-        develop_run(run, part, steps=slice(min(wanted), max(wanted) + 1))
+        develop_run(run, part, steps=slice(min(steps), max(steps) + 1))
         yield part

@@ -50,7 +50,7 @@ from trajstore.trainers.runs.training_setup import (
     build_schedule,
     with_products,
 )
-from trajstore.trainers.step_state import row_of
+from trajstore.trainers.step_state import has_keyframes, row_of
 from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
@@ -75,10 +75,9 @@ def fork(
 ) -> Path:
     """Continue a recorded run from one of its steps with other settings, as a new run.
 
-    The training starts from the row of that step, if the run holds everything: the next row is
-    then computed with the settings of the source and compared. It starts from the checkpoint of
-    that step, if the run has it. Otherwise the steps from the nearest earlier checkpoint, or from
-    the start, are trained again. Each row is compared with the recorded one, bit for bit. If a row
+    The training starts from the state of that step, if the run has it in a row, a keyframe or a
+    checkpoint. Otherwise the steps from the nearest earlier state, or from the start, are
+    trained again. Each row is compared with the recorded one, bit for bit. If a row
     differs (for example on another machine), a note reports it, and the new run has the repeated
     rows from there on. The other rows are those of the source. Their blocks are hard links, unless
     the type of a variable or the rule of the encoding ``compact`` changes. The root
@@ -142,7 +141,7 @@ def fork(
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    newest = None if source.in_rows else source.newest_checkpoint()
+    newest = None if source.in_rows else newest_state(source.path, len(source.steps))
     sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
@@ -159,10 +158,7 @@ def fork(
     after = folder.place if target.exists() and not stays_in_rows else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
-            if source.in_rows:
-                point = source.reach_by_row(text, sources, on_note)
-            else:
-                point = source.reach(new, text, sources, on_note, on_retrain)
+            point = source.reach(new, text, sources, on_note, on_retrain)
             state = _make(source, point, new, config, types, on_note)
             if not stays_in_rows:
                 folder.stage(replace(state, name=target.name))
@@ -324,7 +320,7 @@ class _Source:
         }
         self.step = at
         self.steps: list[int] = np.asarray(group[STEP.name][...]).tolist()
-        self.in_rows = holds_state(path, self.config)
+        self.in_rows = holds_state(path, self.config) and not has_keyframes(self.attributes)
 
     @property
     def parameter(self) -> str:
@@ -344,10 +340,6 @@ class _Source:
                 f"training.steps = {config.training.steps}: no step remains after step "
                 f"{self.step}; give more: " + config_field("training.steps", 2 * self.step)
             )
-
-    def newest_checkpoint(self, until: int | None = None) -> RunState | None:
-        """Return its newest usable checkpoint or keyframe, at or before a step."""
-        return newest_state(self.path, len(self.steps), until=until)
 
     def reach(
         self,
@@ -370,7 +362,7 @@ class _Source:
             If the state cannot be reached.
         """
         at = self.step
-        checkpoint = self.newest_checkpoint(until=at)
+        checkpoint = newest_state(self.path, len(self.steps), until=at)
         if checkpoint is not None and checkpoint.step == at:
             self._check_weights(checkpoint)
             return _ForkPoint(path=self.path, state=checkpoint, proven_until=at)
@@ -420,24 +412,6 @@ class _Source:
         )
         report_notes([note], on_note)
         return _ForkPoint(path=retrained, state=reached.state, proven_until=proven)
-
-    def reach_by_row(
-        self, text: Corpus, sources: dict[str, str], on_note: Callable[[str], None] | None
-    ) -> _ForkPoint:
-        """Return the state after the step from its row, and compare the steps to the next row."""
-        at = self.step
-        state = RunState.from_row(self.path, at, self.config, sources=sources)
-        for step in [step for step in self.steps if step > at][:1]:
-            reached = train_again(self.path, text, state, step, sources=sources)
-            if reached.difference is not None:
-                reason = explain_difference(self.path, reached.difference)
-                note = (
-                    f"trained from row {at} with the settings of {self.path}, the next row differs "
-                    f"from the recorded one: {reason}; the fork has the recorded rows up to step "
-                    f"{at}"
-                )
-                report_notes([note], on_note)
-        return _ForkPoint(path=self.path, state=state, proven_until=at)
 
     def forked_parameters(self, config: RunConfig) -> dict[str, Any]:
         """Return the attribute ``parameters`` with the type of the fork, if the run has it."""

@@ -213,7 +213,7 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
             "restore the row before a step in your program, and train the step there: restore()"
         )
     run = location(path)
-    if not has_keyframes(attributes) and not holds_state(run, recorded_config(run)):
+    if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
             + argument("variables", "'everything'")
@@ -299,25 +299,18 @@ class _Proofs:
             if agreed < len(rows):
                 raise CannotReplay("the repeated training does not reach its row")
             return len(rows)
-        if begin < difference.row < first:
-            raise CannotReplay(
-                f"step {difference.step} differs, between the keyframe of step "
-                f"{self._steps[begin]} and this one"
-            )
         if difference.row < first:
             names = ", ".join(difference.variables)
-            raise CannotReplay(f"{names} cannot be restored from the row before")
+            where = "from the row before" if begin == first - 1 else f"up to step {difference.step}"
+            raise CannotReplay(f"{names} cannot be restored {where}")
         self.differences += self._differences(difference)
         return difference.row - first + 1
 
     def _state(self, step: int) -> RunState | None:
         """Return the state after a step, or that of the keyframe before it; None for the start."""
-        if not has_keyframes(self._attributes):
-            config = recorded_config(self._run, after=step)
-            return RunState.from_row(self._run, step, config, sources=self._sources)
         state = newest_state(self._run, len(self._steps), until=step)
         if state is None and self._steps[0]:
-            raise NothingToResume(f"{self._run} has no keyframe at or before step {step}")
+            raise NothingToResume(f"{self._run} has no state at or before step {step}")
         return state
 
     def _differences(self, row: RowDifference) -> Iterator[Difference]:

@@ -240,8 +240,6 @@ def _last_state(
 ) -> RunState:
     """Return the state to resume from: the last row, a checkpoint, or the repeated training."""
     run, last = point.runs[0], point.last_step
-    if point.in_rows:
-        return RunState.from_row(run, last, recorded_config(run, after=last), sources=sources)
     if point.checkpoint is not None:
         return point.checkpoint
     note = (

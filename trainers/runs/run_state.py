@@ -29,14 +29,14 @@ from trajstore.installation import __version__
 from trajstore.schema import KEPT, KEYFRAMES, kept_as
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
-from trajstore.store.storage.remote_path import Location, local_file
+from trajstore.store.storage.remote_path import METADATA_KEY, Location, local_file
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.step_state import RunParameters, state_dicts_at
+from trajstore.trainers.step_state import RunParameters, has_keyframes, state_dicts_at
 from trajstore.values.optimizer_rule import MOMENTUM
 
 _FORMAT = 3
@@ -280,18 +280,15 @@ def _scaler_after(stored: RunParameters, step: int) -> tuple[int, dict[str, Any]
     """Return the steps that were not skipped, and the state of the gradient scaler, if any."""
     if not (stored.has_keyframes and "scale" in stored and step):
         return step, None
-    scaler = torch.amp.GradScaler("cpu")
-    until = stored.all_steps <= step
-    skipped = [bool(value) for value in stored.series("skipped")[until][1:]]
-    scale, tracker = float(stored.series("scale")[1]), 0
+    group: Any = open_group(stored.run)
+    skipped = group["skipped"][...][stored.all_steps <= step][1:].astype(bool).tolist()
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    scale, tracker = float(group["scale"][1]), 0
     for is_skipped in skipped:  # the rule of `GradScaler.update`
-        tracker = 0 if is_skipped else tracker + 1
-        if is_skipped:
-            scale *= scaler.get_backoff_factor()
-        elif tracker == scaler.get_growth_interval():
-            scale, tracker = scale * scaler.get_growth_factor(), 0
-    state = scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
-    return step - sum(skipped), state
+        tracker = 0 if is_skipped else (tracker + 1) % scaler["growth_interval"]
+        if is_skipped or not tracker:
+            scale *= scaler["backoff_factor" if is_skipped else "growth_factor"]
+    return step - sum(skipped), scaler | {"scale": scale, "_growth_tracker": tracker}
 
 
 def keeps_keyframes(config: RunConfig) -> bool:
@@ -323,8 +320,10 @@ def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:
 
 
 def holds_state(run: Location, config: RunConfig) -> bool:
-    """Return True if each row of an existing run holds the whole state, as `rows_hold_state`."""
+    """Return True if each row of an existing run, or its keyframes, hold the whole state."""
     group = open_group(run)
+    if has_keyframes(group.attrs.asdict()):
+        return (run / KEYFRAMES / METADATA_KEY).exists()
     return "parameters" in group.attrs and rows_hold_state(config, tuple(group.array_keys()))
 
 

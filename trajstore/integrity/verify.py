@@ -367,7 +367,10 @@ def verify(
         verification = check_run(folder, threads=threads, on_progress=on_progress).verification
         keyframes = location(folder) / KEYFRAMES
         if (keyframes / METADATA_KEY).exists():
-            verification = _joined(verification, check_run(keyframes, threads=threads).verification)
+            of_keyframes = check_run(keyframes, threads=threads).verification
+            names = ("problems", "notes", "shards", "chunks", "bytes")
+            sums = {n: getattr(verification, n) + getattr(of_keyframes, n) for n in names}
+            verification = replace(verification, **sums)
     if verification.path == place:
         return verification
     problems = (
@@ -375,18 +378,6 @@ def verify(
         for each in verification.problems
     )
     return replace(verification, path=place, problems=tuple(problems))
-
-
-def _joined(run: Verification, keyframes: Verification) -> Verification:
-    """The result for a run with that for the group of its keyframes."""
-    return replace(
-        run,
-        problems=(*run.problems, *keyframes.problems),
-        notes=(*run.notes, *(f"{KEYFRAMES}: {note}" for note in keyframes.notes)),
-        shards=run.shards + keyframes.shards,
-        chunks=run.chunks + keyframes.chunks,
-        bytes=run.bytes + keyframes.bytes,
-    )
 
 
 def check_run(
