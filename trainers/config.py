@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from trajstore.errors import ConfigError, InvalidArgument, config_field, did_you_mean
-from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
+from trajstore.schema import KEYFRAMES, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.units import COMMIT_EVERY, parse_bytes
 
 MAY_CHANGE = frozenset(
@@ -292,6 +292,11 @@ class RunConfig(_Section):
     def records_batch(self) -> bool:
         """True if the indices of a step's examples are recorded."""
         return "batch" in resolve_variables(self.recording.variables)
+
+    @property
+    def has_keyframes(self) -> bool:
+        """True if the whole state is recorded in keyframes."""
+        return KEYFRAMES in self.recording.variables
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -7,6 +7,7 @@ each step, and compare them with those of the run.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def develop(
     scaler: Any = None,
     ends_step: Any = None,
     output: RunPath | None = None,
+    overwrite: bool = False,
     allow_different: bool = False,
 ) -> Developed:
     """Set a model and its optimizer to the state after any step of a run with keyframes.
@@ -79,8 +81,10 @@ def develop(
         As for `capture`.
     output : path-like, optional
         Record the developed steps, from the keyframe on, as a new run of the tier ``everything``.
+    overwrite : bool
+        Replace an existing `output`.
     allow_different : bool
-        Go on after a difference, and return it.
+        Continue after a difference, and return it; `output` has a note of it.
 
     Returns
     -------
@@ -126,29 +130,30 @@ def develop(
         )
     at = exact_step(at, least=ANY)
     row_of(run, stored.all_steps, at)
-    keyframe = int(stored.steps[stored.steps <= at].max(initial=-1))
+    # The random state after a step is in the row of the next one.
+    possible = stored.followed if "random_state" in stored else stored.steps
+    keyframe = int(possible[possible <= at - (output is not None)].max(initial=-1))
     if keyframe < 0:
         raise VariableNotRecorded(
-            f"{run} has no keyframe at or before step {at}; develop the run that it was forked from"
+            f"{run} has no keyframe to develop step {at} from; develop the run that it was forked "
+            "from, or a later step"
         )
     restore(run, model, optimizer, step=keyframe)
-    if keyframe == at:
-        return Developed(steps=0, keyframe=keyframe, difference=None)
-    joined = JoinedOptimizer(optimizer, ends_step)
+    joined, told = JoinedOptimizer(optimizer, ends_step), None
     pairs = StepModel(stored, lambda: model).parameters
     trained = {each: p for each, p in pairs if find_group(joined, p) is not None}
     comparison = Comparison(variables=_COMPARED)
     options, loop = _options(run), TrainingLoop(scaler=scaler, first_step=keyframe)
     quiet: dict[str, Any] = {"comparison": comparison, "on_note": lambda sentence: None}
-    recorder = open_recorder(model, joined, run, options, loop, **quiet)
-    recorders = [recorder]
-    told = None
-    try:
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(open_recorder(model, joined, run, options, loop, **quiet))
         if output is not None:
-            recorders.append(
+            # Memory for two rows of four tensors of each parameter, and their encoding.
+            film = stack.enter_context(
                 attach(model, optimizer, output, variables="everything",
                        parameter=options.parameter, first_step=keyframe, scaler=scaler,
-                       ends_step=ends_step)
+                       ends_step=ends_step, overwrite=overwrite,
+                       memory=(1 << 30) + 12 * sum(p.nbytes for p in model.parameters()))
             )  # fmt: skip
         for number in range(keyframe + 1, at + 1):
             set_numbers(stored, joined, trained, number)
@@ -168,9 +173,8 @@ def develop(
                         "check that step() does what the loop did, and that the inputs determine "
                         "it, or give " + argument("allow_different", True)
                     )
-    finally:
-        for each in recorders:
-            each.close()
+                if output is not None:
+                    film.mention(f"the developed steps differ from those of {run}: {told}")
     return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
 
 
@@ -180,15 +184,17 @@ def _options(run: RunPath) -> RecordingOptions:
     further = [n for n in group.array_keys() if n in [*VARIABLES] and n not in TIERS[KEYFRAMES]]
     recording: dict[str, Any] = group.attrs.asdict()["recording"]
     known = {name: recording[name] for name in ("parameter", "logits_mode", "keyframe_every")}
-    return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, **known)
+    return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, memory=1 << 50, **known)
 
 
 def _inputs(stored: RunParameters, model: torch.nn.Module, number: int) -> list[Inputs]:
     """Return the inputs of a step on the device of the model."""
-    if "inputs" not in stored:
+    if "inputs" in stored:
+        inputs = decoded(stored.value("inputs", number))
+    else:
         batch = stored.value("batch", number) if "batch" in stored else np.empty(0)
-        return [{"batch": torch.from_numpy(batch[~np.isnan(batch)]).long()}]
-    inputs = decoded(stored.value("inputs", number))
+        indices = torch.from_numpy(batch[~np.isnan(batch)]).long()
+        inputs = [{"batch": indices}] if len(indices) else []
     if not inputs:
         raise VariableNotRecorded(
             f"{stored.run} does not hold the inputs of step {number}, because they did not fit or "

@@ -182,7 +182,9 @@ class RunParameters:
         vectors = [entry["name"] for entry in kept if entry["of"] == "element"]
         kinds = dict.fromkeys([*VECTORS, *vectors])
         self.parameters = tuple(_stored(entry, self._arrays, run, kinds) for entry in table)
-        self.steps: Array = whole(self._place, group, STEP.name)
+        steps = whole(self._place, group, STEP.name)
+        # A killed recording may have committed a keyframe, but not its row.
+        self.steps: Array = steps[steps <= self.all_steps.max(initial=-1)]
         self._stored: dict[str, StoredArray | None] = {}
 
     @property

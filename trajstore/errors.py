@@ -65,7 +65,7 @@ _OPTIONS = (
     "variables", "encoding", "tokenizer", "corpus", "source", "at", "threads", "every",
     "constructor",
 )  # fmt: skip
-_FLAGS = ("overwrite", "resume")
+_FLAGS = ("overwrite", "resume", "allow_different")
 """Arguments that an option of the same name sets."""
 
 _OPTION_FIELDS = {
@@ -94,7 +94,7 @@ def argument(name: str, value: object = "…") -> Wording:
     given = str(value)
     text, plain = f"{name}={given}", given.strip("'")
     if name in _FLAGS and given == "True":
-        return Wording(text, f"--{name}")
+        return Wording(text, f"--{name.replace('_', '-')}")
     # A list or a negative number is no value of an option.
     is_plain = plain and (plain != given or plain == "…" or plain[0].isalnum())
     return Wording(text, f"--{name} {plain}" if name in _OPTIONS and is_plain else text)

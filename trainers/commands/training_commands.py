@@ -21,7 +21,7 @@ from trajstore.cli.command_options import RUN
 from trajstore.cli.output import Bar, err, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument, in_command, needs_extra, wording
-from trajstore.schema import ENCODINGS, TIERS
+from trajstore.schema import ENCODINGS, KEYFRAMES, TIERS
 from trajstore.trainers.commands.configuration import (
     CORPUS,
     FSYNC,
@@ -202,7 +202,7 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
     tiers = {}
     for tier in TIERS:
         changes: dict[str, Any] = {"variables": (tier,)}
-        if tier == "everything":
+        if tier in ("everything", "state", KEYFRAMES):
             changes["tokens"] = "all"
         recording = config.recording.model_copy(update=changes)
         try:

@@ -310,6 +310,8 @@ class Comparison:
         later ones. Without it, rows after the first difference are ignored.
     variables : collection of str, optional
         Variables to compare; default: all.
+    first_row : int
+        Number of the first row to compare.
 
     Attributes
     ----------
@@ -325,8 +327,10 @@ class Comparison:
         self,
         make_writer: Callable[[int], RunWriter] | None = None,
         variables: Collection[str] | None = None,
+        first_row: int = 0,
     ) -> None:
         self.variables = variables
+        self.first_row = first_row
         self.difference: RowDifference | None = None
         self.successor: RunWriter | None = None
         self.agreed = 0
@@ -420,7 +424,7 @@ class ComparedRun:
         comparison = self.comparison
         if comparison.successor is not None:
             comparison.successor.commit_row(step)
-        elif comparison.difference is None:
+        elif comparison.difference is None and self.rows >= comparison.first_row:
             if not (unequal := self._unequal(step)):
                 comparison.agreed += 1
             elif (successor := comparison.differ(self._difference(step, unequal))) is not None:

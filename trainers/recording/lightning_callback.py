@@ -105,8 +105,8 @@ class LightningCallback(Callback):
     ) -> None:
         """Take the batch as the inputs of its forward passes; `training_step` gets it, too."""
         if self.recorder is not None:
-            inputs = batch if isinstance(batch, Mapping) else {"batch": batch}
-            self.recorder.observe(inputs=inputs)
+            named = batch if isinstance(batch, Mapping) else {"batch": batch}
+            self.recorder.observe(inputs=named)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -271,15 +271,8 @@ class RecordingOptions:
     @property
     def of_keyframes(self) -> RecordingOptions:
         """The options of the run of the keyframes."""
-        return replace(
-            self,
-            variables="state",
-            every=self.keyframe_every,
-            block_rows=1,
-            encoding="delta",
-            log=None,
-            overwrite=False,
-        )
+        return replace(self, variables="state", every=self.keyframe_every, block_rows=1,
+                       encoding="delta", log=None, overwrite=False)  # fmt: skip
 
     @property
     def has_one_run(self) -> bool:

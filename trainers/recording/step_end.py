@@ -271,10 +271,10 @@ class StepEnd:
         """Take a keyframe of the last step, unless the loop has changed the parameters since."""
         state, digests = self.recording.state, self.recording.digests
         keyframes = self.rows[0].keyframes if self.rows else None
-        if keyframes is None or keyframes.writer is None or keyframes.last_step == number:
+        if keyframes is None or state is None or digests is None:
             return
-        assert state is not None
-        assert digests is not None
+        if keyframes.writer is None or keyframes.last_step == number:
+            return
         if not torch.equal(digests.of_parameters(), self._of_last["params_digest"]):
             self._on_note(_NO_KEYFRAME)
             return

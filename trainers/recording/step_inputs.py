@@ -25,6 +25,7 @@ from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.examples import EXAMPLE_INDEX
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.hooks import ModuleHooks
+from trajstore.trainers.recording.parameters import as_dense
 
 Inputs = dict[str, torch.Tensor]
 """The tensors of one forward pass, by the names of the model's arguments."""
@@ -92,7 +93,7 @@ class StepInputs:
 
     def _taken(self, named: Mapping[str, Any]) -> Inputs:
         # Copies: the loop may fill the tensors again.
-        return {name: value.detach().clone() for name, value in _tensors(named)}
+        return {name: as_dense(value.detach()).clone() for name, value in _tensors(named)}
 
     def value(self) -> torch.Tensor | None:
         """Return the words of the current step; None if no forward pass had inputs."""
@@ -139,11 +140,11 @@ def decoded(words: npt.NDArray[np.int64]) -> list[Inputs]:
     for tensors in description:
         passes.append({})
         for name, kind, shape in tensors:
-            dtype = getattr(torch, kind)
-            stored = _stored_type(dtype)
-            count = math.prod(shape) * dtype.itemsize // stored.itemsize
-            values = torch.from_numpy(words[begin : begin + count].copy()).to(stored)
-            passes[-1][name] = values.view(dtype).view(shape)
+            flat = torch.empty(math.prod(shape), dtype=getattr(torch, kind), device="cpu")
+            stored = _stored_type(flat.dtype)
+            if count := flat.nbytes // stored.itemsize:
+                flat.view(stored).copy_(torch.from_numpy(words[begin : begin + count].copy()))
+            passes[-1][name] = flat.view(shape)
             begin += count
     return passes
 

@@ -18,7 +18,6 @@ from trajstore.threads import submit
 from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.runs.run_state import (
     RunState,
-    keeps_keyframes,
     rows_hold_state,
     stored_name,
 )
@@ -334,7 +333,7 @@ class Checkpointing:
         if self._created is None:
             self._created = str(root_attributes(self._run)["created"])
             config, arrays = self._training.config, recorder.writer.layout.arrays
-            self._in_rows = keeps_keyframes(config) or rows_hold_state(config, arrays)
+            self._in_rows = config.has_keyframes or rows_hold_state(config, arrays)
             self._folder.clean(self._taken_from)
         if self._in_rows:
             return

@@ -36,8 +36,6 @@ from trajstore.trainers.runs.retraining import explain_difference, train_again
 from trajstore.trainers.step_state import RunParameters, has_keyframes
 from trajstore.trainers.texts import load_corpus
 
-_MEMORY = "1GiB"  # of the writer of a developed run
-
 
 @dataclass(frozen=True, kw_only=True)
 class Developed:
@@ -143,40 +141,31 @@ def develop_run(
     text = load_corpus(recorded_config(place), **sources)
     check_text(place, text)
     difference: RowDifference | None = None
-
-    def progress(step: int, _: int) -> None:
-        if on_retrain is not None:
-            on_retrain(step, last)
-
-    train = partial(train_again, place, text, sources=sources, on_retrain=progress)
+    show = None if on_retrain is None else lambda step, _: on_retrain(step, last)
+    train = partial(train_again, place, text, sources=sources, on_retrain=show)
     with staged_run(output, overwrite=overwrite) as new:
         if begin > keyframe:
-            reached = train(state, begin, goes_on=allow_different)
+            reached = train(state, begin, first_row=len(recorded) if allow_different else 0)
             state, difference = reached.state, reached.difference
-            if difference is not None and not allow_different:
-                raise _differs(place, difference)
-        part = new.with_name("developed.zarr")
-        train(state, max(last, begin + 1), part=part)
-        difference = difference or _first_difference(place, part, first, last)
-        if difference is not None and not allow_different:
-            raise _differs(place, difference)
+        part, memory = new.with_name("developed.zarr"), recorded_config(place).recording.memory
+        if difference is None:
+            train(state, max(last, begin + 1), part=part)
+            difference = _first_difference(place, part, range(first, last + 1), memory)
         told = None if difference is None else explain_difference(place, difference)
+        if told is not None and not allow_different:
+            raise NothingToResume(
+                f"the developed steps of {run} differ from the recorded ones: {told}; develop them "
+                "on the machine and with the versions that recorded the run, or give "
+                + argument("allow_different", True)
+            )
         tiled = open_tiled(part)
         entry = {"run": str(place), "created": attributes.get("created"), "keyframe": keyframe,
                  "difference": told}  # fmt: skip
         origin = {**tiled.attributes["provenance"], "developed": entry}
         tiled = replace(tiled, attributes={**tiled.attributes, "provenance": origin})
         selection = select(tiled, steps=slice(first, last + 1))
-        write_run(new, selection, block_rows=None, memory=_MEMORY, on_note=lambda note: None)
+        write_run(new, selection, block_rows=None, memory=memory, on_note=lambda note: None)
     return Developed(steps=len(chosen), keyframe=keyframe, difference=told)
-
-
-def _differs(run: Location, difference: RowDifference) -> NothingToResume:
-    return NothingToResume(
-        f"the developed steps of {run} differ from the recorded ones: "
-        f"{explain_difference(run, difference)}; develop them on the machine and with the versions "
-        "that recorded the run, or give " + argument("allow_different", True)
-    )
 
 
 def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
@@ -192,11 +181,12 @@ def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
         )
 
 
-def _first_difference(run: Location, part: Path, first: int, last: int) -> RowDifference | None:
+def _first_difference(
+    run: Location, part: Path, chosen: range, memory: str
+) -> RowDifference | None:
     """Return the first row of a part whose values are not those of the run."""
-    stored, made = resumed_run(run, None, memory=_MEMORY), RunParameters(part)
+    stored, made = resumed_run(run, None, memory=memory), RunParameters(part)
     steps = whole(run, open_group(run), STEP.name).tolist()
-    chosen = range(max(first, 1), last + 1)
     names = [name for name in stored.arrays if name in made and name != STEP.name]
     comparison = Comparison(variables=names)
     compared = ComparedRun(stored, steps, steps.index(chosen[0]), comparison)

@@ -288,21 +288,20 @@ class _Proofs:
             )
         try:
             state = self._state(before)
-            retrained = train_again(self._run, self._text, state, last, sources=self._sources)
+            retrained = train_again(
+                self._run, self._text, state, last, sources=self._sources, first_row=first
+            )
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(wording(error)) from error
-        begin = 0 if state is None else self._steps.index(state.step)
-        agreed = max(retrained.agreed - (first - begin - 1), 0)
-        self.proven += agreed
+        self.proven += retrained.agreed
         difference = retrained.difference
         if difference is None:
-            if agreed < len(rows):
+            if retrained.agreed < len(rows):
                 raise CannotReplay("the repeated training does not reach its row")
             return len(rows)
         if difference.row < first:
             names = ", ".join(difference.variables)
-            where = "from the row before" if begin == first - 1 else f"up to step {difference.step}"
-            raise CannotReplay(f"{names} cannot be restored {where}")
+            raise CannotReplay(f"{names} cannot be restored from the row before")
         self.differences += self._differences(difference)
         return difference.row - first + 1
 
@@ -340,7 +339,7 @@ class _Proofs:
     def _parts(self, variable: str) -> Iterator[tuple[str | None, Any]]:
         """Yield the parameters of a variable, each with its place in a row."""
         dims = VARIABLES[variable].dims[1:]
-        table = self._attributes["parameters"]
+        table = self._attributes.get("parameters", ())
         if dims == ("token", "hidden"):
             yield self._attributes["recording"]["parameter"], ...
         elif dims == ("element",):
@@ -349,7 +348,7 @@ class _Proofs:
                     start = entry["offset"]
                     yield entry["name"], slice(start, start + math.prod(entry["shape"]))
         elif dims == ("parameter",):
-            for number, entry in enumerate(table):
-                yield entry["name"], slice(number, number + 1)
+            for number, name in enumerate(map(str, self._group["parameter"][...])):
+                yield name, slice(number, number + 1)
         else:
             yield None, ...

@@ -224,7 +224,7 @@ def train_again(
     *,
     sources: Mapping[str, str],
     make_writer: Callable[[int], RunWriter] | None = None,
-    goes_on: bool = False,
+    first_row: int = 0,
     part: Path | None = None,
     on_retrain: Progress | None = None,
 ) -> Retrained:
@@ -246,8 +246,8 @@ def train_again(
     make_writer : callable, optional
         Called with the number of the first different row; returns a writer for that row and all
         later ones. Without it, training stops there.
-    goes_on : bool
-        Train on after a different row, without a writer.
+    first_row : int
+        Number of the first row to compare.
     part : Path, optional
         Compare nothing, but record the steps to this path, with the whole state and the digests.
     on_retrain : callable, optional
@@ -260,7 +260,7 @@ def train_again(
     """
     attributes = root_attributes(run)
     created = str(attributes["created"])
-    comparison = Comparison(make_writer)
+    comparison = Comparison(make_writer, first_row=first_row)
     reached = start
 
     def train(segment: Segment) -> RunState | None:
@@ -275,7 +275,6 @@ def train_again(
             if on_retrain is not None:
                 on_retrain(recorder.step, step)
             lost = comparison.difference is not None and comparison.successor is None
-            lost = lost and not goes_on
             ends = lost or recorder.step >= segment.last
             if ends and not lost:
                 states.append(

@@ -355,8 +355,9 @@ def plan(
     attributes = {"optimizer": optimizer, "recording": {"every": every}}
     real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1, device="cpu")], lr=0.0)
     hyperparameters = len(numbers_of(real.defaults.items()).keys() - {"lr"})
-    rule = compact_rule(attributes, types, remarks.append)
     computes = recording.encoding == "compact"
+    note = remarks.append if computes else lambda sentence: None
+    rule = compact_rule(attributes, types, note)
     runs = len(matrices(config) or ("",))
     layout = plan_layout(
         types,
@@ -387,6 +388,13 @@ def plan(
             coordinates[axis] = count * _ITEMSIZE[axis]
     native |= coordinates
     blocks = math.ceil(rows / layout.block_rows)
+    if config.has_keyframes:
+        changes = {"variables": ("state",), "every": recording.keyframe_every, "block_rows": 1}
+        changed = config.model_copy(update={"recording": recording.model_copy(update=changes)})
+        keyframes = plan(changed, corpus=corpus, tokenizer=tokenizer)
+        size, memory = sum(keyframes.bytes_native.values()), keyframes.memory
+        remarks += [f"{keyframes.rows} keyframes take up to {format_bytes(size)} more on disk, and "
+                    f"{format_bytes(memory)} of memory"]  # fmt: skip
     return RunPlan(
         steps=steps,
         every=every,
@@ -400,7 +408,7 @@ def plan(
         bytes_native=native,
         encoding=recording.encoding,
         bytes_by_encoding=_bytes_by_encoding(native, layout, blocks, rule),
-        remarks=tuple(remarks) if computes else (),
+        remarks=tuple(remarks),
         advice=tuple(numeric_advice(config)),
     )
 

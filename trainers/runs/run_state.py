@@ -291,11 +291,6 @@ def _scaler_after(stored: RunParameters, step: int) -> tuple[int, dict[str, Any]
     return step - sum(skipped), scaler | {"scale": scale, "_growth_tracker": tracker}
 
 
-def keeps_keyframes(config: RunConfig) -> bool:
-    """Return True if a training is recorded with keyframes."""
-    return KEYFRAMES in config.recording.variables
-
-
 def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:
     """Return True if each row holds the whole state of a training run.
 

@@ -368,6 +368,8 @@ def verify(
         keyframes = location(folder) / KEYFRAMES
         if (keyframes / METADATA_KEY).exists():
             of_keyframes = check_run(keyframes, threads=threads).verification
+            named = (replace(p, array=f"{KEYFRAMES}/{p.array}") for p in of_keyframes.problems)
+            of_keyframes = replace(of_keyframes, problems=tuple(named))
             names = ("problems", "notes", "shards", "chunks", "bytes")
             sums = {n: getattr(verification, n) + getattr(of_keyframes, n) for n in names}
             verification = replace(verification, **sums)

@@ -1,0 +1,555 @@
+"""A loop reaches the state of any step from the keyframe before it, or an error names the step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from altered_runs import rewrite
+from bits_and_calls import nightly_but
+from crashing import killed
+from damage import flip
+
+torch = pytest.importorskip("torch")
+from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
+from list_recorder import TinyModel, batches  # noqa: E402
+from muon_runs import SmallGPT, muon_and_adamw  # noqa: E402
+from recorded_models import OwnModel, same  # noqa: E402
+from small_trainings import contents, same_values  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from trajstore import RunWriter, open_run, verify  # noqa: E402
+from trajstore.errors import (  # noqa: E402
+    FormatError,
+    InvalidArgument,
+    NothingToResume,
+    RecordingError,
+    StepNotFound,
+    VariableNotRecorded,
+)
+from trajstore.trainers import TrajectoryCallback, capture, develop, restore  # noqa: E402
+from trajstore.trainers.recording.options import torch_threads  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS, EVERY = 7, 3  # keyframes: 0, 3, 6, 7
+
+
+class Loop:
+    """A training loop. `step` is its body, which `develop` gets."""
+
+    optimizers: Any
+    model: Any
+    scaler: Any = None
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.observe: Callable[..., None] = lambda **values: None
+
+    def inputs(self, number: int) -> list[Any]:
+        """The inputs of the micro-batches of a step."""
+        return batches(1, number)
+
+    def step(self, inputs: list[Any]) -> None:
+        raise NotImplementedError
+
+    def after(self, number: int) -> None:
+        """What the loop does between the steps."""
+
+    def train(self, path: Path, first: int = 0, last: int = STEPS, **options: Any) -> list[Any]:
+        """Record the loop; the states after each step."""
+        options = {"variables": "keyframes", "keyframe_every": EVERY, "block_rows": 2,
+                   "scaler": self.scaler, **self.options, **options}  # fmt: skip
+        states = [self.state()]
+        with capture(self.model, self.optimizers, path, first_step=first, **options) as run:
+            self.observe = run.observe
+            for number in range(first, last):
+                self.step(self.inputs(number))
+                states.append(self.state())
+                self.after(number)
+        return states
+
+    def develop(self, path: Path, at: int, **options: Any) -> Any:
+        return develop(path, self.model, self.optimizers, self.step, at=at, scaler=self.scaler,
+                       **options)  # fmt: skip
+
+    def state(self) -> Any:
+        """A copy of everything that torch keeps."""
+        made = self.optimizers if isinstance(self.optimizers, tuple) else (self.optimizers,)
+        states = [optimizer.state_dict()["state"] for optimizer in made]
+        return copy.deepcopy((dict(self.model.state_dict()), states))
+
+
+class Scheduled(Loop):
+    """The loop computes the loss and clips; the rate of each step is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyModel(torch.bfloat16)
+        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizers, max_lr=0.02, total_steps=STEPS + 1
+        )
+
+    def inputs(self, number: int) -> list[Any]:
+        (batch,) = super().inputs(number)
+        return [{"ids": batch["input_ids"], "targets": batch["labels"]}]
+
+    def step(self, inputs: list[Any]) -> None:
+        for part in inputs:
+            logits = self.model(part["ids"])["logits"]
+            loss = cross_entropy(logits.flatten(0, 1).float(), part["targets"].flatten())
+            loss.backward()
+            self.observe(loss=loss, inputs=part)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        self.take()
+
+    def take(self) -> None:
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+
+    def after(self, number: int) -> None:
+        self.schedule.step()
+
+
+class Accumulated(Loop):
+    """Micro-batches of several lengths, dropout, buffers, and a loop that draws numbers, too."""
+
+    options: ClassVar[dict[str, Any]] = {"parameter": "embedding.weight"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = OwnModel(dropout=0.1)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizers = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+    def inputs(self, number: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.tensor(number % 2 == 0)
+        return [
+            {"ids": torch.randint(0, 11, (2, 3 + part), generator=generator), "whole": whole}
+            for part in range(3)
+        ]
+
+    def step(self, inputs: list[Any]) -> None:
+        for part in inputs:
+            logits = self.model(part["ids"], whole=bool(part["whole"]))
+            (cross_entropy(logits, part["ids"].flatten()) / len(inputs)).backward()
+            self.observe(inputs=part)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+
+    def after(self, number: int) -> None:
+        torch.rand(number + 1)
+
+
+class Scaled(Loop):
+    """A float16 loop whose scaler skips the first steps, and grows again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyModel()
+        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
+
+    def step(self, inputs: list[Any]) -> None:
+        with torch.autocast("cpu", torch.float16):
+            loss = self.model(**inputs[0])["loss"]
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizers)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        self.scaler.step(self.optimizers)
+        self.scaler.update()
+        self.optimizers.zero_grad()
+
+
+class Pair(Loop):
+    """Muon and AdamW, whose rates fall."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SmallGPT()
+        self.optimizers = muon_and_adamw(self.model)
+
+    def step(self, inputs: list[Any]) -> None:
+        self.model(**inputs[0])["loss"].backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def after(self, number: int) -> None:
+        for group in [group for one in self.optimizers for group in one.param_groups]:
+            group["lr"] *= 0.8
+
+
+Recorded = Callable[..., tuple[Path, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Records a kind of loop once; the run, and the states after each step."""
+    folder = tmp_path_factory.mktemp("recorded")
+
+    @functools.cache
+    def record(kind: type[Loop], variables: str = "keyframes") -> tuple[Path, list[Any]]:
+        path = folder / f"{kind.__name__}-{variables}.zarr"
+        return path, kind().train(path, variables=variables)
+
+    return record
+
+
+@pytest.fixture
+def run(recorded: Recorded, tmp_path: Path) -> Path:
+    """A copy of the run of `Scheduled`."""
+    return Path(shutil.copytree(recorded(Scheduled)[0], tmp_path / "run.zarr"))
+
+
+@pytest.mark.parametrize(
+    "kind", nightly_but([Scheduled, Accumulated, Scaled, Pair], Accumulated, Scaled)
+)
+def test_a_loop_reaches_every_tensor_of_a_step(kind: type[Loop], recorded: Recorded) -> None:
+    path, states = recorded(kind)
+    loop = kind()
+    for at, keyframe in ((5, 3), (2, 0), (3, 3)):
+        done = loop.develop(path, at)
+        assert (done.steps, done.keyframe, done.difference) == (at - keyframe, keyframe, None)
+        assert same(loop.state(), states[at]), at
+
+
+@pytest.mark.parametrize("kind", nightly_but([Scheduled, Accumulated, Scaled, Pair], Accumulated))
+def test_developed_steps_are_recorded_with_everything(
+    kind: type[Loop], recorded: Recorded, tmp_path: Path
+) -> None:
+    kind().develop(recorded(kind)[0], 5, output=tmp_path / "part.zarr")
+    part = open_run(tmp_path / "part.zarr", chunks=None)
+    assert part.step.values.tolist() == [3, 4, 5]
+    whole = open_run(recorded(kind, "everything")[0], chunks=None).sel(step=[3, 4, 5])
+    assert {*part.data_vars} == {*whole.data_vars}
+    for name in whole.data_vars:
+        rows = [ds[name].values[ds.step.values > 3] for ds in (part, whole)]
+        assert rows[0].tobytes() == rows[1].tobytes(), name
+    for name in ("W", "params"):
+        assert part[name].values[0].tobytes() == whole[name].values[0].tobytes()
+    assert verify(tmp_path / "part.zarr").clean
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Scheduled,
+        Accumulated,
+    ],
+)
+def test_a_loop_reaches_the_first_and_the_last_step(kind: type[Loop], recorded: Recorded) -> None:
+    path, states = recorded(kind)
+    loop = kind()
+    for at in (0, STEPS):
+        assert loop.develop(path, at).difference is None
+        assert same(loop.state(), states[at])
+
+
+class Unclipped(Scheduled):
+    """A loop that forgets to clip."""
+
+    def step(self, inputs: list[Any]) -> None:
+        for part in inputs:
+            logits = self.model(part["ids"])["logits"]
+            cross_entropy(logits.flatten(0, 1).float(), part["targets"].flatten()).backward()
+        self.take()
+
+
+class Exchanged(Scheduled):
+    """A recording that observes the inputs of steps 2 and 3 in the wrong order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def step(self, inputs: list[Any]) -> None:
+        told = self.inputs({1: 2, 2: 1}.get(self.number, self.number))
+        observe = self.observe
+        self.observe = lambda loss, inputs: observe(loss=loss, inputs=told[0])
+        super().step(inputs)
+        self.observe = observe
+        self.number += 1
+
+
+def test_another_loop_is_an_error_with_step_and_parameter(run: Path) -> None:
+    before = contents(run)
+    with pytest.raises(
+        NothingToResume,
+        match=r"at step 4 W, params_digest and 1 more differ, in embedding.weight, mix.weight and "
+        r".*step\(\) does what the loop did.*allow_different=True",
+    ):
+        Unclipped().develop(run, 5)
+    assert contents(run) == before
+
+
+def test_a_difference_can_be_allowed(run: Path) -> None:
+    done = Unclipped().develop(run, 5, allow_different=True)
+    assert (done.steps, done.keyframe) == (2, 3)
+    assert done.difference is not None
+    assert done.difference.startswith("at step 4 ")
+
+
+def test_exchanged_batches_are_an_error(tmp_path: Path) -> None:
+    Exchanged().train(tmp_path / "run.zarr", last=4)
+    assert Scheduled().develop(tmp_path / "run.zarr", 1).difference is None
+    with pytest.raises(NothingToResume, match=r"at step 2 .* in embedding.weight"):
+        Scheduled().develop(tmp_path / "run.zarr", 2)
+
+
+class Summed(Scheduled):
+    """A loop whose loss has sums that several threads share."""
+
+    options: ClassVar[dict[str, Any]] = {"keyframe_every": 100}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.float()
+
+    def step(self, inputs: list[Any]) -> None:
+        generator = torch.Generator().manual_seed(int(inputs[0]["ids"].sum()))
+        noise = torch.randn(1 << 20, generator=generator)
+        factor = noise.sum() + noise.dot(noise.roll(1))
+        logits = self.model(inputs[0]["ids"])["logits"]
+        (logits.square().mean() * factor).backward()
+        self.observe(inputs=inputs[0])
+        self.take()
+
+
+@pytest.mark.nightly
+def test_another_number_of_threads_is_named(tmp_path: Path) -> None:
+    with torch_threads(2):
+        Summed().train(tmp_path / "run.zarr")
+    with (
+        torch_threads(1),
+        pytest.raises(NothingToResume, match=r"_digest .*threads was 2 and is now 1"),
+    ):
+        Summed().develop(tmp_path / "run.zarr", STEPS - 1)
+    with torch_threads(2):
+        assert Summed().develop(tmp_path / "run.zarr", STEPS - 1).difference is None
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("keyframes/params/c.1.0", FormatError),
+        ("keyframes/W/c.1.0.0", FormatError),
+        ("keyframes/params_exp_avg/c.1.0", FormatError),
+        ("params_digest/c.1.0", FormatError),
+        ("params_digest/c.2.0", RecordingError),
+        ("inputs/c.2.0", FormatError),
+    ],
+)
+def test_a_flipped_bit_is_named(name: str, error: type[Exception], run: Path) -> None:
+    flip(run / name, 8 * 30 + 3)
+    with pytest.raises(error, match=rf"{name}.*the checksum does not match"):
+        Scheduled().develop(run, 5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "places", "parameter"),
+    [
+        ("params", [(1, 5), (1, 9)], "mix.weight"),
+        pytest.param("params", [(1, 66), (1, 67)], "mix.bias", marks=pytest.mark.nightly),
+        pytest.param("W", [(1, 4, 0), (1, 6, 3)], "embedding.weight", marks=pytest.mark.nightly),
+    ],
+)
+def test_an_altered_keyframe_does_not_fit_its_digest(
+    variable: str, places: list[Any], parameter: str, run: Path
+) -> None:
+    for place in places:
+        rewrite(run / "keyframes", variable, place)
+    assert verify(run).clean  # each checksum fits
+    with pytest.raises(FormatError, match=rf"the keyframe of step 3 .* digest of {parameter};"):
+        Scheduled().develop(run, 5)
+    assert Scheduled().develop(run, 2).difference is None
+
+
+@pytest.mark.parametrize(("times", "after"), [(0, 3), (2, 5)])
+def test_a_body_takes_exactly_one_step(times: int, after: int, run: Path) -> None:
+    class Wrong(Scheduled):
+        def step(self, inputs: list[Any]) -> None:
+            for _ in range(times):
+                super().step(inputs)
+
+    with pytest.raises(InvalidArgument, match=rf"ended after optimizer step {after}, expected 4"):
+        Wrong().develop(run, 5)
+
+
+def test_steps_and_runs_that_cannot_be_developed(run: Path, recorded: Recorded) -> None:
+    with pytest.raises(StepNotFound, match="no row of step 9; the nearest: 7"):
+        Scheduled().develop(run, 9)
+    with pytest.raises(InvalidArgument, match=r"got at=1\.5, expected a whole"):
+        Scheduled().develop(run, 1.5)  # type: ignore[arg-type]
+    everything, _ = recorded(Scheduled, "everything")
+    with pytest.raises(VariableNotRecorded, match=r"no keyframes; .*variables='keyframes'"):
+        Scheduled().develop(everything, 5)
+    with pytest.raises(StepNotFound, match=r"from the keyframe 3 \(trajstore\.trainers\.develop"):
+        restore(run, Scheduled().model, Scheduled().optimizers, step=5)
+
+
+def test_a_step_whose_inputs_did_not_fit(tmp_path: Path) -> None:
+    class Longer(Scheduled):
+        def inputs(self, number: int) -> list[Any]:
+            parts = super().inputs(number)
+            longer = {name: part.repeat(50, 1) for name, part in parts[0].items()}
+            return [longer] if number == 1 else parts
+
+    Longer().train(tmp_path / "run.zarr", last=3)
+    assert Longer().develop(tmp_path / "run.zarr", 1).difference is None
+    with pytest.raises(VariableNotRecorded, match="inputs of step 2, because they did not fit"):
+        Longer().develop(tmp_path / "run.zarr", 2)
+
+
+def test_a_body_gets_the_indices_of_the_examples(tmp_path: Path) -> None:
+    data = torch.cat([batch["input_ids"] for batch in batches(STEPS)])
+
+    class Indexed(Scheduled):
+        def inputs(self, number: int) -> list[Any]:
+            return [{"batch": torch.tensor([number, 2, number + 5][: 3 - number % 2])}]
+
+        def step(self, inputs: list[Any]) -> None:
+            self.observe(batch=inputs[0]["batch"])
+            ids = data[inputs[0]["batch"]]
+            self.model(ids, ids)["loss"].backward()
+            self.take()
+
+    states = Indexed().train(tmp_path / "run.zarr")
+    assert "inputs" not in open_run(tmp_path / "run.zarr")
+    loop = Indexed()
+    assert loop.develop(tmp_path / "run.zarr", 5).difference is None
+    assert same(loop.state(), states[5])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(Accumulated, marks=pytest.mark.nightly),
+        Pair,
+    ],
+)
+def test_a_loop_that_lost_its_last_rows_continues(
+    kind: type[Loop], recorded: Recorded, tmp_path: Path
+) -> None:
+    """A kill can leave keyframes of steps whose rows are not committed."""
+    whole, _ = recorded(kind)
+    path = Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+    RunWriter.resume(path, rows=5).close("interrupted")
+    resume(kind(), path)
+    for part in (".", "keyframes"):
+        same_values(whole / part, path / part)
+    assert verify(path).clean
+
+
+def resume(loop: Loop, path: Path, **options: Any) -> None:
+    """Restore the last step that the run holds, and train the rest."""
+    first = restore(path, loop.model, loop.optimizers)
+    loop.train(path, first=first, resume=True, **options)
+
+
+LONGER: dict[str, Any] = {"last": 2 * STEPS, "block_rows": 1}
+
+
+def train(path: Path, told: Connection) -> None:
+    """Record a loop in a process, telling each step."""
+    Accumulated().train(path, on_step=lambda run: told.send(run.step), **LONGER)
+
+
+@pytest.mark.nightly
+def test_a_killed_loop_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
+    Accumulated().train(whole, **LONGER)
+    assert killed(train, path, after_step=10)
+    assert verify(path).clean
+    resume(Accumulated(), path, **LONGER)
+    for part in (".", "keyframes"):
+        same_values(whole / part, path / part)
+
+
+@pytest.mark.nightly
+def test_the_body_of_a_trainer(tmp_path: Path) -> None:
+    """The inputs have the number of tokens that the loss is divided by."""
+    states = {}
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            states[state.global_step] = state_of(given["model"], given["optimizer"].optimizer)
+
+    def state_of(model: Any, optimizer: Any) -> Any:
+        return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()["state"]))
+
+    torch.manual_seed(1)
+    run = TrajectoryCallback(tmp_path / "run.zarr", variables="keyframes", keyframe_every=EVERY)
+    given = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "data": examples(30)}
+    trainer_of(tiny_gpt2(), tmp_path, run, Keep(), **given).train()
+    model = tiny_gpt2()
+    trainer = trainer_of(model, tmp_path, **given)
+    optimizer = trainer.create_optimizer()
+
+    def step(inputs: list[Any]) -> None:
+        for part in inputs:
+            count = part.pop("num_items_in_batch")
+            trainer.compute_loss(model, part, num_items_in_batch=count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for at in (5, 2):
+        assert develop(tmp_path / "run.zarr", model, optimizer, step, at=at).difference is None
+        assert same(state_of(model, optimizer), states[at])
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+def test_the_body_of_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from trajstore.trainers import LightningCallback
+
+    class Lit(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.model = tiny_gpt2()
+            self.states: dict[int, Any] = {}
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+        def on_train_batch_end(self, *given: Any) -> None:
+            self.states[self.global_step] = copy.deepcopy(dict(self.model.state_dict()))
+
+    lit = Lit()
+    run = LightningCallback(
+        tmp_path / "run.zarr", module="model", variables="keyframes", keyframe_every=EVERY
+    )
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[run],
+    )  # fmt: skip
+    trainer.fit(lit, torch.utils.data.DataLoader(examples(30), batch_size=4, shuffle=True))
+    other = Lit()
+    optimizer = other.configure_optimizers()
+
+    def step(inputs: list[Any]) -> None:
+        other.training_step(inputs[0], 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for at in (5, 2):
+        done = develop(tmp_path / "run.zarr", other.model, optimizer, step, at=at)
+        assert done.difference is None
+        assert same(dict(other.model.state_dict()), lit.states[at])
