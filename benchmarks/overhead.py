@@ -55,6 +55,8 @@ CASES = {
     "145 everything clipped": Case(145, 64, clips=True, tier="everything", steps=60),
     "row of 2.4 MB": Case(5, 64, vocabulary=2_344),
     "row of 25.7 MB": Case(5, 64, vocabulary=25_129, steps=64, turns=1, pause=0.1),
+    "25 keyframes": Case(tier="keyframes"),
+    "145 keyframes clipped": Case(145, 64, clips=True, tier="keyframes", steps=60),
     "Trainer": Case(trainer=True),
     "Trainer everything": Case(trainer=True, tier="everything"),
 }

@@ -286,6 +286,7 @@ class Schedule:
         self.stops = False
         training: Any = SimpleNamespace(
             config=SimpleNamespace(
+                has_keyframes=False,
                 training=SimpleNamespace(steps=STEPS),
                 recording=SimpleNamespace(checkpoint_every=every),
             )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
-from altered_runs import rewrite  # noqa: E402
 from small_trainings import Straight, same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
@@ -89,13 +86,3 @@ def test_a_fork_to_another_optimizer_has_none_of_the_state(
     assert (ds.attrs["status"], ds.sizes["step"]) == ("complete", STEPS + 1)
     assert not {"momentum_buffer", "params_momentum_buffer", "param_kept"} & {*ds}
     assert verify(other).clean
-
-
-def test_a_fork_reports_that_the_next_row_differs(straight: Straight, tmp_path: Path) -> None:
-    source, notes = tmp_path / "run.zarr", []  # type: ignore[var-annotated]
-    shutil.copytree(straight(config_of("trainer")), source)
-    rewrite(source, "params_grad", (8, 5))
-    other = fork(source, tmp_path / "other.zarr", at=7, on_note=notes.append)
-    assert "at step 8 params_grad differs" in next(note for note in notes if "differs" in note)
-    W = xr.open_zarr(other).W.values
-    assert np.array_equal(W, xr.open_zarr(source).W.values)
