@@ -11,7 +11,7 @@ from grammar_files import FORMATS, imported, stored, truth
 
 from trajstore.errors import FormatError
 from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, named
-from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
+from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OF_EXAMPLES, VARIABLES
 
 
 def test_no_name_has_two_roles() -> None:
@@ -23,7 +23,7 @@ def test_no_name_has_two_roles() -> None:
 def test_every_variable_has_a_role_under_its_own_name() -> None:
     for name, entry in VARIABLES.items():
         kind = named(name).kind
-        if name in (*MODEL, *EVERYTHING, *OF_EXAMPLES):  # only native files have them
+        if name in (*MODEL, *EVERYTHING, *INTEGERS, *OF_EXAMPLES):  # only native files have them
             assert kind is None
             continue
         assert kind is not None
