@@ -7,7 +7,6 @@ each step, and compare them with those of the run.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from trajstore.errors import (
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath, location
-from trajstore.trainers.recording.capture import Recorder, attach, open_recorder
+from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
@@ -36,7 +35,7 @@ from trajstore.trainers.runs.retraining import explain_difference
 from trajstore.trainers.step_model import StepModel, restore, set_generators, set_numbers
 from trajstore.trainers.step_state import RunParameters, row_of
 
-_COMPARED = ("W", "params_digest", "grad_digest")
+_COMPARED = ("W", "params_digest", "step_digest")
 
 
 @checks_types
@@ -49,8 +48,6 @@ def develop(
     at: int,
     scaler: Any = None,
     ends_step: Any = None,
-    output: RunPath | None = None,
-    overwrite: bool = False,
     allow_different: bool = False,
 ) -> Developed:
     """Set a model and its optimizer to the state after any step of a run with keyframes.
@@ -79,12 +76,8 @@ def develop(
         Scaler of the loss, if the recording had one.
     ends_step : Optimizer, optional
         As for `capture`.
-    output : path-like, optional
-        Record the developed steps, from the keyframe on, as a new run of the tier ``everything``.
-    overwrite : bool
-        Replace an existing `output`.
     allow_different : bool
-        Continue after a difference, and return it; `output` has a note of it.
+        Continue after a difference, and return it.
 
     Returns
     -------
@@ -132,7 +125,7 @@ def develop(
     row_of(run, stored.all_steps, at)
     # The random state after a step is in the row of the next one.
     possible = stored.followed if "random_state" in stored else stored.steps
-    keyframe = int(possible[possible <= at - (output is not None)].max(initial=-1))
+    keyframe = int(possible[possible <= at].max(initial=-1))
     if keyframe < 0:
         raise VariableNotRecorded(
             f"{run} has no keyframe to develop step {at} from; develop the run that it was forked "
@@ -145,16 +138,7 @@ def develop(
     comparison = Comparison(variables=_COMPARED)
     options, loop = _options(run), TrainingLoop(scaler=scaler, first_step=keyframe)
     quiet: dict[str, Any] = {"comparison": comparison, "on_note": lambda sentence: None}
-    with contextlib.ExitStack() as stack:
-        recorder = stack.enter_context(open_recorder(model, joined, run, options, loop, **quiet))
-        if output is not None:
-            # Memory for two rows of four tensors of each parameter, and their encoding.
-            film = stack.enter_context(
-                attach(model, optimizer, output, variables="everything",
-                       parameter=options.parameter, first_step=keyframe, scaler=scaler,
-                       ends_step=ends_step, overwrite=overwrite,
-                       memory=(1 << 30) + 12 * sum(p.nbytes for p in model.parameters()))
-            )  # fmt: skip
+    with open_recorder(model, joined, run, options, loop, **quiet) as recorder:
         for number in range(keyframe + 1, at + 1):
             set_numbers(stored, joined, trained, number)
             if "random_state" in stored:
@@ -162,7 +146,13 @@ def develop(
             if scaler is not None and "scale" in stored:
                 factor = float(stored.value("scale", number))
                 scaler.load_state_dict(scaler.state_dict() | {"scale": factor})
-            step(_inputs(stored, model, number))
+            inputs = _inputs(stored, model, number)
+            names = [sorted(each) for each in inputs]
+            try:
+                step(inputs)
+            except Exception as error:
+                error.add_note(f"the inputs of step {number} of {run} are {names}")
+                raise
             _check_taken(recorder, number)
             if comparison.difference is not None and told is None:
                 device = next(model.parameters()).device
@@ -173,8 +163,6 @@ def develop(
                         "check that step() does what the loop did, and that the inputs determine "
                         "it, or give " + argument("allow_different", True)
                     )
-                if output is not None:
-                    film.mention(f"the developed steps differ from those of {run}: {told}")
     return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
 
 

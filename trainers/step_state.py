@@ -168,7 +168,7 @@ class RunParameters:
             self._of_steps = {name: group[name] for name in names}
             self._place = location(run) / KEYFRAMES
             if not (self._place / METADATA_KEY).exists():
-                raise VariableNotRecorded(f"{run} has no keyframe yet")
+                raise VariableNotRecorded(f"{run} has no keyframes, or none yet")
             group = open_group(self._place)
             self.attributes = group.attrs.asdict() | {"created": self.attributes["created"]}
         table = self.attributes.get("parameters")

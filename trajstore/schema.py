@@ -171,7 +171,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
     ("inputs", ("step", "word"), _IN, "zero", "1",
      "tensors that the forward passes of the step got, after their description"),
     ("params_digest", _MODEL, _AFTER, "initial", "1", "digest of each parameter after the step"),
-    ("grad_digest", _STEP, _IN, "zero", "1", "digest of all gradients that the step used"),
+    ("step_digest", _STEP, _IN, "zero", "1",
+     "digest of the gradients that the step used, and of the buffers after it"),
 )  # fmt: skip
 
 KEPT = Variable("param_kept", _MODEL, _AFTER, "zero", "1",
@@ -210,7 +211,7 @@ IMPORTED = ("delta",)
 TRAJECTORIES = ("W", "delta", "cells")
 """Variables with the values or the changes of the parameter. Every run holds one of them."""
 
-INTEGERS = ("inputs", "params_digest", "grad_digest")
+INTEGERS = ("inputs", "params_digest", "step_digest")
 """Variables of int64. All others are floating-point numbers."""
 
 KEYFRAMES = "keyframes"

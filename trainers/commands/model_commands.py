@@ -75,8 +75,9 @@ def evaluate(
     (--text), attention, cka, logit-lens and generation (--prompt). A function is called with the
     model and the step, and returns a dict of numbers, arrays and texts.
 
-    The run must be recorded with --variables everything. After a kill or an error, the same command
-    evaluates the missing steps only. The results have the steps of the run: xr.merge joins both.
+    The run must be recorded with --variables everything or keyframes. Steps between keyframes need
+    --select. After a kill or an error, the same command evaluates the missing steps only. The
+    results have the steps of the run: xr.merge joins both.
 
     \b
     Example:
@@ -159,7 +160,8 @@ def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
 def checkout(run: str, output: str, constructor: str | None, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
-    The run must be recorded with --variables everything. The weights have the recorded bits.
+    The run must be recorded with --variables everything or keyframes. The weights have the recorded
+    bits.
     AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
     tokenizer, if the run has one. Of a model that is not of transformers, which needs
     --constructor, the folder has model.pt, its state dict.

@@ -310,10 +310,10 @@ def fork(run: str, at: int, output: str, **options: Any) -> None:
     """Continue a run from one of its steps with other settings, as a new run.
 
     Settings that may change: optimizer and schedule, training.steps, training.max_grad_norm,
-    training.autocast, model.dtype=float32. A run with --variables everything forks from any row.
-    Otherwise, without a checkpoint of that step, the earlier steps are trained again. The fork
-    shares the rows before that step; it does not copy them. `trajstore record --resume -o FORK`
-    resumes a fork.
+    training.autocast, model.dtype=float32. A run with --variables everything forks from any row,
+    one with keyframes trains from the keyframe before the step. Otherwise, without a checkpoint of
+    that step, the earlier steps are trained again. The fork shares the rows before that step; it
+    does not copy them. `trajstore record --resume -o FORK` resumes a fork.
 
     \b
     Example:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import EVERYTHING, MODEL
-from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.store.writing.resumed_run import in_all_processes
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
@@ -35,7 +36,6 @@ from trajstore.trainers.recording.planned_run import PlannedRun, Recording, plan
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import StepHooks
 from trajstore.trainers.recording.step_inputs import StepInputs
-from trajstore.trainers.recording.torch_internals import name_outside_compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -391,11 +391,8 @@ def open_recorder(
                     )
                 if "inputs" in options.resolved:
                     recording.inputs = StepInputs(notes.mention)
-                if not {"params_digest", "grad_digest"}.isdisjoint(options.resolved):
-                    named = unwrap(model).named_parameters()
-                    recording.digests = StepDigests(
-                        {name_outside_compile(name): tensor for name, tensor in named}
-                    )
+                if not {"params_digest", "step_digest"}.isdisjoint(options.resolved):
+                    recording.digests = StepDigests(unwrap(model))
                 planned = plan_runs(path, parameters, recording, shares)
             rows = []
             for run in planned:
@@ -429,8 +426,10 @@ def open_recorder(
 
 def _keyframes(planned: PlannedRun) -> ParameterRows:
     """Return the rows of keyframes, which resume those that exist; a fork begins without."""
-    resumes = planned.recording.options.resume and (planned.path / METADATA_KEY).exists()
-    return ParameterRows(planned, ExistingRun.find(planned) if resumes else None)
+    options = planned.recording.options.resumed_or_new([planned.path])
+    if options.resume:
+        return ParameterRows(planned, ExistingRun.find(planned))
+    return ParameterRows(replace(planned, recording=replace(planned.recording, options=options)))
 
 
 def _report(on_note: Callable[[str], None] | None, sentence: str) -> None:

@@ -135,6 +135,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(kind), b.view(kind))
 
 
+def bit_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the sums of the bit patterns of each tensor, and of their squares, modulo 2⁶⁴."""
+    sums = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten()
+        words = flat.view(getattr(torch, f"int{8 * min(flat.itemsize, 8)}")).to(torch.int64)
+        sums.append((int(words.sum()), int((words * words).sum())))
+    return sums
+
+
 class RowTarget(Protocol):
     """What takes the rows of a training: a `RunWriter`, or a `ComparedRun`."""
 

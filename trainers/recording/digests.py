@@ -1,4 +1,4 @@
-"""Digests of the parameters and gradients of a step: 64 bits that depend on every bit.
+"""Digests of parameters, gradients and buffers of a step: 64 bits that depend on every bit.
 
 The bytes of a tensor, and zeros up to a multiple of 8, are read as words: signed integers of 64
 bits, little-endian. Each word is mixed twice: z = word · F, then the lower half of z becomes lower
@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.trainers.recording.parameters import as_dense
+from trajstore.trainers.recording.torch_internals import name_outside_compile
 
 ROW = 1 << 14
 """Words of a row: those that are mixed together, in the cache of a processor."""
@@ -65,11 +66,10 @@ def _joined(
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    flat = as_dense(tensor.detach()).contiguous().flatten()
-    each = 8 // flat.itemsize
-    if missing := -len(flat) % each:
+    flat = as_dense(tensor.detach()).contiguous().flatten().view(torch.uint8)
+    if missing := -len(flat) % 8:
         flat = torch.nn.functional.pad(flat, (0, missing))
-    elif flat.storage_offset() % each:
+    elif flat.storage_offset() % 8:
         flat = flat.clone()
     return flat.view(torch.int64)
 
@@ -114,7 +114,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Parameters
     ----------
     tensors : sequence of tensor
-        Of floating-point numbers, on one device.
+        On one device.
 
     Returns
     -------
@@ -147,20 +147,23 @@ class StepDigests:
 
     Parameters
     ----------
-    parameters : mapping of str to tensor
-        All parameters of the model, tied ones once.
+    model : Module
+        Not wrapped.
 
     Attributes
     ----------
     names : tuple of str
-        Names of the parameters.
+        Names of all parameters of the model, tied ones once.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.names = tuple(parameters)
-        self._parameters = [*parameters.values()]
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self.names = tuple(map(name_outside_compile, named))
+        self._model = model
+        self._parameters = [*named.values()]
         self._numbers = {id(tensor): number for number, tensor in enumerate(self._parameters)}
         self._of_gradients: torch.Tensor | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of_parameters(self) -> torch.Tensor:
         """Return the digest of each parameter now, (parameter,)."""
@@ -168,26 +171,38 @@ class StepDigests:
 
     def add_gradients(self, groups: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> None:
         """Add the gradients that an optimizer uses; a missing one counts as zeros."""
-        used = sorted(
-            (self._numbers[id(parameter)], parameter.grad)
+        used = {
+            self._numbers[id(parameter)]: parameter.grad
             for group in groups
             for parameter in group["params"]
             if parameter.grad is not None and id(parameter) in self._numbers
-        )
-        if not used:
-            return
-        of_each = digests([gradient for _, gradient in used])
-        factors = _weights(0, len(self.names), of_each.device)[[number for number, _ in used]]
-        total = (of_each * factors).sum()
+        }
+        total = _joint_digest(used)
         before = self._of_gradients
         self._of_gradients = total if before is None else before + total.to(before.device)
 
+    def _of_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the digests of the parameters, and that of all buffers, now."""
+        buffers = enumerate(self._model.buffers(), len(self.names))
+        return self.of_parameters(), _joint_digest(dict(buffers))
+
+    def is_still(self) -> bool:
+        """Return True if parameters and buffers are those after the last step."""
+        pairs = zip(self._last or (), self._of_state(), strict=True)
+        return all(torch.equal(last, now) for last, now in pairs)
+
     def after_step(self) -> dict[str, torch.Tensor]:
         """Return the variables of the step, and begin the next one."""
+        self._last = of_parameters, total = self._of_state()
         of_gradients, self._of_gradients = self._of_gradients, None
-        of_parameters = self.of_parameters()
-        none = of_parameters.new_zeros(())
-        return {
-            "params_digest": of_parameters,
-            "grad_digest": none if of_gradients is None else of_gradients,
-        }
+        if of_gradients is not None:
+            total = of_gradients + total.to(of_gradients.device)
+        return {"params_digest": of_parameters, "step_digest": total}
+
+
+def _joint_digest(tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the digests of numbered tensors, each times the weight of its number."""
+    numbers = sorted(tensors)
+    of_each = digests([tensors[number] for number in numbers])
+    factors = _weights(0, max(numbers, default=0) + 1, of_each.device)[numbers]
+    return (of_each * factors).sum()

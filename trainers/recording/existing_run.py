@@ -54,6 +54,8 @@ class ExistingRun:
         Attributes of the root that change.
     last_state : mapping of str to tensor
         If the state of the model is recorded, the rest of the state in that row.
+    last_digests : tensor of int64, (parameter,), or None
+        Digests of the parameters in that row, if the run has them.
     compared : ComparedRun or None
         Set if the following rows are only compared with those of the run.
     """
@@ -68,6 +70,7 @@ class ExistingRun:
     optimizer: Mapping[str, Any]
     attributes: Mapping[str, Any]
     last_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    last_digests: torch.Tensor | None = None
     compared: ComparedRun | None = None
 
     @classmethod
@@ -124,6 +127,7 @@ class ExistingRun:
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
             last_state={name: _row(arrays[name], last) for name in state},
+            last_digests=_row(arrays[name], last) if (name := "params_digest") in arrays else None,
             compared=compared,
         )
 
@@ -147,6 +151,9 @@ class ExistingRun:
         different: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
         if self.planned.state is not None:
             different += self.planned.state.differing(self.last_state)
+        if self.last_digests is not None and self.planned.recording.digests is not None:
+            now = self.planned.recording.digests.of_parameters().cpu()
+            different += () if torch.equal(now, self.last_digests) else ("params_digest",)
         if different and self.compared is not None:
             comparison = self.compared.comparison
             difference = RowDifference(step=step, row=self.rows - 1, variables=different)

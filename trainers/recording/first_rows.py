@@ -132,7 +132,8 @@ class FirstRows:
                     )
                 last.setdefault(name, empty)
         of_run = variables_of(state_attribute(self._optimizer, kept))
-        if "batch" in last and "inputs" not in self._options.required:
+        inputs = self._planned.recording.inputs
+        if "batch" in last and inputs is not None and not inputs.are_observed:
             variables = tuple(name for name in variables if name != "inputs")
         recorded = tuple(name for name in variables if name in last and name in of_run)
         self._note_lacks(parameter, [name for name in variables if name not in last])

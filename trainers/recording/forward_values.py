@@ -167,6 +167,8 @@ class ForwardPasses:
             deliver["loss"] = self.loss.observed(loss)
         if logits is not None:
             deliver["logits"] = functools.partial(self._add_logits, *self._last_logits(logits))
+        if not deliver:
+            return
         last = self._events[-1] if self._events else None
         is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
         if isinstance(last, Observation) and is_other and last.number == self._number:

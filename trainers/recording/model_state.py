@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
@@ -55,6 +55,11 @@ _GRADIENTS = "params_grad"
 
 OF_ADAM = ("params_exp_avg", "params_exp_avg_sq", "params_count")
 """Variables that Adam has after its first step."""
+
+_MOVED = (
+    "the loop draws random numbers between the forward passes of a step, and the model draws, too, "
+    "so such a step cannot be repeated; give the loop a torch.Generator of its own"
+)
 
 STATE = ("params", "exp_avg", "exp_avg_sq", *OF_ADAM, "buffers")
 """Variables that determine the next step, except W and those of the optimizer's own names."""
@@ -124,6 +129,7 @@ class ModelState:
         }
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
+        self._after_pass: torch.Tensor | None = None  # if the model draws
         self._draws: bool | None = None  # unknown before the first forward pass
         self._buffers = ModelBuffers(self._model) if "buffers" in self.variables else None
         self.take_initial()
@@ -257,16 +263,25 @@ class ModelState:
 
     # A step --------------------------------------------------------------------------------------
 
-    def watch(self, hooks: ModuleHooks, model: torch.nn.Module, passes: ForwardPasses) -> None:
+    def watch(
+        self,
+        hooks: ModuleHooks,
+        model: torch.nn.Module,
+        passes: ForwardPasses,
+        on_note: Callable[[str], None],
+    ) -> None:
         """Add the hooks that take the states of the random generators."""
         if "random_state" in self.variables:
-            self._passes = passes
+            self._passes, self._on_note = passes, on_note
             hooks.before(model, self._before_forward, first=True)
             hooks.after(model, self._after_forward)
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._passes.current is not None:
-            self._before_pass = random_state(self._matrix.device)
+            before, after = random_state(self._matrix.device), self._after_pass
+            if after is not None and not torch.equal(before, after):
+                self._on_note(_MOVED)
+            self._before_pass = before
             self._passes.current.keep("random_state", self._use_random_state, self._before_pass)
 
     def _use_random_state(self, before: torch.Tensor) -> None:
@@ -275,8 +290,10 @@ class ModelState:
             self._random = before
 
     def _after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._draws and self._before_pass is not None:
-            self._draws = not torch.equal(self._before_pass, random_state(self._matrix.device))
+        if self._before_pass is not None:
+            after = random_state(self._matrix.device)
+            self._draws = self._draws or not torch.equal(self._before_pass, after)
+            self._after_pass = after if self._draws else None
         self._before_pass = None
 
     @property
@@ -351,7 +368,7 @@ class ModelState:
         if first and is_keyframe:
             self.kept = find_kept(self.optimizer, self.kept)
         state = self._state(variables) if is_keyframe else {}
-        random, self._random = self._random, None
+        random, self._random, self._after_pass = self._random, None, None
         if random is not None and self._draws:
             if not first and "random_state" not in variables:
                 raise CannotFollow(

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.device_to_host import Value
-from trajstore.trainers.recording.digests import digests
+from trajstore.trainers.recording.device_to_host import Value, bit_sums
 from trajstore.trainers.recording.examples import StepExamples
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import ForwardPasses
@@ -50,8 +49,8 @@ _SEVERAL_ASSIGNED = (
     "of the step are not known; pass them with observe()"
 )
 _NO_KEYFRAME = (
-    "the run has no keyframe of its last step, because the parameters have changed since; close "
-    "the recording before you load other weights"
+    "the run has no keyframe of its last step, because parameters or buffers have changed since; "
+    "close the recording before you load other weights or call the model in training mode"
 )
 
 _NAN = torch.tensor(float("nan"), device="cpu")
@@ -76,7 +75,7 @@ class EmptySteps:
         self._versions: list[int] = []
         self._witnesses: dict[Optimizer, list[torch.Tensor]] = {}  # parameters that a step changes
         self._before: list[torch.Tensor] = []  # parameters whose sums were taken
-        self._sums: list[int] = []
+        self._sums: list[tuple[int, int]] = []
         self._states: list[dict[str, tuple[int, int]]] = []  # what it kept of the matrices
 
     def begin(self, optimizer: Optimizer, calls: StepCalls) -> None:
@@ -91,7 +90,7 @@ class EmptySteps:
             self._versions = versions(trained)
             # A step that writes to `Tensor.data` counts nothing. At first all are read.
             self._before = self._witnesses.get(optimizer, trained)
-            self._sums = self._digests()
+            self._sums = bit_sums(self._before)
             self._states = [rows.marks_of_state() for rows in self._rows]
 
     def is_empty(self, optimizer: Optimizer, calls: StepCalls, *, has_closure: bool) -> bool:
@@ -107,15 +106,12 @@ class EmptySteps:
             return not (self._has_gradients or has_closure)
         if has_counted or not counts:
             return False
-        sums = zip(self._before, self._sums, self._digests(), strict=True)
         before, self._before = self._before, []
+        sums = zip(before, self._sums, bit_sums(before), strict=True)
         changed = {parameter for parameter, old, new in sums if old != new}
         if before:
             self._choose_witnesses(optimizer, changed)
         return not changed and self._states == [rows.marks_of_state() for rows in self._rows]
-
-    def _digests(self) -> list[int]:
-        return [int(digests([parameter])) for parameter in self._before]
 
     def _may_be_empty(self, calls: StepCalls) -> bool:
         return not calls.is_plain and len(self._optimizer.members) == 1
@@ -223,7 +219,8 @@ class StepEnd:
         if self.recording.summaries is not None:
             scalars |= self.recording.summaries.after_step()
         if self.recording.inputs is not None:
-            scalars["inputs"] = self.recording.inputs.value()
+            recorded = any("inputs" in rows.variables for rows in self.rows)
+            scalars["inputs"] = self.recording.inputs.value() if recorded else None
         if self.recording.digests is not None:
             scalars |= self.recording.digests.after_step()
         return scalars
@@ -273,9 +270,9 @@ class StepEnd:
         keyframes = self.rows[0].keyframes if self.rows else None
         if keyframes is None or state is None or digests is None:
             return
-        if keyframes.writer is None or keyframes.last_step == number:
+        if keyframes.writer is None or keyframes.last_step == number or not self._of_last:
             return
-        if not torch.equal(digests.of_parameters(), self._of_last["params_digest"]):
+        if not digests.is_still():
             self._on_note(_NO_KEYFRAME)
             return
         row = self._of_last | state.after_step(keyframes.variables, first=False)

@@ -182,7 +182,7 @@ class StepHooks:
         if self._rows:
             self._forward.watch(hooks, model, head, watched)
             if self._recording.state is not None:
-                self._recording.state.watch(hooks, model, self._forward)
+                self._recording.state.watch(hooks, model, self._forward, self._notes.mention)
         self._forward.watch_model(hooks, model)
         if self._recording.inputs is not None:
             self._recording.inputs.watch(hooks, model, self._forward)

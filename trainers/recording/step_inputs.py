@@ -30,6 +30,10 @@ from trajstore.trainers.recording.parameters import as_dense
 Inputs = dict[str, torch.Tensor]
 """The tensors of one forward pass, by the names of the model's arguments."""
 
+_ONE = (
+    "steps are developed from the tensor {name} alone, which the model gets; if the loss needs "
+    "others, such as targets, pass all with observe(inputs=…)"
+)
 _TOO_LONG = (
     "inputs: a step has {words} words, but the rows have room for {room}; such a step cannot be "
     "developed. Start with the largest batch"
@@ -48,10 +52,13 @@ class StepInputs:
     ----------
     room : int
         Words of a row; 0 before the first row.
+    are_observed : bool
+        True if the loop passes them.
     """
 
     def __init__(self, on_note: Callable[[str], None]) -> None:
         self.room = 0
+        self.are_observed = False
         self._on_note = on_note
         self._signature: inspect.Signature | None = None
         self._parts: list[Inputs] = []
@@ -88,7 +95,7 @@ class StepInputs:
             raise InvalidArgument(
                 f"inputs: got {reprlib.repr(inputs)}, expected a dict of tensors by name"
             )
-        taken = self._taken(inputs)
+        taken, self.are_observed = self._taken(inputs), True
         return lambda: self._parts.append(taken)
 
     def _taken(self, named: Mapping[str, Any]) -> Inputs:
@@ -115,6 +122,8 @@ class StepInputs:
             for part in tensors
         ]
         size = len(head) + sum(map(len, values))
+        if not self.room and not self.are_observed and max(map(len, self._parts)) == 1:
+            self._on_note(_ONE.format(name=next(iter(self._parts[0]))))
         self.room = self.room or 2 << size.bit_length()  # room for longer batches
         if size > self.room:
             self._on_note(_TOO_LONG.format(words=size, room=self.room))

@@ -118,6 +118,8 @@ def develop_run(
     array([1, 2])
     """
     place = location(run)
+    if location(output).absolute() == place.absolute():
+        raise InvalidArgument(f"{output} is the run to develop; choose another path")
     group: Any = open_group(place)
     attributes: dict[str, Any] = group.attrs.asdict()
     _check_developable(run, attributes)

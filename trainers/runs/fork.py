@@ -141,7 +141,7 @@ def fork(
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    newest = None if source.in_rows else newest_state(source.path, len(source.steps))
+    newest = None if source.in_rows else newest_state(source.path, len(source.steps), until=at)
     sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)

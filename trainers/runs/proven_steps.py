@@ -210,7 +210,7 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     if not attributes.get("config") or attributes.get("imported") or computed:
         raise InvalidArgument(
             f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
-            "restore the row before a step in your program, and train the step there: restore()"
+            "train a step in your program: after restore(), or with keyframes in develop()"
         )
     run = location(path)
     if not holds_state(run, recorded_config(run)):

@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 """Called with the step and the last one to repeat."""
 
 
-_WHOLE = "recording.variables=everything,params_digest,grad_digest"
+_WHOLE = "recording.variables=everything,params_digest,step_digest"
 """Setting with which developed steps are recorded."""
 
 

@@ -99,6 +99,8 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     parameter = attribute(facts, "recording", "parameter")
     if parameter:
         out.print(f"Recorded parameter: {parameter}.")
+    if every := attribute(facts, "recording", "keyframe_every"):
+        out.print(f"Keyframes every {every} steps; their bytes are only in the sum on disk.")
     out.print(
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
@@ -223,7 +225,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     "--gradients",
     is_flag=True,
     help="With --replay: train each step again from the row before it, and compare all "
-    "variables. For runs of `trajstore record` with everything.",
+    "variables. For runs of `trajstore record` with everything or keyframes.",
 )
 @SELECT("step", note="Needs --gradients.")
 @click.option(
@@ -319,14 +321,20 @@ def repair(run: str, dry_run: bool) -> None:
       trajstore repair gatsby.zarr
     """
     from trajstore.integrity.repair import repair as mend
+    from trajstore.schema import KEYFRAMES
+    from trajstore.store.storage.remote_path import METADATA_KEY, location
 
-    with BytesProgress("checking") as progress:
-        done = mend(run, dry_run=dry_run, on_progress=progress.show, on_plan=print_repair)
-    if done.actions and not dry_run:
-        out.print(f"{done.path.name} is repaired.")
-    elif dry_run:
-        print_advice(done)
-    if done.unrepaired:
+    keyframes = location(run) / KEYFRAMES
+    unrepaired: list[str] = []
+    for part in (run, keyframes) if (keyframes / METADATA_KEY).exists() else (run,):
+        with BytesProgress("checking") as progress:
+            done = mend(part, dry_run=dry_run, on_progress=progress.show, on_plan=print_repair)
+        unrepaired += done.unrepaired
+        if done.actions and not dry_run:
+            out.print(f"{done.path.name} is repaired.")
+        elif dry_run:
+            print_advice(done)
+    if unrepaired:
         sys.exit(1)
 
 

@@ -43,6 +43,7 @@ from trajstore.installation import __version__
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, open_tiled
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import (
@@ -472,6 +473,8 @@ def _export_run(
     damaged = DamagedChunks(request.runs[0]) if fill_damaged else None
     part = request.select(open_tiled(request.runs[0]) if damaged is None else damaged.run)
     notes: list[str] = []
+    if attribute(part.run.attributes, "recording", "keyframe_every") is not None:
+        notes.append("the copy has no keyframes; to keep them, copy the folder of the run")
     with staged_run(request.file, overwrite=request.overwrite) as path:
         write_run(
             path,

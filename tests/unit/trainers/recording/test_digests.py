@@ -215,11 +215,11 @@ def test_the_gradients_of_several_optimizers_have_one_digest() -> None:
     step.add_gradients([{"params": parameters[2:]}, {"params": parameters[1:2]}])
     step.add_gradients([{"params": [parameters[0], torch.nn.Parameter(draw(3))]}])
     found = step.after_step()
-    assert unsigned(int(found["grad_digest"])) == plain_gradient_digest(
+    assert unsigned(int(found["step_digest"])) == plain_gradient_digest(
         [parameter.grad for parameter in parameters]
     )
     assert found["params_digest"].tolist() == digests(parameters).tolist()
-    assert int(step.after_step()["grad_digest"]) == 0  # of the next step
+    assert int(step.after_step()["step_digest"]) == 0  # of the next step
 
 
 def test_two_exchanged_gradients_change_the_digest() -> None:
@@ -230,7 +230,7 @@ def test_two_exchanged_gradients_change_the_digest() -> None:
         for number, parameter in enumerate(parameters):
             parameter.grad = draw(6) + (number + shift) % 2
         step.add_gradients([{"params": parameters}])
-        found.append(int(step.after_step()["grad_digest"]))
+        found.append(int(step.after_step()["step_digest"]))
     assert found[0] != found[1]
 
 
@@ -249,7 +249,7 @@ def test_the_rows_of_a_run_have_the_digests_of_the_loop(tmp_path: Path) -> None:
             optimizer.step()
             of_parameters.append([*map(plain_digest, model.parameters())])
     ds = xr.open_zarr(tmp_path / "run.zarr", chunks=None)
-    assert ds.params_digest.dtype == ds.grad_digest.dtype == np.int64
+    assert ds.params_digest.dtype == ds.step_digest.dtype == np.int64
     assert ds.params_digest.values.view(np.uint64).tolist() == of_parameters
-    assert ds.grad_digest.values.view(np.uint64).tolist() == of_gradients
+    assert ds.step_digest.values.view(np.uint64).tolist() == of_gradients
     assert ds.parameter.values.tolist() == [name for name, _ in model.named_parameters()]

@@ -84,7 +84,7 @@ def same_steps(part: Path, whole: Path) -> xr.Dataset:
     """The part, whose rows have all variables of the same steps of the whole run."""
     ds = open_run(part, chunks=None).load()
     rows = open_run(whole, chunks=None).sel(step=ds.step.values).load()
-    assert {*rows.data_vars} == {*ds.data_vars} - {"params_digest", "grad_digest"}
+    assert {*rows.data_vars} == {*ds.data_vars} - {"params_digest", "step_digest"}
     for name in rows.data_vars:
         assert rows[name].values.tobytes() == ds[name].values.tobytes(), name
     return ds
@@ -310,14 +310,14 @@ def test_steps_follow_from_the_keyframes_before_them(run: Path, copied: Path) ->
     found = prove(run)
     assert found.clean
     assert (found.steps, found.proven, found.unproven) == (STEPS, STEPS, ())
-    assert {"W", "params_digest", "grad_digest"} <= {*found.variables}
+    assert {"W", "params_digest", "step_digest"} <= {*found.variables}
 
 
 @pytest.mark.parametrize(
     ("variable", "where"),
     [
         pytest.param("logits", (5, 7), marks=pytest.mark.nightly),
-        pytest.param("grad_digest", (5,), marks=pytest.mark.nightly),
+        pytest.param("step_digest", (5,), marks=pytest.mark.nightly),
         ("params_digest", (5, 2)),
     ],
 )
