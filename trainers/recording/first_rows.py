@@ -133,8 +133,11 @@ class FirstRows:
                 last.setdefault(name, empty)
         of_run = variables_of(state_attribute(self._optimizer, kept))
         inputs = self._planned.recording.inputs
-        if "batch" in last and inputs is not None and not inputs.are_observed:
-            variables = tuple(name for name in variables if name != "inputs")
+        if inputs is not None and "inputs" in variables and not inputs.are_observed:
+            if "batch" in last and "inputs" not in self._options.required:
+                variables = tuple(name for name in variables if name != "inputs")
+            else:
+                inputs.note_single()
         recorded = tuple(name for name in variables if name in last and name in of_run)
         self._note_lacks(parameter, [name for name in variables if name not in last])
         for _, row in self._rows:

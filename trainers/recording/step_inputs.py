@@ -102,6 +102,11 @@ class StepInputs:
         # Copies: the loop may fill the tensors again.
         return {name: as_dense(value.detach()).clone() for name, value in _tensors(named)}
 
+    def note_single(self) -> None:
+        """Note that the model gets one tensor only, perhaps without targets."""
+        if max(map(len, self._parts), default=0) == 1:
+            self._on_note(_ONE.format(name=next(iter(self._parts[0]))))
+
     def value(self) -> torch.Tensor | None:
         """Return the words of the current step; None if no forward pass had inputs."""
         if not any(self._parts):
@@ -122,8 +127,6 @@ class StepInputs:
             for part in tensors
         ]
         size = len(head) + sum(map(len, values))
-        if not self.room and not self.are_observed and max(map(len, self._parts)) == 1:
-            self._on_note(_ONE.format(name=next(iter(self._parts[0]))))
         self.room = self.room or 2 << size.bit_length()  # room for longer batches
         if size > self.room:
             self._on_note(_TOO_LONG.format(words=size, room=self.room))

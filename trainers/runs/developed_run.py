@@ -147,12 +147,18 @@ def develop_run(
     train = partial(train_again, place, text, sources=sources, on_retrain=show)
     with staged_run(output, overwrite=overwrite) as new:
         if begin > keyframe:
-            reached = train(state, begin, first_row=len(recorded) if allow_different else 0)
-            state, difference = reached.state, reached.difference
+            reached = train(state, begin)
+            difference = reached.difference
+            if difference is not None and allow_different:  # again, to the end
+                state = newest_state(place, len(recorded), until=begin)  # training has changed it
+                reached = train(state, begin, first_row=len(recorded))
+            state = reached.state
         part, memory = new.with_name("developed.zarr"), recorded_config(place).recording.memory
-        if difference is None:
+        if difference is None or allow_different:
             train(state, max(last, begin + 1), part=part)
-            difference = _first_difference(place, part, range(first, last + 1), memory)
+            difference = difference or _first_difference(
+                place, part, range(first, last + 1), memory
+            )
         told = None if difference is None else explain_difference(place, difference)
         if told is not None and not allow_different:
             raise NothingToResume(

@@ -557,3 +557,78 @@ def test_the_body_of_lightning(tmp_path: Path) -> None:
         done = develop(tmp_path / "run.zarr", other.model, optimizer, step, at=at)
         assert done.difference is None
         assert same(dict(other.model.state_dict()), lit.states[at])
+
+
+class Normalized(Loop):
+    """Batch normalization keeps statistics in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(
+            torch.nn.Embedding(5, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 5)
+        )
+        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.options = {"parameter": "0.weight"}
+
+    def inputs(self, number: int) -> list[Any]:
+        return [{"input": torch.arange(number, number + 4) % 5}]
+
+    def step(self, inputs: list[Any]) -> None:
+        self.model(inputs[0]["input"]).square().sum().backward()
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+
+
+def test_a_pass_between_the_steps_changes_statistics_and_is_named(tmp_path: Path) -> None:
+    loop = Normalized()
+    loop.after = lambda number: loop.model(torch.arange(5))  # type: ignore[method-assign]
+    loop.train(tmp_path / "run.zarr")
+    with pytest.raises(NothingToResume, match="at step 2 step_digest differs"):
+        Normalized().develop(tmp_path / "run.zarr", 2)
+
+
+def test_other_buffers_at_the_end_are_no_keyframe(tmp_path: Path) -> None:
+    loop = Normalized()
+    with capture(loop.model, loop.optimizers, tmp_path / "run.zarr", variables="keyframes",
+                 keyframe_every=EVERY, **loop.options) as run:  # fmt: skip
+        for number in range(2):
+            loop.step(loop.inputs(number))
+        loop.model(torch.arange(5))
+    assert any("no keyframe of its last step" in note for note in run.notes())
+    assert open_run(tmp_path / "run.zarr/keyframes").step.values.tolist() == [0, 1]
+
+
+def test_a_loop_continues_with_the_parameters_of_its_run(tmp_path: Path) -> None:
+    loop, path = Normalized(), tmp_path / "run.zarr"
+    loop.train(path, last=2)
+    with torch.no_grad():
+        loop.model[2].bias += 1
+    with pytest.raises(NothingToResume, match="params_digest of the training differ"):
+        loop.train(path, first=2, resume=True)
+
+
+def test_draws_between_the_passes_of_a_step_are_noted(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Dropout(), torch.nn.Linear(3, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"variables": "keyframes", "parameter": "0.weight"}
+    for draws in (False, True):
+        with capture(model, optimizer, tmp_path / f"{draws}.zarr", **options) as run:
+            for _ in range(2):
+                torch.rand(1)  # before the first pass: each row has the state after it
+                for _ in range(2):
+                    model(torch.arange(5)).sum().backward()
+                    if draws:
+                        torch.rand(1)
+                optimizer.step()
+        assert any("between the forward passes" in note for note in run.notes()) == draws
+
+
+def test_an_error_of_the_body_has_the_names_of_the_inputs(run: Path) -> None:
+    def step(inputs: list[Any]) -> None:
+        raise KeyError("targets")
+
+    loop = Scheduled()
+    with pytest.raises(KeyError) as error:
+        develop(run, loop.model, loop.optimizers, step, at=2)
+    assert "the inputs of step 1 of" in error.value.__notes__[0]
+    assert "[['ids', 'targets']]" in error.value.__notes__[0]

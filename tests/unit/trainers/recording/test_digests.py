@@ -209,7 +209,7 @@ def plain_gradient_digest(gradients: list[Any]) -> int:
 
 def test_the_gradients_of_several_optimizers_have_one_digest() -> None:
     parameters = [torch.nn.Parameter(draw(6)) for _ in range(4)]
-    step = StepDigests({f"p{number}": tensor for number, tensor in enumerate(parameters)})
+    step = StepDigests(torch.nn.ParameterList(parameters))
     for number in (0, 2, 3):
         parameters[number].grad = draw(6) + number
     step.add_gradients([{"params": parameters[2:]}, {"params": parameters[1:2]}])
@@ -226,7 +226,7 @@ def test_two_exchanged_gradients_change_the_digest() -> None:
     parameters = [torch.nn.Parameter(draw(6)) for _ in range(2)]
     found = []
     for shift in (0, 1):
-        step = StepDigests({"one": parameters[0], "other": parameters[1]})
+        step = StepDigests(torch.nn.ParameterList(parameters))
         for number, parameter in enumerate(parameters):
             parameter.grad = draw(6) + (number + shift) % 2
         step.add_gradients([{"params": parameters}])
@@ -253,3 +253,18 @@ def test_the_rows_of_a_run_have_the_digests_of_the_loop(tmp_path: Path) -> None:
     assert ds.params_digest.values.view(np.uint64).tolist() == of_parameters
     assert ds.step_digest.values.view(np.uint64).tolist() == of_gradients
     assert ds.parameter.values.tolist() == [name for name, _ in model.named_parameters()]
+
+
+def test_buffers_count_after_the_parameters() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    step, before = StepDigests(model), model.num_batches_tracked.clone()
+    found = []
+    for tracked in (before, before + 1):
+        model.num_batches_tracked.copy_(tracked)
+        found.append(unsigned(int(step.after_step()["step_digest"])))
+        numbers = splitmix64(5)
+        buffers = [model.running_mean, model.running_var, model.num_batches_tracked]
+        assert found[-1] == unsigned(
+            sum(plain_digest(buffer) * numbers[2 + n] for n, buffer in enumerate(buffers))
+        )
+    assert found[0] != found[1]

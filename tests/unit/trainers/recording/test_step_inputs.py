@@ -146,7 +146,7 @@ def test_a_run_with_the_indices_of_its_examples_has_no_inputs(tmp_path: Path) ->
         ds = open_run(path)
         assert "inputs" not in ds
         assert ds.batch.values[1].tolist() == [4, 1]
-        assert not any("inputs" in note for note in notes)
+        assert not [note for note in notes if "inputs" in note]
 
 
 def test_observed_inputs_replace_those_of_the_model(tmp_path: Path) -> None:

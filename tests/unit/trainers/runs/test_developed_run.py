@@ -372,3 +372,25 @@ def test_keyframes_need_a_row_of_each_step() -> None:
     config = config_of("plain", KEYFRAMES, "recording.every=2")
     with pytest.raises(InvalidArgument, match=r"every: got 2.*set keyframe_every"):
         record(config, "unused.zarr")
+
+
+def test_a_run_is_not_replaced_by_its_own_steps(copied: Path) -> None:
+    with pytest.raises(InvalidArgument, match="is the run to develop"):
+        develop_run(copied, copied, steps=[2], overwrite=True)
+    assert verify(copied).clean
+
+
+def test_a_copy_without_keyframes_says_so(copied: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["export", str(copied), "--format", "run", "-o", str(tmp_path / "copy.zarr")]
+    )
+    assert "the copy has no keyframes" in result.output
+
+
+def test_a_damaged_keyframe_is_dropped_by_a_repair(copied: Path) -> None:
+    flip(copied / "keyframes" / "params" / "c.2.0", 800)
+    (problem, *_) = verify(copied).problems
+    assert problem.array == "keyframes/params"
+    assert CliRunner().invoke(main, ["repair", str(copied)]).exit_code == 0
+    assert verify(copied).clean
+    assert len(open_run(copied / "keyframes").step) == 2
