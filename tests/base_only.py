@@ -30,6 +30,7 @@ COMMANDS = {
     "analyze gatsby.zarr speed --scheduler tcp://127.0.0.1:1": "cluster",
     "annotate gatsby.zarr --tokenizer ascii --overwrite": "train",
     "checkout gatsby.zarr --at 1 -o checkout": "train",
+    "develop gatsby.zarr --select step=1 -o part": "train",
     "compare gatsby.zarr gatsby.zarr": "",
     "evaluate gatsby.zarr loss --text text.txt -o loss.zarr": "train",
     "explore gatsby.zarr": "explore",

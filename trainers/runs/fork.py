@@ -141,7 +141,8 @@ def fork(
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    newest = None if source.in_rows else newest_state(source.path, len(source.steps), until=at)
+    created = str(source.attributes.get("created"))
+    newest = CheckpointFolder(source.path).newest(created, len(source.steps))  # with the sources
     sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
