@@ -55,7 +55,7 @@ def develop(
     The keyframe before the step is restored, and the steps after it are trained again. Before each
     one, the random generators, the learning rates, the hyperparameters of the group of W, and the
     factor of the scaler get their recorded values. After each one, W and the digests of all
-    parameters and gradients are compared with the recorded ones.
+    parameters, gradients and buffers are compared with the recorded ones.
 
     Parameters
     ----------

@@ -430,7 +430,6 @@ def restore(
             f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
             f"step {step}; restore step {_last_step(stored, draws=True)}, or one before it"
         )
-    stored.check_keyframe(step)
     states = state_of(stored, step)
     _check_types(stored, model)
     joined = JoinedOptimizer(optimizer)
@@ -444,7 +443,9 @@ def restore(
             f"{recorded.name} is not in the optimizer, but that of {stored.run} trained it; build "
             "the optimizer with the recorded parameters"
         )
-    tensors.copy(stored.row(step, tensors.variables))
+    row = stored.row(step, tensors.variables)
+    stored.check_keyframe(step, row)
+    tensors.copy(row)
     of_tensors: dict[torch.Tensor, dict[str, Any]] = {
         trained[recorded]: values for recorded, values in states.items()
     }

@@ -292,8 +292,14 @@ class RunParameters:
                 settings[parameter.group] |= known
         return settings
 
-    def check_keyframe(self, step: int) -> None:
+    def check_keyframe(self, step: int, row: Row) -> None:
         """Compare the parameters of a keyframe with their digests; without keyframes do nothing.
+
+        Parameters
+        ----------
+        step : int
+        row : mapping of str to ndarray
+            Its row, with all parameters.
 
         Raises
         ------
@@ -302,7 +308,6 @@ class RunParameters:
         """
         if "params_digest" not in self._of_steps:
             return
-        row = self.row(step, self.variables())
         tensors = [tensor_of(each.bits(row), each.native) for each in self.parameters]
         wrong = digests(tensors).numpy() != self.value("params_digest", step)
         if wrong.any():

@@ -190,9 +190,8 @@ class Recorder:
             ``labels``.
         inputs : mapping, optional
             All tensors that determine the micro-batch, by name (those in a list or dict by
-            ``NAME.KEY``), in place of those that the model
-            gets: for example ids and targets, if the loop computes the loss. They are recorded
-            with the tier ``keyframes``.
+            ``NAME.KEY``), in place of those that the model gets: for example ids and targets, if
+            the loop computes the loss. They are recorded with the tier ``keyframes``.
 
         Raises
         ------

@@ -16,11 +16,7 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import CHECKPOINT, Location, checkpoint_folder
 from trajstore.threads import submit
 from trajstore.trainers.recording.capture import Recorder
-from trajstore.trainers.runs.run_state import (
-    RunState,
-    rows_hold_state,
-    stored_name,
-)
+from trajstore.trainers.runs.run_state import RunState, rows_hold_state, stored_name
 from trajstore.trainers.runs.training_setup import Training
 
 

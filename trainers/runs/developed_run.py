@@ -2,7 +2,7 @@
 
 A step is trained from the keyframe before it, with the configuration of the run. Every variable of
 each row has to agree with the recorded row, bit for bit. With the digests, this covers all
-parameters and gradients.
+parameters, gradients and buffers.
 """
 
 from __future__ import annotations

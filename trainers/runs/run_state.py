@@ -146,8 +146,8 @@ class RunState:
             If a keyframe does not fit its digests.
         """
         stored = RunParameters(run)
-        stored.check_keyframe(step)
         row = stored.row(step, stored.variables())
+        stored.check_keyframe(step, row)
         tensors = {
             _MODEL + parameter.name: tensor_of(parameter.bits(row), parameter.native)
             for parameter in stored.parameters

@@ -59,7 +59,7 @@ class Loop:
         return batches(1, number)
 
     def step(self, inputs: list[Any]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each loop has a body of its own
 
     def after(self, number: int) -> None:
         """What the loop does between the steps."""
