@@ -49,6 +49,7 @@ MODULES = {
     "moment_sizes": "trajstore.analysis.optimizer.moment_sizes",
     "moment_stuck": "trajstore.analysis.optimizer.lost_updates",
     "nearest_distance": "trajstore.analysis.cloud.near_vectors",
+    "nearest_tokens": "trajstore.analysis.cloud.near_vectors",
     "over_runs": "trajstore.analysis.several_runs",
     "path_efficiency": "trajstore.analysis.motion.paths",
     "pca": "trajstore.analysis.cloud.shape",

@@ -10,6 +10,7 @@ from trajstore.analysis.cloud.directions import sky as sky
 from trajstore.analysis.cloud.identical_vectors import clusters as clusters
 from trajstore.analysis.cloud.near_vectors import adjacency as adjacency
 from trajstore.analysis.cloud.near_vectors import nearest_distance as nearest_distance
+from trajstore.analysis.cloud.near_vectors import nearest_tokens as nearest_tokens
 from trajstore.analysis.cloud.shape import inertia as inertia
 from trajstore.analysis.cloud.shape import pca as pca
 from trajstore.analysis.layer_metrics import Attention as Attention
@@ -108,6 +109,7 @@ __all__ = [
     "moment_sizes",
     "moment_stuck",
     "nearest_distance",
+    "nearest_tokens",
     "over_runs",
     "path_efficiency",
     "pca",
@@ -162,6 +164,7 @@ class Methods:
     moment_sizes = as_method(moment_sizes)
     moment_stuck = as_method(moment_stuck)
     nearest_distance = as_method(nearest_distance)
+    nearest_tokens = as_method(nearest_tokens)
     over_runs = as_method(over_runs, each=False)
     path_efficiency = as_method(path_efficiency)
     pca = as_method(pca)

@@ -34,42 +34,60 @@ from trajstore.values.native_types import ordinal
 _DISTANCES = 1 << 23
 
 
-def _nearest(vectors: Wide) -> Wide:
-    """Distance of each vector to the nearest other one, for finite, distinct vectors.
+def _nearest(vectors: Wide, k: int, of: Numbers) -> tuple[Numbers, Wide]:
+    """Numbers and distances of the k nearest other vectors, for finite, distinct vectors.
 
-    |y|² − 2x·y selects the candidates for the nearest vector, up to rounding. Their distances are
+    |y|² − 2x·y selects the candidates for the nearest vectors, up to rounding. Their distances are
     then computed from differences.
+
+    Parameters
+    ----------
+    vectors : ndarray of float64, (vector, hidden)
+    k : int
+        Fewer are found if there are fewer others.
+    of : ndarray of int64
+        Numbers of the vectors whose nearest are found.
+
+    Returns
+    -------
+    others : ndarray of int64, (of, rank)
+        The nearest first. Of vectors at the same distance, that with the smallest number.
+    distances : ndarray of float64, (of, rank)
     """
     count = len(vectors)
-    if count < 2:
-        return np.full(count, np.nan)
+    k = min(k, count - 1)
+    others, distances = np.empty((of.size, max(k, 0)), np.int64), np.empty((of.size, max(k, 0)))
+    if k < 1:
+        return others, distances
     about = vectors - vectors.mean(0)
     squares = (about * about).sum(1)
-    result = np.empty(count)
     # The error of each sum is at most its length times its largest term, times epsilon.
     slack = 4 * (about.shape[1] + 4) * np.finfo(np.float64).eps * squares.max()
     size = max(1, _DISTANCES // count)
-    for start in range(0, count, size):
-        part = slice(start, min(start + size, count))
-        near = about[part] @ about.T
+    for start in range(0, of.size, size):
+        part = slice(start, start + size)
+        near = about[of[part]] @ about.T
         near *= -2
         near += squares
-        rows = np.arange(part.stop - start)
-        near[rows, rows + start] = np.inf
-        limits = near.min(1) + slack
-        result[part] = _exact(vectors, start, near <= limits[:, None])
-    return result
+        near[np.arange(len(near)), of[part]] = np.inf
+        limits = near.min(1) if k == 1 else np.partition(near, k - 1, axis=1)[:, k - 1]
+        row, other = np.nonzero(near <= (limits + slack)[:, None])
+        distance = _distances(vectors, of[part][row], other)
+        order = np.lexsort((other, distance, row))
+        ends = np.searchsorted(row, np.arange(len(near)))  # rows stay in their order
+        first = order[ends[:, None] + np.arange(k)]
+        others[part], distances[part] = other[first], distance[first]
+    return others, distances
 
 
-def _exact(vectors: Wide, start: int, candidates: Groups) -> Wide:
-    """Smallest distance of each row to its candidates."""
-    result = np.full(len(candidates), np.inf)
+def _distances(vectors: Wide, of: Numbers, others: Numbers) -> Wide:
+    """Distances of pairs of vectors, computed from their differences."""
+    result = np.empty(of.size)
     most = max(1, _DISTANCES // vectors.shape[1])
-    rows, others = np.nonzero(candidates)
-    for at in range(0, rows.size, most):
-        row, candidate = rows[at : at + most], others[at : at + most]
-        difference = vectors[start + row] - vectors[candidate]
-        np.minimum.at(result, row, np.sqrt((difference * difference).sum(1)))
+    for at in range(0, of.size, most):
+        pairs = slice(at, at + most)
+        difference = vectors[of[pairs]] - vectors[others[pairs]]
+        result[pairs] = np.sqrt((difference * difference).sum(1))
     return result
 
 
@@ -94,7 +112,9 @@ def _nearest_kernel(values: Array, members: Numbers) -> Wide:
     first, vector = divide(wide)
     usable = np.isfinite(wide[first]).all(1)
     distances = np.full(first.size, np.nan)
-    distances[usable] = _nearest(wide[first[usable]])
+    nearest = _nearest(wide[first[usable]], 1, np.arange(np.count_nonzero(usable)))[1]
+    if nearest.size:
+        distances[usable] = nearest[:, 0]
     result[members] = distances[vector]
     result[-1] = _entropy(distances[usable], wide.shape[1])
     return result
@@ -160,6 +180,128 @@ def nearest_distance(
     }
     coords = scan.coords("W", ("step", "token"), rows)
     return dataset(variables, coords).assign_attrs(population=population)
+
+
+_NO_NEIGHBOR = {-1: "none"}
+_TEXT = np.dtypes.StringDType()
+
+
+def _nearest_tokens_kernel(
+    values: Array, members: Numbers, places: Numbers, labels: Numbers, k: int
+) -> dict[str, Array]:
+    """Labels and distances of the nearest tokens of the tokens at some places, (token, rank)."""
+    nearest = np.full((places.size, k), -1, np.int64)
+    distances = np.full((places.size, k), np.nan)
+    members = members[np.isfinite(values[members]).all(1)]
+    wide = values[members].astype(np.float64) + 0.0  # −0 and +0 have distance 0
+    first, group = divide(wide)
+    # A smaller number is a group with a smaller token. Then ties are as between tokens.
+    rank = np.argsort(np.argsort(first))
+    first, group = np.sort(first), rank[group]
+    inside = np.searchsorted(members, places)
+    asked = np.flatnonzero(np.isin(places, members))
+    of, number = np.unique(group[inside[asked]], return_inverse=True)
+    others, apart = _nearest(wide[first], k, of)
+    by_group = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
+    for row, each in zip(asked, number, strict=True):
+        groups = [by_group[at][: k + 1] for at in (of[each], *others[each])]
+        away = np.repeat([0.0, *apart[each]], [tokens.size for tokens in groups])
+        tokens = np.concatenate(groups)
+        other = tokens != inside[row]
+        order = np.lexsort((tokens[other], away[other]))[:k]
+        nearest[row, : order.size] = labels[members[tokens[other][order]]]
+        distances[row, : order.size] = away[other][order]
+    return {"nearest_token": nearest, "distance": distances}
+
+
+@quantity(place=81, alone=True)
+def nearest_tokens(
+    scan: Scan,
+    k: Count = 5,
+    tokens: Sequence[int] | int | None = None,
+    steps: Sequence[int] | int | None = None,
+    population: str = "all",
+) -> xr.Dataset:
+    """The k nearest other tokens of each token, and their distances.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    k : int
+        Number of nearest tokens, at least 1.
+    tokens : int or sequence of int, optional
+        Tokens whose nearest are found; default: all.
+    steps : int or sequence of int, optional
+        Steps to compute; default: all. The cost grows with `tokens` times the population.
+    population : str
+        Population that the nearest tokens, and `tokens`, belong to.
+
+    Returns
+    -------
+    Dataset
+        Over (step, token, rank), with ``rank`` from 1, the nearest, to k: ``nearest_token``, int64,
+        and ``distance``, float64, ‖W_i − W_j‖₂. Identical tokens have distance 0. Tokens at the
+        same distance keep their order along token. If the run has the texts of tokens,
+        ``nearest_text`` has those of the nearest. −1, NaN and an empty text if there are fewer than
+        k others, the token is not in the population, or W is not finite.
+
+    Raises
+    ------
+    InvalidArgument
+        For k below 1, an unknown population, or a token that the run does not hold.
+    StepNotFound
+        If a step was not recorded.
+
+    Examples
+    --------
+    >>> near = nearest_tokens(ds, k=3, tokens=ord("e"), steps=20)
+    >>> near.nearest_text.squeeze().values.tolist(), near.distance.squeeze().values.round(2)
+    ([' ', 'a', 'h'], array([0., 0., 0.]))
+    """
+    group = one_population(scan.ds, population)
+    labels = token_labels(scan.ds)
+    asked = labels if tokens is None else np.atleast_1d(tokens).astype(np.int64)
+    if missing := sorted(set(asked.tolist()) - set(labels.tolist())):
+        raise InvalidArgument(f"got tokens={missing[0]}, expected tokens of the run")
+    by_label = np.argsort(labels)
+    places = by_label[np.searchsorted(labels, asked, sorter=by_label)]
+    rows = input_checks.rows_of_steps(scan.ds, steps)
+    variables = {
+        "nearest_token": ResultVariable("i8", "nearest token", None, flags=_NO_NEIGHBOR),
+        "distance": ResultVariable("f8", "distance to the nearest token", scan.units),
+    }
+    measured = measure(
+        _nearest_tokens_kernel,
+        whole_rows(scan.blocks("W"), rows),
+        dims=("step", "nearest_of", "rank"),
+        members=np.nonzero(group)[0],
+        places=places,
+        labels=labels,
+        k=k,
+        dtype=record_of(variables),
+        sizes={"nearest_of": asked.size, "rank": k},
+        by_row=True,
+    )
+    dims = ("step", "token", "rank")
+    coords = {
+        name: values.isel(token=places) if "token" in values.dims else values
+        for name, values in scan.coords("W", dims, rows).items()
+    }
+    result = table(measured, variables, dims, {**coords, "rank": np.arange(1, k + 1)})
+    if "token_text" in scan.ds.coords:
+        texts = np.array([*scan.ds["token_text"].values[by_label].tolist(), ""], _TEXT)
+        # Computed from `measured`: dask loses a variable that another one is computed from.
+        named = measured.map_blocks(_texts_of, labels=labels[by_label], texts=texts, dtype=_TEXT)
+        attributes = {"long_name": "text of the nearest token"}
+        result = result.assign_coords(nearest_text=(dims, named, attributes))
+    return result.assign_attrs(population=population)
+
+
+def _texts_of(nearest: Array, labels: Numbers, texts: Array) -> Array:
+    """Text of each nearest token; the last one of the texts if there is none."""
+    tokens = nearest["nearest_token"]
+    return np.asarray(texts[np.where(tokens < 0, labels.size, np.searchsorted(labels, tokens))])
 
 
 _ALL_CELLS = 1 << 32

@@ -337,6 +337,8 @@ WRONG_VALUES = [
     ("heatmap", "most_groups", 0),
     ("heatmap", "of", "speed"),
     ("lattice_displacement", "metric", "miles"),
+    ("nearest_tokens", "k", 0),
+    ("nearest_tokens", "tokens", 77),
     ("pca", "first", "grad"),
     ("radial_tangential", "about", "sun"),
     ("separation", "of", "speed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 
@@ -172,6 +173,31 @@ def test_nearest_distance(ds: xr.Dataset) -> None:
             harmonic = sum(1 / number for number in range(1, n))
             entropy = hidden * np.log(expected[finite][first]).mean() + ball + harmonic
             np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
+@given(near_histories(), st.integers(1, 6))
+def test_nearest_tokens(ds: xr.Dataset, k: int) -> None:
+    labels = ds.token.values
+    ds = ds.assign_coords(token_text=("token", [f"<{label}>" for label in labels]))
+    for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
+        got = analysis.nearest_tokens(ds, k, labels[::-1], population=population)
+        got = got.compute(scheduler="sync")
+        assert got.token.values.tolist() == labels[::-1].tolist()
+        for (row, W), place in itertools.product(enumerate(ds.W.values), range(len(labels))):
+            finite = members & np.isfinite(W).all(1)
+            with np.errstate(invalid="ignore"):
+                apart = np.sqrt(((W.astype(np.float64) - W[place]) ** 2).sum(1))
+            others = [other for other in np.flatnonzero(finite) if other != place and finite[place]]
+            others = sorted(others, key=lambda other: apart[other])[:k]  # stable: by token
+            rest = k - len(others)
+            near = got.isel(step=row, token=-1 - place)
+            assert near.nearest_token.values.tolist() == [*labels[others], *[-1] * rest]
+            assert near.nearest_text.values.tolist() == [
+                *(f"<{label}>" for label in labels[others]),
+                *[""] * rest,
+            ]
+            np.testing.assert_array_equal(near.distance, [*apart[others], *[np.nan] * rest])
 
 
 def test_more_distances_than_fit_in_memory_at_once(make_run) -> None:
