@@ -148,6 +148,9 @@ class InitializationConfig(_Section):
     """Type in which the values are drawn and added, before rounding to the weights' type."""
     reseed: bool = False
     """Seed again, with training.seed, right before the embedding is drawn."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed again, with this seed, right before the embedding is drawn: several trainings from one
+    start."""
 
 
 class OptimizerConfig(_Section):

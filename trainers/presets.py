@@ -68,10 +68,45 @@ def duckling() -> RunConfig:
     )
 
 
+def flannel() -> RunConfig:
+    """Flannel 7: 10,000 tokens, 3,699 of them dead, drawn from N(0, 0.02), the Trainer (1.20h)."""
+    return RunConfig(
+        model=ModelConfig(vocab_size=10_000),
+        data=DataConfig(corpus="fineweb", tokenizer="none", live_tokens=6_301, target_offset=2),
+        initialization=InitializationConfig(kind="normal", sigma=0.02, reseed=True),
+        optimizer=OptimizerConfig(weight_decay=0.0),
+        training=TrainingConfig(steps=1_000, batch_size=128),
+    )
+
+
+def thimble() -> RunConfig:
+    """Thimble 7: Flannel's tokens in a plain loop, bfloat16 alone, until all is frozen (1.31a)."""
+    return flannel().with_values(
+        [
+            "initialization.reseed=false",
+            "schedule.name=constant",
+            "training.loop=plain",
+            "training.steps=6000",
+            "training.max_grad_norm=0",
+            "training.autocast=none",
+        ]
+    )
+
+
+def crucible() -> RunConfig:
+    """Crucible 2: Thimble's loop on the next token, dead tokens only, 500 steps (crucible_2)."""
+    return thimble().with_values(
+        ["data.target_offset=1", "training.steps=500", "recording.tokens=dead"]
+    )
+
+
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     make.__name__.replace("_", "-"): make
-    for make in (gatsby, gatsby_gradients, gatsby_adam, wordybird_1, wordybird_1b, duckling)
-}
+    for make in (
+        gatsby, gatsby_gradients, gatsby_adam, wordybird_1, wordybird_1b, duckling, flannel,
+        thimble, crucible,
+    )
+}  # fmt: skip
 
 
 @checks_types

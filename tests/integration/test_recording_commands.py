@@ -31,7 +31,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SMALL_ONES = ("gatsby", "gatsby-gradients", "gatsby-adam")
-PRESETS = (*SMALL_ONES, "wordybird-1", "wordybird-1b", "duckling")
+PRESETS = (
+    *SMALL_ONES, "wordybird-1", "wordybird-1b", "duckling", "flannel", "thimble", "crucible",
+)  # fmt: skip
 
 
 def test_presets_are_listed_and_printed_as_files(
@@ -59,7 +61,8 @@ def test_a_preset_records_without_files(
     assert "embedded" in done.stderr
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == [0, 1, 2]
-    assert abs(ds.loss.values[1] - np.log(ds.sizes["token"])) < 0.1
+    vocabulary = ds.attrs["config"]["model"]["vocab_size"]
+    assert abs(ds.loss.values[1] - np.log(vocabulary)) < 0.1
     assert (np.abs(ds.grad.values[1, ds.is_dead.values]).max(axis=-1) > 0).all()
 
 

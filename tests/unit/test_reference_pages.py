@@ -90,6 +90,9 @@ def test_every_section_and_field_of_the_configuration_is_described() -> None:
 @pytest.mark.torch
 def test_every_preset_is_described() -> None:
     pytest.importorskip("pydantic")
-    from trajstore.trainers.presets import PRESETS
+    from trajstore.trainers.presets import PRESETS, preset
 
     assert [row[0].strip("`") for row in rows("presets.md")] == list(PRESETS)
+    for _, name, changes in rows("presets.md", "Flannel, Thimble and Crucible"):
+        config = preset(name.strip("`"))
+        assert "`" not in changes or config.with_values(re.findall("`(.+?)`", changes)) != config

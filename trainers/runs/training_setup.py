@@ -144,8 +144,8 @@ def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) 
     seed : int
         Seed of the run, for ``config.reseed``.
     """
-    if config.reseed:
-        torch.manual_seed(seed)
+    if config.reseed or config.seed is not None:
+        torch.manual_seed(seed if config.seed is None else config.seed)
     if config.kind == "default":
         return
     matrices = [model.get_input_embeddings().weight]

@@ -35,8 +35,10 @@ def test_toml_names_every_field_and_its_choices() -> None:
 def test_the_presets_are_the_notebooks() -> None:
     assert list(PRESETS) == [
         "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling",
+        "flannel", "thimble", "crucible",
     ]  # fmt: skip
-    assert [make().data.target_offset for make in PRESETS.values()] == [2, 2, 2, 2, 2, 1]
+    offsets = [make().data.target_offset for make in PRESETS.values()]
+    assert offsets == [2, 2, 2, 2, 2, 1, 2, 2, 1]
     assert all(make().training.seed == 42 for make in PRESETS.values())
     adam, bird, longer = (preset(n) for n in ("gatsby-adam", "wordybird-1", "wordybird-1b"))
     assert (adam.optimizer.name, adam.training.loop) == ("adam", "plain")
