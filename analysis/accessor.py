@@ -74,13 +74,16 @@ class TrajAccessor(Methods):
         self._ds = ds
 
     def __repr__(self) -> str:
-        """One line with rows, tokens and variables."""
+        """One line with runs, rows, tokens and variables."""
         ds = self._ds
         steps = ds["step"].values.tolist() if "step" in ds.coords else []
         span = f", steps {steps[0]} to {steps[-1]}" if len(steps) else ""
-        dead = f", {int(ds['is_dead'].sum())} of them dead" if "is_dead" in ds.coords else ""
+        dead = ""
+        if "is_dead" in ds.coords and ds["is_dead"].ndim == 1:  # that of several runs may differ
+            dead = f", {int(ds['is_dead'].sum())} of them dead"
+        runs = f"{ds.sizes['run']} runs" if "run" in ds.dims else "run"
         return (
-            f"<run: {len(steps)} rows{span}; {ds.sizes.get('token', 0)} tokens{dead}; "
+            f"<{runs}: {len(steps)} rows{span}; {ds.sizes.get('token', 0)} tokens{dead}; "
             f"{', '.join(map(str, ds.data_vars)) or 'no variables'}; "
             f"{ds.attrs.get('status', 'part of a run')}>"
         )

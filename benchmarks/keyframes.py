@@ -1,6 +1,6 @@
 """Space of a run with keyframes, and the time to develop its steps.
 
-python benchmarks/keyframes.py [--steps N] [--every K] [--developed N]
+python benchmarks/keyframes.py [--steps N] [--every K] [--developed N] [--dtype TYPE]
 
 Trains Lil Gatsby twice with the same seed, with the tiers `keyframes` and `everything`. Then it
 develops random steps of the first run, and compares all their values with those of the second.
@@ -26,10 +26,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--developed", type=int, default=20)
+    parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    folder = cache() / f"keyframes-{options.steps}"
+    folder = cache() / f"keyframes-{options.steps}-{options.dtype}"
     runs = {tier: folder / f"{tier}.zarr" for tier in ("keyframes", "everything")}
-    changes = [f"training.steps={options.steps}", f"recording.keyframe_every={options.every}"]
+    changes = [f"training.steps={options.steps}", f"recording.keyframe_every={options.every}",
+               f"model.dtype={options.dtype}"]  # fmt: skip
     for tier, path in runs.items():
         config = preset("gatsby").with_values([*changes, f"recording.variables={tier}"])
         record(config, path, resume=True)

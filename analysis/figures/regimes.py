@@ -61,19 +61,19 @@ def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
 def _shade_end(ax: Axes, data: xr.Dataset, look: RunStyle, first: int, last: int) -> None:
     """Shade the steps that leave too few others to count a token as frozen."""
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
-    if last <= end - min_unchanged:
-        return
-    label = f"last {min_unchanged:,} steps: too late to count as frozen"
-    shade_region(ax, max(first, end - min_unchanged), last, label, look.style.grid)
+    begin = max(first, data.attrs.get("last_start", end - min_unchanged))
+    if begin < last:
+        label = f"last {min_unchanged:,} steps: too late to count as frozen"
+        shade_region(ax, begin, last, label, look.style.grid)
 
 
 def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
     facts = freezing.freeze(scan, options.min_unchanged, options.lattice)
     facts = facts[["unchanged_fraction", "frozen_fraction"]].sel(population=shown)
-    early = facts["step"] <= scan.steps[-1] - options.min_unchanged
-    facts["frozen_fraction"] = facts["frozen_fraction"].where(early)
-    return _with_end(facts, scan, options)
+    last = freezing.last_start(scan.steps, options.min_unchanged)
+    facts["frozen_fraction"] = facts["frozen_fraction"].where(facts["step"] <= last)
+    return _with_end(facts, scan, options).assign_attrs(last_start=last)
 
 
 @figure(

@@ -60,6 +60,11 @@ def _by_last_row(
     return np.append(steps, -1), np.where(unchanged >= min_unchanged, following, -1)
 
 
+def last_start(steps: npt.NDArray[np.int64], min_unchanged: int) -> int:
+    """Last step at which a token can begin to be frozen; −1 if the run is too short."""
+    return int(_by_last_row(steps, min_unchanged)[1].max())
+
+
 def _facts_of_tokens(
     state: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_unchanged: int
 ) -> npt.NDArray[np.int64]:

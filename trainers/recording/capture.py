@@ -448,7 +448,7 @@ def attach(
     *,
     ends_step: Any = None,
     scaler: Any = None,
-    max_grad_norm: float = 0.0,
+    max_grad_norm: float | None = None,
     first_step: int = 0,
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
@@ -477,9 +477,10 @@ def attach(
     scaler : GradScaler, optional
         Scaler of the loss, of all optimizers. Gradients are recorded unscaled; a skipped step of
         the matrix's optimizer is marked in ``skipped``.
-    max_grad_norm : float
-        Norm to which the loop clips all gradients; 0 is no clipping. The recorded ``clip_coef`` is
-        checked against the gradient, and is NaN if they do not agree.
+    max_grad_norm : float, optional
+        Norm to which the loop clips all gradients; 0 is no clipping. Default: not known. The
+        recorded ``clip_coef`` is what the loop applied; a note tells if it does not follow from
+        this norm.
     first_step : int
         Optimizer steps that the loop has taken before.
     on_step : callable, optional
@@ -534,7 +535,7 @@ def attach(
         scaler=scaler,
         max_grad_norm=max_grad_norm,
         first_step=first_step,
-        schedule={"max_grad_norm": max_grad_norm},
+        schedule={} if max_grad_norm is None else {"max_grad_norm": max_grad_norm},
     )
     joined = JoinedOptimizer(optimizer, ends_step)
     return open_recorder(

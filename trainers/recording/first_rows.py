@@ -259,9 +259,11 @@ def why_unrecordable(name: str, value: Value, like: torch.Tensor) -> str | None:
 
 def why_misfit(name: str, value: Value, place: torch.Tensor) -> str | None:
     """Return a sentence if a place, of the first row, cannot hold a value exactly."""
-    # Vectors and matrices keep their type; a number is converted if no bit is lost.
+    # Vectors and matrices keep their type; a number is converted if no bit is lost. A run of
+    # version 0.4 may have the loss in 16 bits, which round the mean of several micro-batches.
+    joint = (place.dtype, torch.float32) if name == "loss" else (place.dtype,)
     fits = value.dtype == place.dtype or (
-        not value.shape and torch.promote_types(value.dtype, place.dtype) == place.dtype
+        not value.shape and torch.promote_types(value.dtype, place.dtype) in joint
     )
     if fits and value.shape == place.shape:
         return None

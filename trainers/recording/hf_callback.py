@@ -426,7 +426,7 @@ class TrajectoryCallback(TrainerCallback):
                 "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
                 "warmup_steps": args.get_warmup_steps(state.max_steps),
                 "steps": state.max_steps,
-                "max_grad_norm": args.max_grad_norm,
+                "max_grad_norm": args.max_grad_norm or 0.0,
             },
             examples=args.per_device_train_batch_size
             * args.gradient_accumulation_steps

@@ -94,7 +94,7 @@ class LightningCallback(Callback):
             optimizers[0] if len(optimizers) == 1 else optimizers,
             self._path,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            max_grad_norm=(trainer.gradient_clip_val or 0.0) if clips_norm else 0.0,
+            max_grad_norm=trainer.gradient_clip_val if clips_norm else None,
             # Lightning counts the steps of all optimizers.
             first_step=trainer.global_step // max(1, len(optimizers)),
             **self._options,

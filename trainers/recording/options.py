@@ -326,8 +326,8 @@ class TrainingLoop:
     ----------
     scaler : GradScaler, optional
         Scaler of the loop's loss.
-    max_grad_norm : float
-        Global norm to which the loop clips gradients; 0 if it does not, or not to a global norm.
+    max_grad_norm : float, optional
+        Global norm to which the loop clips gradients; 0 if it does not. Default: not known.
     first_step : int
         Optimizer steps taken before.
     device : torch.device, optional
@@ -340,7 +340,7 @@ class TrainingLoop:
     """
 
     scaler: Any = None
-    max_grad_norm: Annotated[float, _NOT_NEGATIVE] = 0.0
+    max_grad_norm: Annotated[float, _NOT_NEGATIVE] | None = None
     first_step: Annotated[int, _NOT_NEGATIVE] = 0
     device: torch.device | None = None
     schedule: Mapping[str, Any] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from trajstore.trainers.recording.device_to_host import (
     copy_to_host,
     open_transfer,
     same_bits,
+    type_name,
 )
 from trajstore.trainers.recording.examples import padded
 from trajstore.trainers.recording.existing_run import ComparedRun, ExistingRun
@@ -195,6 +196,11 @@ class ParameterRows:
         self._open_transfer(writer)
         if (inputs := self._planned.recording.inputs) is not None and "inputs" in self._templates:
             inputs.room = len(self._templates["inputs"])
+        if "loss" in self._templates and (kind := self._templates["loss"].dtype).itemsize < 4:
+            self._notes.mention(
+                f"loss is rounded to {type_name(kind)}, the type of the run; record a new run to "
+                "have it in float32"
+            )
         for name in set(OF_EXAMPLES) & self._templates.keys():
             self._lengths |= dict(
                 zip(VARIABLES[name].dims[1:], self._templates[name].shape, strict=True)

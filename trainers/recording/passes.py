@@ -109,8 +109,7 @@ class BackwardPass:
         if any(not isinstance(root, torch.Tensor) or root.numel() != 1 for root in roots):
             return cls()
         values = [
-            # A copy: the loop may change the root in place.
-            root.detach().reshape(()) * (1 if factor is None else factor.detach().reshape(()))
+            _number(root) if factor is None else _number(root) * _number(factor)
             for root, factor in zip(roots, factors, strict=True)
         ]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
@@ -174,8 +173,7 @@ def _metadata(node: torch.autograd.graph.Node) -> dict[str, Any]:
 def mark_loss(loss: torch.Tensor) -> None:
     """Remember that a node has computed the loss of the model."""
     if loss.grad_fn is not None:
-        # A copy: the loop may divide it in place.
-        _metadata(loss.grad_fn)[_LOSS_OF] = loss.detach().clone().reshape(()), loss.output_nr
+        _metadata(loss.grad_fn)[_LOSS_OF] = _number(loss), loss.output_nr
 
 
 def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | None:
@@ -184,8 +182,14 @@ def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | Non
     return loss if number == output else None
 
 
+def _number(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy, which the loop cannot change, in float32 at least: 16 bits round a mean."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    return value.detach().reshape(()).to(dtype, copy=True)
+
+
 class StepLoss:
-    """Loss of a step from those of its micro-batches.
+    """Loss of a step from those of its micro-batches, float32 or float64.
 
     Attributes
     ----------
@@ -200,7 +204,7 @@ class StepLoss:
 
     def observed(self, loss: torch.Tensor) -> Callable[[], None]:
         """Return a function that uses the loss of a micro-batch in place of the hooks'."""
-        kept = loss.detach().clone().reshape(())
+        kept = _number(loss)
         is_quotient = loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
 
         def use() -> None:
@@ -241,7 +245,7 @@ class StepLoss:
             if len(roots) > 1 and (len(quotients) > 1 or not all(b.is_quotient for b in counted)):
                 self.summands = len(roots)
             return total
-        factors = torch.stack(roots).float() / torch.stack(losses).float()
+        factors = torch.stack(roots) / torch.stack(losses)
         # Also if a loss is NaN.
         same_factor = ~(factors.max() - factors.min() > _SAME_FACTOR * factors.abs().max())
         if same_factor.device.type == "cpu" and not same_factor:  # a device is not waited for

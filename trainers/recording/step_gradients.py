@@ -514,13 +514,16 @@ class StepGradients:
 
     def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
         """Note a factor of clipping that does not follow from the recorded limit."""
-        limit = self._recording.loop.schedule.get("max_grad_norm") or 0.0
-        if limit <= 0 or factor == 1 or factor == self.as_norm(clip_coefficient(total, limit)):
+        schedule = self._recording.loop.schedule
+        limit = schedule.get("max_grad_norm")
+        if limit is None or factor == 1:
+            return
+        if factor == self.as_norm(clip_coefficient(total, limit)):
             return
         is_new = rows.writer is None
-        if is_new and isinstance(self._recording.loop.schedule, dict):
-            self._recording.loop.schedule["max_grad_norm"] = 0.0  # the run has no limit
-        self._on_note(_OTHER_LIMIT.format(limit=limit), unproven=not is_new)
+        if is_new and isinstance(schedule, dict):
+            del schedule["max_grad_norm"]  # the run does not know the limit
+        self._on_note(_OTHER_LIMIT.format(limit=limit), unproven=limit > 0 and not is_new)
 
     def _factor(self, clipping: _Clipping | None) -> torch.Tensor:
         assert clipping is not None
@@ -531,7 +534,7 @@ class StepGradients:
     ) -> Iterator[torch.Tensor]:
         """Yield possible factors; the likeliest first."""
         yield torch.ones_like(total)
-        if self._max_grad_norm > 0:
+        if self._max_grad_norm:
             yield clip_coefficient(total, self._max_grad_norm)
         # The best factor by least squares, and its neighbors in the type of a clipping factor.
         before, after = raw.double(), selected.double()

@@ -107,7 +107,7 @@ def numbers_of_steps(
 STEPS = "steps of the names"
 """Key of the step numbers in the file names. No file itself has such a key."""
 
-_ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".h5", ".hdf5")
+_ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".h5", ".hdf5")
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _MODELS = ("model.safetensors", "pytorch_model.bin")
 _MOST_OPEN = 8
@@ -139,7 +139,8 @@ def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
     for entry in sorted(path.iterdir()):
         is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
         number = _NUMBER.search(entry.stem if entry.is_file() else entry.name)
-        if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
+        is_file = entry.is_file() and entry.suffix in _ENDINGS
+        if number is None or not (is_checkpoint or is_file):
             others.append(entry)
             continue
         step = int(number[1])
@@ -152,9 +153,10 @@ def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
             )
         entries[step] = entry
     if not entries:
+        reasons = [f"; {entry.name}: {_reason(entry)}" for entry in others[:_MOST_OPEN]]
         raise FormatError(
-            f"{path} holds no files with a step in their names, such as step_00100.safetensors or "
-            "checkpoint-100; rename them"
+            f"{path} holds no files of steps, expected names such as step_00100.safetensors or "
+            f"checkpoint-100, with one of the endings {', '.join(_ENDINGS)}{''.join(reasons)}"
         )
     unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
     if others[_MOST_NAMED:]:
@@ -166,7 +168,7 @@ def _reason(entry: Path) -> str:
     if entry.is_dir() and not entry.name.startswith("checkpoint"):
         return "a folder, but not a checkpoint"
     is_known = entry.is_dir() or entry.suffix in _ENDINGS
-    return "no step in its name" if is_known else "not a file of arrays"
+    return "no step in its name" if is_known else "by its ending, not a file of arrays"
 
 
 class _Folder(ArrayFile):

@@ -25,6 +25,10 @@ def test_the_accessor_describes_a_run(small_run: tuple[Path, Any]) -> None:
     assert repr(ds.traj) == (
         "<run: 11 rows, steps 0 to 20; 10 tokens, 4 of them dead; W, grad, logits, loss; complete>"
     )
+    two = xr.concat([ds, ds], "run", data_vars="all")
+    assert repr(two.traj).startswith("<2 runs: 11 rows, steps 0 to 20; 10 tokens, 4 of them dead;")
+    differ = two.assign_coords(is_dead=(("run", "token"), [ds.is_dead.values, ~ds.is_dead.values]))
+    assert "; 10 tokens; W" in repr(differ.traj)
     assert repr(xr.Dataset().traj) == "<run: 0 rows; 0 tokens; no variables; part of a run>"
 
 

@@ -233,6 +233,9 @@ def test_settings_that_differ_are_named(pair):
     b.attrs["config"] = {"training": {"seed": 2, "steps": 5}, "data": {"corpus": "x"}}
     got = analysis.compare(a, b).attrs["differing_settings"]
     assert got == ["config.data.corpus", "config.model.hidden", "config.training.seed"]
+    for run, seed in ((a, 1), (b, 2)):  # of an own loop
+        run.attrs = run.attrs | {"config": {}, "provenance": {"seed": seed}}
+    assert analysis.compare(a, b).attrs["differing_settings"] == ["config.training.seed"]
 
 
 def test_mixed_runs_are_refused_with_what_differs(pair, make_run, walk):

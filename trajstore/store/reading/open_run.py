@@ -145,8 +145,10 @@ _MATRIX = 3  # dimensions of the arrays that are read without zarr
 def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> xr.Dataset:
     """Open a run lazily. It may still be recorded.
 
-    `xr.open_dataset` with ``engine="trajstore"`` and `xr.open_zarr` return the same Dataset. The
-    errors of this function state why a run cannot be opened.
+    `xr.open_dataset` with ``engine="trajstore"`` and `xr.open_zarr` return the same values. The
+    errors of this function state why a run cannot be opened. Coordinates of `xr.open_zarr` are dask
+    arrays: call ``ds.is_dead.load()`` before ``ds.groupby("is_dead")`` or
+    ``ds.where(ds.is_dead, drop=True)``, or pass ``chunks=None``.
 
     Parameters
     ----------

@@ -258,11 +258,15 @@ def settings(
 def comparable_settings(
     runs: Sequence[Mapping[str, Any]], keys: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Settings of several runs; without the optimizer's groups, unless all runs hold these.
+    """Settings of several runs, with the seed of a user's own loop.
 
-    Only the tier ``everything`` records the groups of the other parameters.
+    They are without the optimizer's groups, unless all runs hold these: only the tier
+    ``everything`` records the groups of the other parameters.
     """
     known = [settings(run, keys) for run in runs]
+    for run, values in zip(runs, known, strict=True):
+        if (seed := attribute(run, "provenance", "seed")) is not None:
+            values.setdefault(SEED, seed)
     if not all(_GROUPS in each for each in known):
         for each in known:
             each.pop(_GROUPS, None)
@@ -368,11 +372,8 @@ def known_settings(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Settings to compare: those of the configuration, and what it does not describe."""
     described = all(attribute(run, "config", "optimizer") for run in runs)
     known = comparable_settings(runs, ["config"] if described else ["config", "optimizer"])
-    for run, values in zip(runs, known, strict=True):
+    for values in known:
         values.pop("config.training.threads", None)  # before 0.4.0 no configuration had it
-        seed = attribute(run, "provenance", "seed")
-        if seed is not None:  # of the user's own loop
-            values.setdefault(SEED, seed)
     return known
 
 

@@ -20,10 +20,10 @@ def test_freeze(run):
         for population in ("dead", "live"):
             part = expected.sel(population=population)
             frozen = next(lines)
-            early = part.frozen_fraction.where(part.step <= 18)
+            early = part.frozen_fraction.where(part.step <= 19)
             np.testing.assert_array_equal(frozen.get_ydata(), early)
-            share = f"{early.sel(step=18).item():.0%}"
-            assert frozen.get_label() == f"{population} tokens: frozen ({share} at step 18)"
+            share = f"{part.frozen_fraction[-1].item():.0%}"  # all that the run knows
+            assert frozen.get_label() == f"{population} tokens: frozen ({share} at step 19)"
             np.testing.assert_array_equal(next(lines).get_ydata(), part.unchanged_fraction)
 
 
@@ -39,14 +39,15 @@ def shaded(ax):
 
 @pytest.mark.parametrize("kind", ["freeze", "last_motion", "lifecycle"])
 def test_the_steps_that_the_end_decides_are_shaded(kind, run):
-    draw = FIGURES[kind]
+    draw, later = FIGURES[kind], kind == "freeze"  # a token is frozen after its last motion
     first, last, label = shaded(draw(run, Canvas().subplots(), min_unchanged=5))
-    assert (first, last) == (17, 22)
+    assert (first, last) == (17 + later, 22)
     assert label.startswith("last 5 steps: ")
     assert shaded(draw(run, Canvas().subplots(), min_unchanged=5, steps="4:17")) is None
-    assert shaded(draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20"))[:2] == (17, 19)
+    within = draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20")
+    assert shaded(within)[:2] == (17 + later, 19)
     within = draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20", within=True)
-    assert shaded(within)[:2] == (14, 19)
+    assert shaded(within)[:2] == (14 + later, 19)
     assert within.get_xlabel().endswith(" (computed from steps 4 to 19 alone)")
 
 

@@ -82,14 +82,15 @@ def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("clip", "named", "dtype"),
+    ("clip", "named", "is_true", "dtype"),
     [
-        (0.3, 0.3, torch.float32), (0.3, 0, torch.bfloat16), (0.3, 0.2, torch.bfloat16),
-        (1e6, 0, torch.float32),
+        (0.3, 0.3, True, torch.float32), (0.3, None, False, torch.bfloat16),
+        (0.3, 0.2, False, torch.bfloat16), (0.3, 0, False, torch.float32),
+        (1e6, 0, True, torch.float32),
     ],
 )  # fmt: skip
 def test_the_factor_of_clipping_is_found_from_the_gradients(
-    clip: float, named: float, dtype: Any, path: Path
+    clip: float, named: float | None, is_true: bool, dtype: Any, path: Path
 ) -> None:
     torch.manual_seed(1)
     model = TinyModel(dtype)
@@ -99,6 +100,7 @@ def test_the_factor_of_clipping_is_found_from_the_gradients(
         lambda *_: consumed.append(model.embedding.weight.grad.float().clone())
     )
     ds = train(model, optimizer, path, clip=clip, max_grad_norm=named).agree_with(path)
+    assert ds.attrs["optimizer"]["schedule"] == ({"max_grad_norm": named} if is_true else {})
     norm = torch.from_numpy(ds.grad_norm.values[1:]).to(dtype)
     factors = (clip / (norm + 1e-6)).clamp(max=1.0)
     np.testing.assert_array_equal(ds.clip_coef.values[1:], factors.float())

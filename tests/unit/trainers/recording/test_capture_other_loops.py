@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, Lists, TinyModel, batches  # noqa: E402
 from loops_of_others import adamw, steps, take_steps  # noqa: E402
 
+from trajstore import RunWriter  # noqa: E402
 from trajstore.trainers.recording.step_gradients import clip_coefficient  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -192,6 +193,45 @@ def test_the_loss_is_what_is_differentiated(
         for output in steps(tiny, optimizer, loss=loss_of):
             losses.append(expected(output).item())
     np.testing.assert_array_equal(record.read().loss.values[1:], np.float32(losses))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("observed", [True, False])
+def test_the_mean_loss_of_micro_batches_keeps_its_bits(
+    dtype: Any, observed: bool, tiny: Any, record: Any
+) -> None:
+    optimizer, expected = adamw(tiny), []
+    tiny.register_forward_hook(lambda *call: call[-1] | {"loss": call[-1]["loss"].to(dtype)})
+    with record(optimizer) as run:
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses = [tiny(**batch)["loss"] for batch in batches(3, len(expected))]
+            for loss in losses:
+                (loss / 3).backward()
+                if observed:
+                    run.observe(loss=loss)
+            wide = torch.promote_types(dtype, torch.float32)
+            expected.append(torch.stack(losses).to(wide).mean().item())
+            optimizer.step()
+    loss = record.read().loss
+    assert loss.attrs["native_dtype"] == str(wide).removeprefix("torch.")
+    assert loss.values[1:].tolist() == expected
+
+
+def test_a_run_with_a_loss_of_16_bits_is_resumed(tiny: Any, record: Any) -> None:
+    optimizer, losses, options = adamw(tiny), [], {"variables": ("W", "loss")}
+    with record(optimizer, **options):
+        take_steps(tiny, optimizer)
+    new, old = record.read().load(), {"W": "float32", "loss": "bfloat16"}
+    kept = {"recording": new.attrs["recording"]}
+    with RunWriter.create(record.path, token=np.arange(17), hidden=8, variables=old,
+                          attributes=kept, overwrite=True) as run:  # fmt: skip
+        run.append(3, W=new.W[-1].values, loss=np.float32("nan"))
+    with record(optimizer, **options, resume=True, first_step=3):
+        for output in steps(tiny, optimizer):
+            losses.append(output["loss"].bfloat16().item())
+    assert record.read().loss.values[1:].tolist() == losses
+    assert record.noted("loss is rounded to bfloat16")
 
 
 def test_a_loss_from_two_passes_and_a_gradient_penalty(tiny: Any, record: Any) -> None:

@@ -22,7 +22,7 @@ OPTIONS = {option.name: option.default for option in fields(RecordingOptions)}
 OF_A_LOOP = {
     "ends_step": None,
     "scaler": None,
-    "max_grad_norm": 0.0,
+    "max_grad_norm": None,
     "first_step": 0,
     "on_step": None,
     "on_note": None,

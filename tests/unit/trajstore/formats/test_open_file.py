@@ -65,7 +65,7 @@ def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
     left = {line.name: line.why for line in done.table if not line.kind}
     assert "flags" in left
     assert left["step_final.npz"] == "no step in its name"
-    assert left["notes_3.md"] == "not a file of arrays"
+    assert left["notes_3.md"] == "by its ending, not a file of arrays"
     assert "Python objects" in left["odd of step_00000.npz and 2 more files"]
     assert any("step_final.npz" in note for note in done.notes)
 
@@ -186,6 +186,8 @@ def test_files_that_differ_are_both_named(tmp_path: Path) -> None:
     save_file({"W": ROWS[0]}, path / "again_100.safetensors")
     with pytest.raises(FormatError, match="both have step 100"):
         open_file(path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FormatError, match="no files with a step in their names"):
-        open_file(tmp_path / "empty")
+    (tmp_path / "other" / "run_4.ckpt").mkdir(parents=True)
+    (tmp_path / "other" / "step_3.dat").touch()
+    reasons = "no files of steps.*run_4.ckpt: a folder, .*step_3.dat: by its ending, not"
+    with pytest.raises(FormatError, match=reasons):
+        open_file(tmp_path / "other")

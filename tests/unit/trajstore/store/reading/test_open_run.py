@@ -32,6 +32,10 @@ def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> Non
     plain = xr.open_zarr(path)
     ours = open_run(path)
     xr.testing.assert_identical(plain, ours)
+    plain.is_dead.load()  # as the docstring says
+    for ds in (plain, ours, xr.open_zarr(path, chunks=None)):
+        assert ds.where(ds.is_dead, drop=True).sizes["token"] == 4
+        assert ds.W.groupby("is_dead").mean().sizes["is_dead"] == 2
     for name in ("W", "grad", "logits", "loss"):
         assert plain[name].chunks is not None  # lazy
         assert ours[name].chunksizes["step"] == (4, 4, 3)
