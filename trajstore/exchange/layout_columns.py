@@ -172,10 +172,10 @@ def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Arra
     count, of_tokens, hidden = variable.shape_of(rows, tokens)
 
     def read(where: Where) -> tuple[Array, int]:
-        total = np.zeros((where[0].stop - where[0].start, hidden))
-        for tile in variable.tiles(rows, tokens):
-            if tile[0] == where[0]:
-                total += variable.read(tile, rows, tokens).sum(1, dtype=np.float64)
+        some = rows[where[0]]
+        total = np.zeros((len(some), hidden))
+        for tile in variable.tiles(some, tokens):
+            total[tile[0]] += variable.read(tile, some, tokens).sum(1, dtype=np.float64)
         return (total / of_tokens).astype(np.float32).view(np.uint32), 0
 
     return Tensor(
