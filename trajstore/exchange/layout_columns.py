@@ -192,11 +192,11 @@ def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Arra
 def _last_motion(
     column: Column, variable: TiledVariable, rows: Array, tokens: Array | None, steps: Array
 ) -> Tensor:
-    """Step of the last row in which a token differs from the row before; 0 if it never does."""
+    """Step of the last row in which a token differs from the row before; -1 if it never does."""
     shape = variable.shape_of(rows, tokens)[1:]
 
     def read(where: Where) -> tuple[Array, int]:
-        last = np.zeros(shape[0], np.int32)
+        last = np.full(shape[0], -1, np.int32)
         before = np.zeros(shape, variable.native.bits)
         for tile in variable.tiles(rows, tokens):
             at, some = tile
@@ -293,9 +293,9 @@ def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Ten
         initial = [column.key for column in layout.columns if column.time == "initial"]
         for key in runs[0]:
             tensors = [arrays[key] for arrays in runs if key in arrays]
-            once = key in initial and len(runs) == 1
             if len(tensors) == len(runs):
-                yield tensors[0] if once else _stacked(layout, tensors)
+                one = key in initial and _are_equal(tensors)
+                yield tensors[0] if one else _stacked(layout, tensors)
     elif layout.runs == "matrices":
         matrices = {column.key for column in layout.columns if column.is_matrix}
         shared: dict[str, Tensor] = {}
@@ -308,6 +308,16 @@ def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Ten
         yield from shared.values()
     else:
         yield from runs[0].values()
+
+
+def _are_equal(tensors: Sequence[Tensor]) -> bool:
+    """True if all tensors hold the same bits."""
+    first = tensors[0]
+    return all(
+        other.shape == first.shape
+        and all(np.array_equal(first.read(at)[0], other.read(at)[0]) for at in first.parts())
+        for other in tensors[1:]
+    )
 
 
 def _stacked(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from exchange_runs import ALL, assert_same_run, write_run
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import trajstore
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange import layouts
-from trajstore.exchange.layouts import LAYOUTS, MARKS, MASKS
+from trajstore.exchange.layouts import LAYOUTS, MARKS, MASKS, NAMES
 from trajstore.exchange.usual_names import named
 
 CONFIG = {
@@ -196,8 +196,7 @@ def test_what_a_run_or_a_layout_lacks_is_reported(run: Any, tmp_path: Path) -> N
         "grads, momentum, variance, logits omitted: the run does not record grad, exp_avg, "
         "exp_avg_sq, logits",
         "lr omitted: not part of layout 1.12f",
-        "dead_token_ids, live_token_ids, n_trained, n_untrained omitted: the run does not record "
-        "which tokens are dead",
+        "n_trained, n_untrained omitted: the run does not record which tokens are dead",
         "init_scale, learning_rate, weight_decay, adam_beta1, adam_beta2 omitted: not in the run's "
         "attributes",
     }
@@ -345,10 +344,10 @@ def test_crucible_2_begins_with_step_1(
     spacing = 2.0 ** (np.floor(np.log2(np.abs(exact[:-1]))) - 7)
     assert file["W"].dtype == np.uint16
     assert (file["W"] == (W[:, tokens].view("u4") >> 16)).all()
-    assert file["delta_W_prime"].dtype == file["g"].dtype == file["h_mean"].dtype == np.float32
+    assert file["delta_W_prime"].dtype == file["g"].dtype == np.float32
     assert (file["delta_W_prime"] == np.diff(exact, axis=0) / spacing).all()
     assert (file["g"] == W[1:, tokens]).all()
-    assert (file["h_mean"] == h[1:]).all()
+    assert ("h_mean" in file) == (layout == "crucible-2-all")
     assert file["dead_indices"].tolist() == [0, 3]
     assert len(file["loss"]) == 6
     ds = trajstore.open_run(
@@ -357,7 +356,9 @@ def test_crucible_2_begins_with_step_1(
     assert (ds.W.values == W[:, tokens]).all()
     assert (ds.grad.values[1:] == W[1:, tokens]).all()
     assert np.isnan(ds.grad.values[0]).all()
-    assert (ds.hidden_mean.values[1:] == h[1:]).all()
+    if "h_mean" in file:
+        assert (file["h_mean"] == h[1:]).all()
+        assert (ds.hidden_mean.values[1:] == h[1:]).all()
 
 
 def test_derived_arrays_of_an_own_layout_are_omitted_under_any_name(
@@ -390,7 +391,7 @@ def test_spacings_that_are_not_of_bfloat16_are_noted(tmp_path: Path) -> None:
     assert load_file(tmp_path / "f")["delta_W_prime"].tolist() == [[[2.0**23]]]
     assert "delta_W_prime counts spacings of float32, the type of W in the run" in done.notes
     assert any(
-        note.startswith("g, m, v, h_mean, loss omitted: the run does not") for note in done.notes
+        note.startswith("g, m, v, loss omitted: the run does not") for note in done.notes
     )
 
 
@@ -412,7 +413,7 @@ def two_runs(tmp_path: Path) -> list[Path]:
 
 def assert_both_come_back(paths: list[Path], back: Path, names: tuple[str, str]) -> None:
     for path, name in zip(paths, names, strict=True):
-        besides = ("token_count", "token_text")
+        besides = ("token_count", "token_text", "is_dead")
         assert_same_run(path, back.with_suffix(f".{name}.zarr"), besides=besides)
 
 
@@ -422,10 +423,11 @@ def test_runs_along_a_first_axis(two_runs: list[Path], tmp_path: Path) -> None:
     assert file["W"].shape == (2, ROWS, TOKENS, 3)
     assert file["losses"].shape == (2, ROWS)
     assert file["init_scales"].tolist() == np.array([0.01, 0.02], "f4").tolist()
-    assert (file["n_runs"], file["n_steps"], file["base_seed"]) == (2, 10, 42)
+    assert (file["n_runs"], file["n_steps"], file["n_dead"]) == (2, 10, len(DEAD))
     assert file["recorded_grads"].dtype == bool
     assert file["recorded_grads"]
     assert "fixed_seed omitted: the runs differ" in done.notes
+    assert "is_dead, token_count, token_text omitted: not part of layout flannel-5" in done.notes
     trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
     assert_both_come_back(two_runs, tmp_path / "back.zarr", ("0", "1"))
     trajstore.export(two_runs[:1], tmp_path / "g", layout="flannel-5", variables="W,loss")
@@ -442,7 +444,7 @@ def test_flannel_7_has_other_keys_than_flannel_5(two_runs: list[Path], tmp_path:
     types = {"W": "bfloat16", "grad_W": "bfloat16", "momentum_W": "float32"}
     for key, dtype in (types | {"variance_W": "float32"}).items():
         assert (file[key].shape, str(file[key].dtype)) == (shape, dtype)
-    assert (file["losses"].shape, str(file["losses"].dtype)) == (shape[:2], "float32")
+    assert (file["losses"].shape, str(file["losses"].dtype)) == (shape[:2], "bfloat16")
     assert file["W_initial"].tobytes() == file["W"][0, 0].tobytes()
     assert file["W_initial"].shape == shape[2:]
     assert (file["batch_size"], file["init_seed"], file["train_seed"]) == (32, 42, 42)
@@ -505,7 +507,7 @@ def test_both_matrices_of_one_training(two_runs: list[Path], tmp_path: Path) -> 
     assert not file["tied_weights"]
     trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
     for path, name in zip(two_runs, "EW", strict=True):
-        besides = ("token_count", "token_text", "logits", "loss")
+        besides = ("token_count", "token_text", "is_dead", "logits", "loss")
         assert_same_run(path, tmp_path / f"back.{name}.zarr", besides=besides)
 
 
@@ -547,15 +549,16 @@ def test_runs_that_do_not_fit_one_file(two_runs: list[Path], tmp_path: Path) -> 
 @pytest.mark.parametrize("layout", MASKS)
 def test_masks_label_the_tokens_of_an_import(run: Any, tmp_path: Path, layout: str) -> None:
     path, _ = run
-    done = trajstore.export(path, tmp_path / "masks", layout=layout)
+    masks = tmp_path / f"masks_{layout}"
+    done = trajstore.export(path, masks, layout=layout)
     assert (done.rows, done.notes) == (0, ())
-    file = load_file(tmp_path / "masks")
+    file = load_file(masks)
     assert {*file} == {*LAYOUTS[layout].marks, *LAYOUTS[layout].numbers}
     if layout == "token-counts":
         counts = trajstore.open_run(path).token_count.values
         assert file["token_occurrence_counts"].tolist() == counts.tolist()
     trajstore.export(path, tmp_path / "f", layout="08.2a")
-    trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr", masks=tmp_path / "masks")
+    trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr", masks=masks)
     ds = trajstore.open_run(tmp_path / "back.zarr")
     assert ds.token.values[ds.is_dead.values].tolist() == DEAD
 
@@ -566,7 +569,7 @@ def test_derived_arrays_of_crucible(run: Any, tmp_path: Path) -> None:
     file, W = load_file(tmp_path / "f"), f4(values["W"])[:, DEAD]
     np.testing.assert_allclose(file["centroid"], W.mean(1), rtol=1e-6)
     moved = (W[1:] != W[:-1]).any(-1)
-    last = [max((1 + np.flatnonzero(each)).tolist(), default=0) for each in moved.T]
+    last = [max((1 + np.flatnonzero(each)).tolist(), default=-1) for each in moved.T]
     assert file["last_motion_step"].dtype == np.int32
     assert file["last_motion_step"].tolist() == last
     wrong = tmp_path / "wrong.toml"
@@ -696,6 +699,150 @@ def test_every_layout_goes_out_and_comes_back(run: Any, tmp_path: Path, layout: 
         for key in LAYOUTS[layout].marks:
             if MARKS[key] == "dead_ids":
                 assert first[key].tolist() == second[key].tolist() == DEAD
+
+
+IDS = "int64 1: dead_token_ids live_token_ids"
+RATES = "float32 0: learning_rate weight_decay adam_beta1 adam_beta2"
+LIL = ("int64 1: recorded_steps", IDS, RATES, "float32 0: init_sigma", "int32 0: init_method_code")
+COUNTED = (RATES, "int64 0: n_live n_dead")
+FLANNEL = (
+    *COUNTED, "int64 0: n_runs n_steps vocab_size hidden_dim", "bfloat16 4: W",
+    "bfloat16 2: losses", "bool 0: recorded_W recorded_losses",
+)  # fmt: skip
+UNUSED = "bool 0: recorded_grads recorded_momentum recorded_variance recorded_logits"
+THIMBLE = (
+    *COUNTED, "int64 0: vocab_size hidden_dim n_layers n_heads num_steps batch_size seed",
+    "float32 0: adam_epsilon init_scale", "float32 1: losses",
+)  # fmt: skip
+MARKED = "bool 1: live_mask dead_mask", "int64 1: live_ids dead_ids"
+MATRICES = "W grad_W momentum_W variance_W"
+DEAD_ROWS = ("uint16 3: W", "float32 1: loss", "bool 1: dead_mask", "int64 1: dead_indices")
+
+
+def series(dtype: str) -> tuple[str, ...]:
+    names = "embeddings grads momentum variance"
+    return f"{dtype} 3: {names}", f"{dtype} 2: logits", f"{dtype} 1: losses"
+
+
+FIRST = ("int64 1: recorded_steps", IDS, "float32 0: init_sigma learning_rate weight_decay")
+SCALED = (*COUNTED, "float32 0: init_scale")
+THEIR_FILES: dict[str, tuple[str, ...]] = {
+    "14.1a 14.1g 14.2a": (*FIRST, "float32 3: grads deltas"),
+    "14.1b 14.1c 14.1d 14.1e 14.1f": (
+        *FIRST, "float32 3: dead_grads dead_deltas live_grads live_deltas"
+    ),
+    "15.1a 15.1b 1.9b 1.9c 1.9d": (*LIL, *series("float32")),
+    "13.1a 13.1b": (*LIL, *series("bfloat16")),
+    "1.12c 1.12d 1.12f": (
+        *series("bfloat16"), RATES, "float32 0: init_scale", "int64 0: n_trained n_untrained",
+        "int64 1: recorded_steps",
+    ),
+    "flannel-1": (*SCALED, "int64 1: recorded_steps", *series("bfloat16")),
+    "flannel-2": (
+        *SCALED, "int64 1: recorded_steps", "bool 0: tied_weights", *series("bfloat16")[1:],
+        "bfloat16 3: embeddings_E embeddings_W grads_E grads_W momentum_E momentum_W variance_E "
+        "variance_W",
+    ),
+    "flannel-3": (
+        *SCALED, "int64 0: n_runs base_seed n_steps",
+        "int64 1: run_0_recorded_steps run_1_recorded_steps",
+        *(each.replace(" ", f" run_{run}_").replace(f"run_{run}_", "", 1)
+          for each in series("bfloat16") for run in (0, 1)),
+    ),
+    "flannel-4": (*FLANNEL, UNUSED, "int64 0: base_seed", "float32 0: init_scale"),
+    "flannel-5": (*FLANNEL, UNUSED, "int64 0: fixed_seed", "float32 1: init_scales"),
+    "flannel-6 flannel-6b": (
+        *FLANNEL, "int64 0: init_seed base_train_seed", "float32 0: init_scale",
+        "bfloat16 2: W_initial",
+    ),
+    "flannel-7": (
+        *FLANNEL, "int64 0: init_seed train_seed batch_size", "float32 0: init_scale",
+        "bfloat16 2: W_initial", "bfloat16 4: grad_W", "float32 4: momentum_W variance_W",
+        "bool 0: recorded_grads recorded_momentum recorded_variance",
+    ),
+    "thimble-1": (*THIMBLE, "bfloat16 3: W grad_W", "float32 3: momentum_W variance_W"),
+    "thimble-2": (*THIMBLE, f"float32 3: {MATRICES}"),
+    "thimble-3": (*THIMBLE, f"bfloat16 3: {MATRICES}"),
+    "thimble-4 thimble-5": (*THIMBLE, *MARKED, f"bfloat16 3: {MATRICES}"),
+    "thimble-6": (*THIMBLE, *MARKED, f"float16 3: {MATRICES}"),
+    "thimble-7": (*THIMBLE, *MARKED, f"uint16 3: {MATRICES}"),
+    "thimble-8": (*DEAD_ROWS, "float32 3: g m v"),
+    "thimble-9": DEAD_ROWS,
+    "crucible-1": (
+        *DEAD_ROWS, "float32 3: delta_W_prime", "float32 2: centroid", "int32 1: last_motion_step"
+    ),
+    "crucible-2": (*DEAD_ROWS, "float32 3: g m v delta_W_prime", "int32 1: last_motion_step"),
+    "crucible-3 crucible-4": (*DEAD_ROWS, "float32 2: h_mean"),
+}  # fmt: skip
+"""Type and rank of each array in the files of the notebooks, as their last versions save them."""
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs with one initial W and several seeds of the training."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("seeds")
+    first = rng.normal(size=(5, 2)).astype(ml_dtypes.bfloat16).astype("f4")
+    rule = OPTIMIZER["hyperparameters"] | {"eps": 1e-8}
+    for seed in (42, 43):
+        training = {"steps": 3, "batch_size": 32, "seed": seed}
+        model = {"vocab_size": 5, "hidden": 2, "layers": 2, "heads": 1}
+        config = {"training": training, "model": model,
+                  "initialization": {"kind": "normal", "sigma": 0.02, "seed": 42,
+                                     "dtype": "float32"}}  # fmt: skip
+        with trajstore.RunWriter.create(
+            folder / f"{seed}.zarr", token=range(5), hidden=2, is_dead=[1, 0, 0, 1, 0],
+            variables=ALL | {"hidden_mean": "float32"}, config=config,
+            attributes={"optimizer": {"hyperparameters": rule}},
+        ) as run:  # fmt: skip
+            for step in range(4):
+                for name, place in run.next_row().items():
+                    missing = 0 if name in ("exp_avg", "exp_avg_sq") else np.nan
+                    value = rng.integers(-9, 9, place.shape) if step else missing
+                    floats = first if name == "W" and not step else value
+                    narrow = np.asarray(floats, "f4").astype(run_types[name])
+                    place[...] = narrow.view(place.dtype)
+                run.commit_row(step)
+    return [folder / "42.zarr", folder / "43.zarr"]
+
+
+run_types = ALL | {"hidden_mean": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [(name, lines) for names, lines in THEIR_FILES.items() for name in names.split()],
+)
+def test_the_files_of_each_notebook(
+    seeds: list[Path], tmp_path: Path, name: str, lines: tuple[str, ...]
+) -> None:
+    """The name of a notebook gives its keys, types and ranks, and its files are recognized."""
+    layout = LAYOUTS[NAMES[name]]
+    runs = {"flannel-2": seeds[:1] * 2, "flannel-5": seeds[:1] * 2}.get(
+        name, seeds[: 2 if layout.runs and name != "flannel-7" else 1]
+    )
+    chosen = "W,loss" if name in ("flannel-4", "flannel-5") else None
+    trajstore.export(runs, tmp_path / "f", layout=name, variables=chosen)
+    expected = {
+        key: line.partition(":")[0] for line in lines for key in line.partition(":")[2].split()
+    }
+    if layout.format == "hdf5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(tmp_path / "f") as f:
+            arrays = {key: f"{each.dtype} {each.ndim}" for key, each in f.items()}
+            numbers = {key for key, value in f.attrs.items() if not isinstance(value, bytes)}
+        assert arrays == {key: form for key, form in expected.items() if not form.endswith("0")}
+        assert numbers == expected.keys() - arrays.keys()
+        return
+    file = load_file(tmp_path / "f")
+    assert {key: f"{each.dtype} {each.ndim}" for key, each in file.items()} == expected
+    save_file(file, tmp_path / "theirs.safetensors")  # without the name of the layout
+    back = trajstore.import_file(tmp_path / "theirs.safetensors", tmp_path / "back.zarr")
+    if layout.runs not in ("keys", "matrices"):  # the usual names suffice for these
+        assert back.layout == layout.name
+    for run, copy in zip(runs, sorted(tmp_path.glob("back*.zarr")), strict=True):
+        one, other = trajstore.open_run(run), trajstore.open_run(copy)
+        for each in {"W", "grad"} & {*other.data_vars}:
+            assert (other[each] == one[each].sel(token=other.token))[1:].all(), each
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
