@@ -383,9 +383,7 @@ def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
                 )
 
 
-def _marked(
-    layout: Layout, is_dead: Array, selected: Array | None = None
-) -> Iterator[Tensor]:
+def _marked(layout: Layout, is_dead: Array, selected: Array | None = None) -> Iterator[Tensor]:
     """Masks and lists of dead and live tokens.
 
     Parameters

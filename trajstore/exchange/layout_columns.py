@@ -312,12 +312,9 @@ def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Ten
 
 def _are_equal(tensors: Sequence[Tensor]) -> bool:
     """True if all tensors hold the same bits."""
-    first = tensors[0]
-    return all(
-        other.shape == first.shape
-        and all(np.array_equal(first.read(at)[0], other.read(at)[0]) for at in first.parts())
-        for other in tensors[1:]
-    )
+    first, *others = tensors
+    pairs = ((first.read(at)[0], each.read(at)[0]) for each in others for at in first.parts())
+    return all(np.array_equal(*pair) for pair in pairs)
 
 
 def _stacked(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:

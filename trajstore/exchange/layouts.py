@@ -219,7 +219,9 @@ def _layout(name: str, given: Mapping[str, Any]) -> Layout:
     for key in table.get("marks", ()):
         _check_word(name, "marks", key, (*MARKS, _IDS))
         if key == _IDS and table.get("tokens", "all") == "all":
-            raise InvalidArgument(f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"')
+            raise InvalidArgument(
+                f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"'
+            )
     for key in (*table.get("numbers", ()), *table.get("texts", ())):
         if number_type(key) is None:
             raise InvalidArgument(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -337,7 +337,7 @@ def write_hdf5(
             for tensor in tensors:
                 dataset = datasets[tensor.key]
                 if dataset.compression_opts is None:
-                    for where, bits, changed in in_parallel(_reads(tensor)):
+                    for where, bits, changed in in_parallel(_reads(tensor, tensor.parts())):
                         dataset[where] = bits.view(dataset.dtype)
                         target.check()
                         yield tensor.key, bits.nbytes, changed
@@ -432,24 +432,23 @@ Read = tuple[Where, Array, int]
 """Position and bits of a part, and the number of rounded values."""
 
 
-def _reads(tensor: Tensor, rows: slice | None = None) -> Iterator[Callable[[], Read]]:
-    """Jobs that read the parts of a tensor, or of some of its rows."""
-    for where in tensor.parts():
-        if rows is not None:
-            some = slice(max(where[0].start, rows.start), min(where[0].stop, rows.stop))
-            where = (some, *where[1:])
-            if some.start >= some.stop:
-                continue
-        yield partial(_read, tensor, where)
+def _reads(tensor: Tensor, parts: Iterable[Where]) -> Iterator[Callable[[], Read]]:
+    return (partial(_read, tensor, where) for where in parts)
 
 
 def _read(tensor: Tensor, where: Where) -> Read:
     return where, *tensor.read(where)
 
 
-def _compressed(
-    tensor: Tensor, dataset: Any, memory: int
-) -> Iterator[tuple[int, bytes, int, int]]:
+def _parts(tensor: Tensor, rows: slice) -> Iterator[Where]:
+    """Parts of some rows of a tensor."""
+    for whole, *rest in tensor.parts():
+        some = slice(max(whole.start, rows.start), min(whole.stop, rows.stop))
+        if some.start < some.stop:
+            yield (some, *rest)
+
+
+def _compressed(tensor: Tensor, dataset: Any, memory: int) -> Iterator[tuple[int, bytes, int, int]]:
     """First row, compressed bytes, size and number of rounded values of each chunk.
 
     A chunk has few rows of all tokens, a block of the run has many rows of few tokens. So as many
@@ -465,10 +464,9 @@ def _compressed(
         )
     for start in range(0, count, at_once):
         rows = slice(start, min(start + at_once, count))
-        # The last chunk may have more rows than the tensor.
-        held = np.zeros((-(-(rows.stop - start) // chunk[0]) * chunk[0], *chunk[1:]), item)
+        held = np.zeros((at_once, *chunk[1:]), item)  # a last chunk may have rows beyond the tensor
         changed = 0
-        for (some, *rest), bits, rounded in in_parallel(_reads(tensor, rows)):
+        for (some, *rest), bits, rounded in in_parallel(_reads(tensor, _parts(tensor, rows))):
             held[(slice(some.start - start, some.stop - start), *rest)] = bits
             changed += rounded
         begins = range(start, rows.stop, chunk[0])
