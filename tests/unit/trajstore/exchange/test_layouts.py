@@ -644,6 +644,7 @@ def test_a_layout_of_a_toml_file(run: Any, tmp_path: Path) -> None:
         ("numbers = []", "got no arrays"),
         ('marks = ["dead"]', "got marks = 'dead'"),
         ('marks = "dead_mask"', "expected a list of names"),
+        ('marks = ["token_ids"]', "token_ids; say of which: tokens = "),
         ('numbers = ["size"]\narrays.W = "W"', "there is no number 'size'"),
         ('arrays.W = "w"', r"arrays.W: got variable = 'w'"),
         ("arrays.W = {first_row = 1}", "got no variable, expected a key"),
