@@ -48,6 +48,7 @@ def write_run(
     values = {}
     for name, dtype in variables.items():
         shape = (rows, tokens, hidden)[: DIMS.get(name, 1)]
+        shape = (rows, hidden) if name == "hidden_mean" else shape
         kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
         if any_bits:
             values[name] = rng.integers(0, 1 << (8 * kind.itemsize), shape, kind)

@@ -20,7 +20,7 @@ import click
 
 import trajstore.exchange.layouts
 from trajstore.cli.main import main
-from trajstore.exchange.layouts import LAYOUTS, MARKS, Column, Layout
+from trajstore.exchange.layouts import LAYOUTS, MARKS, NAMES, Column, Layout
 from trajstore.schema import VARIABLES
 from trajstore.trainers.config import RunConfig, allowed, literal
 
@@ -90,7 +90,8 @@ def layouts() -> Iterable[str]:
     found = re.findall(r'^# (.+)\n\["(.+?)"\]$', source, re.MULTILINE)
     origin = {name: text for text, name in found}
     for name, layout in LAYOUTS.items():
-        yield f"**`{name}`**: {origin.get(name, '')}"
+        others = ", ".join(f"`{also}`" for also, of in NAMES.items() if of == name != also)
+        yield f"**`{name}`**{others and f', also {others}'}: {origin.get(name, '')}"
         yield ""
         yield from (f"- {line}" for line in contents(layout))
         yield ""

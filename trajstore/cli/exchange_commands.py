@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     default=EXCHANGE_MEMORY,
     show_default=True,
     metavar="SIZE",
-    help="Memory of the row buffer, for zarr and run.",
+    help="Memory of the row buffer, for zarr, run and compressed HDF5.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 def export(

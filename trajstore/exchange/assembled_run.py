@@ -333,16 +333,16 @@ def _has_required(file: ArrayFile, layout: Layout) -> bool:
 def _layout_name(file: ArrayFile, content: NamedArrays) -> str:
     """The layout of a file, or its format."""
     series = {array.key for array in content.arrays if array.kind.is_variable}
-    fitting: dict[str, tuple[bool, int]] = {}
+    fitting: dict[str, tuple[int, int]] = {}
     for layout in LAYOUTS.values():
         columns = {column.key: column for column in layout.columns}
-        first = next(iter(columns), None)
         is_known = layout.format == file.format and series <= columns.keys()
         is_known = is_known and _has_required(file, layout) and layout.steps in (None, *file.keys)
         is_known = is_known and all(text in file.attributes for text in layout.texts)
-        if is_known and first in file.keys:
-            same = file.dtype(first) == columns[first].file_type
-            fitting[layout.name] = (same, len(layout.required))
+        if is_known and columns:
+            held = [key for key in columns if key in file.keys]
+            alike = sum(file.dtype(key) == columns[key].file_type for key in held)
+            fitting[layout.name] = (alike, len(layout.required))
     return max(fitting, key=fitting.__getitem__) if fitting else file.format
 
 

@@ -310,8 +310,8 @@ def export(
         other than ``token``. For the format ``run``. The attribute ``notes`` of the
         copy, and the notes of the result, list what was filled.
     memory : int or str, default 320 MiB
-        Memory for the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of
-        16 MiB.
+        Memory for the rows that ``zarr``, ``run`` and compressed HDF5 hold. The other files need a
+        few tiles of 16 MiB.
     overwrite : bool
         Replace an existing file; with ``zarr`` an exported Zarr, with ``run`` a run.
     on_progress : callable, optional
@@ -329,6 +329,7 @@ def export(
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
         If `fill_damaged` is set, and the format is not ``run``, or the run is a Dataset.
         If there are several runs, and the layout holds one, or they have other steps or tokens.
+        If `memory` does not hold the rows of a block or a chunk.
     VariableNotRecorded, StepNotFound
         If the run lacks a variable or step of the layout or the selection.
     MissingExtra
@@ -366,7 +367,7 @@ def export(
         _refuse_options(format, encoding=encoding, fill_damaged=fill_damaged)
         return _export_zarr(request, block_rows, memory)
     _refuse_options(format, block_rows=block_rows, encoding=encoding, fill_damaged=fill_damaged)
-    return _export_hdf5(request) if format == "hdf5" else _export_safetensors(request)
+    return _export_hdf5(request, memory) if format == "hdf5" else _export_safetensors(request)
 
 
 def _format_of(format: str | None, layout: Layout, encoding: str | None) -> str:
@@ -509,7 +510,7 @@ def _export_safetensors(request: _Request) -> Exported:
     return _export_layout(request, request.described, write)
 
 
-def _export_hdf5(request: _Request) -> Exported:
+def _export_hdf5(request: _Request, memory: int | str) -> Exported:
     layout = layout_of("hdf5") if request.described.whole else request.described
 
     def write(path: Path, content: ExportedFile) -> dict[str, int]:
@@ -522,6 +523,7 @@ def _export_hdf5(request: _Request) -> Exported:
             chunk_rows=layout.chunk_rows,
             gzip=layout.gzip,
             float16_as_bits=layout.whole,
+            memory=parse_bytes(memory),
         )
 
     return _export_layout(request, layout, write)

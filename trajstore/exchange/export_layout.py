@@ -19,7 +19,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.layout_columns import columns_of, is_sgd, joined, step_labels
 from trajstore.exchange.layouts import (
     COUNTS,
-    MARKS,
+    OF_RUNS,
     RECORDED,
     Column,
     Layout,
@@ -56,17 +56,19 @@ def file_numbers(
             if value is not None:
                 numbers[key] = value
         elif key.startswith(RECORDED):
-            numbers[key] = key.removeprefix(RECORDED) in keys
+            kind = named(key.removeprefix(RECORDED)).kind
+            held = {column.variable for column in layout.columns if column.key in keys}
+            numbers[key] = kind is not None and kind.name in held
         elif key == "n_runs":
             numbers[key] = len(parts)
         else:
             values = [number_of(key, part) for part in parts]
             if key == "tied_weights" and layout.runs == "matrices":
                 values = [False] * len(parts)
-            if key == "base_seed" and None in values:
+            if (first := OF_RUNS.get(key)) and None in values:
                 values = [
                     None if seed is None else seed - number
-                    for number, seed in enumerate(number_of("seed", part) for part in parts)
+                    for number, seed in enumerate(number_of(first, part) for part in parts)
                 ]
             if None in values:
                 unknown.append(key)
@@ -301,7 +303,7 @@ def _without_place(layout: Layout, part: Selection) -> list[str]:
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
         placed.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
-    known |= {MARKS[key] for key in layout.marks} & {"token_count"}
+    known |= {layout.mark_kind(key) for key in layout.marks} & {"token_count"}
     return [
         *(name for name in part.variables if name not in placed),
         *(name for name in part.run.coordinates if name not in known),
@@ -343,9 +345,9 @@ def _token_labels(layout: Layout, part: Selection) -> Iterator[Tensor]:
         yield constant("token", "int32", ids)
     if "is_dead" in coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        yield from _marked(layout.marks, coordinates["is_dead"].astype(bool))
+        yield from _marked(layout, coordinates["is_dead"].astype(bool))
     for key in layout.marks:
-        if MARKS[key] == "token_count" and "token_count" in coordinates:
+        if layout.mark_kind(key) == "token_count" and "token_count" in coordinates:
             yield constant(key, "int64", coordinates["token_count"])
     if layout.name == "native":  # in other files, their names may have another meaning
         yield from (constant(name, "bool", coordinates[name]) for name in part.run.populations)
@@ -363,7 +365,7 @@ def _marked_ids(layout: Layout, part: Selection) -> Iterator[Tensor]:
     is_dead, selected = np.zeros((2, size), bool)
     is_dead[ids] = part.run.coordinates["is_dead"]
     selected[part.coordinates["token"]] = True
-    yield from _marked(layout.marks, is_dead, selected)
+    yield from _marked(layout, is_dead, selected)
 
 
 def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
@@ -381,21 +383,19 @@ def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
                 )
 
 
-def _marked(
-    keys: Collection[str], is_dead: Array, selected: Array | None = None
-) -> Iterator[Tensor]:
+def _marked(layout: Layout, is_dead: Array, selected: Array | None = None) -> Iterator[Tensor]:
     """Masks and lists of dead and live tokens.
 
     Parameters
     ----------
-    keys : collection of str
-        Keys of `trajstore.exchange.layouts.MARKS`; those of counts are omitted.
+    layout : Layout
+        Its marks; those of counts are omitted.
     is_dead : ndarray of bool, (token,)
     selected : ndarray of bool, (token,), optional
         Tokens to mark. Default: all.
     """
-    for key in keys:
-        name, _, form = MARKS[key].partition("_")
+    for key in layout.marks:
+        name, _, form = layout.mark_kind(key).partition("_")
         if form == "count":
             continue
         mask = is_dead == (name == "dead")
@@ -432,9 +432,9 @@ def _metadata(layout: Layout, part: Selection) -> dict[str, str]:
 def _notes(
     layout: Layout, part: Selection, columns: Collection[str], keys: Collection[str]
 ) -> Iterator[str]:
-    marks = [key for key in layout.marks if MARKS[key] != "token_count"]
-    if layout.marks_dead and "is_dead" not in part.run.coordinates:
-        known = [*marks, *(key for key in layout.numbers if key in COUNTS)]
+    marks = [key for key in layout.marks if layout.mark_kind(key) != "token_count"]
+    known = [*marks, *(key for key in layout.numbers if key in COUNTS)]
+    if known and "is_dead" not in part.run.coordinates:
         yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"
     for key in {*layout.marks} - {*marks, *keys}:
         why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"

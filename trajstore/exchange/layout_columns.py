@@ -172,10 +172,10 @@ def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Arra
     count, of_tokens, hidden = variable.shape_of(rows, tokens)
 
     def read(where: Where) -> tuple[Array, int]:
-        total = np.zeros((where[0].stop - where[0].start, hidden))
-        for tile in variable.tiles(rows, tokens):
-            if tile[0] == where[0]:
-                total += variable.read(tile, rows, tokens).sum(1, dtype=np.float64)
+        some = rows[where[0]]
+        total = np.zeros((len(some), hidden))
+        for tile in variable.tiles(some, tokens):
+            total[tile[0]] += variable.read(tile, some, tokens).sum(1, dtype=np.float64)
         return (total / of_tokens).astype(np.float32).view(np.uint32), 0
 
     return Tensor(
@@ -192,11 +192,11 @@ def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Arra
 def _last_motion(
     column: Column, variable: TiledVariable, rows: Array, tokens: Array | None, steps: Array
 ) -> Tensor:
-    """Step of the last row in which a token differs from the row before; 0 if it never does."""
+    """Step of the last row in which a token differs from the row before; -1 if it never does."""
     shape = variable.shape_of(rows, tokens)[1:]
 
     def read(where: Where) -> tuple[Array, int]:
-        last = np.zeros(shape[0], np.int32)
+        last = np.full(shape[0], -1, np.int32)
         before = np.zeros(shape, variable.native.bits)
         for tile in variable.tiles(rows, tokens):
             at, some = tile
@@ -293,9 +293,9 @@ def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Ten
         initial = [column.key for column in layout.columns if column.time == "initial"]
         for key in runs[0]:
             tensors = [arrays[key] for arrays in runs if key in arrays]
-            once = key in initial and len(runs) == 1
             if len(tensors) == len(runs):
-                yield tensors[0] if once else _stacked(layout, tensors)
+                one = key in initial and _are_equal(tensors)
+                yield tensors[0] if one else _stacked(layout, tensors)
     elif layout.runs == "matrices":
         matrices = {column.key for column in layout.columns if column.is_matrix}
         shared: dict[str, Tensor] = {}
@@ -308,6 +308,13 @@ def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Ten
         yield from shared.values()
     else:
         yield from runs[0].values()
+
+
+def _are_equal(tensors: Sequence[Tensor]) -> bool:
+    """True if all tensors hold the same bits."""
+    first, *others = tensors
+    pairs = ((first.read(at)[0], each.read(at)[0]) for each in others for at in first.parts())
+    return all(np.array_equal(*pair) for pair in pairs)
 
 
 def _stacked(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ class Column:
     time : {'after', 'before', 'change', 'ulps', 'initial', 'centroid', 'last_motion'}
         The value after the step, the value before it, the difference, the difference in units of
         the spacing at the value before it, or one value: that of step 0. Of W also the mean over
-        the tokens in each row, or the last step in which a token moved (int32; 0 for never).
+        the tokens in each row, or the last step in which a token moved (int32; -1 for never).
     first_row : {0, 1}
         1 if the file omits the first row.
     tokens : {'all', 'dead', 'live'}
@@ -101,10 +101,12 @@ class Layout:
         How a file holds several runs: along a first axis, under keys ``run_0_…``, or as both
         matrices of an untied model, ``…_E`` and ``…_W``. None for one run.
     marks : tuple of str
-        Keys that mark the dead tokens, or count tokens, from `MARKS`.
+        Keys that mark the dead tokens, or count tokens, from `MARKS`; or ``token_ids``.
+    tokens : {'all', 'dead', 'live'}
+        Tokens that ``token_ids`` lists.
     numbers : tuple of str
         Numbers besides the arrays: of `COUNTS`, of the table of kinds (in the plural: one per run),
-        ``n_runs``, ``base_seed``, or ``recorded_KEY`` (true if the file holds the array).
+        those of `OF_RUNS`, or ``recorded_KEY`` (true if the file holds the array).
     texts : tuple of str
         Numbers that its metadata hold as strings.
     chunk_rows : int
@@ -125,6 +127,7 @@ class Layout:
     steps: str | None = None
     runs: Literal["axis", "keys", "matrices"] | None = None
     marks: tuple[str, ...] = ()
+    tokens: Literal["all", "dead", "live"] = "all"
     numbers: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     chunk_rows: int = 1
@@ -147,7 +150,11 @@ class Layout:
     def marks_dead(self) -> bool:
         """True if it distinguishes dead tokens from live ones."""
         by_rows = any(column.has_tokens and column.tokens != "all" for column in self.columns)
-        return bool(self.marks or by_rows or not COUNTS.keys().isdisjoint(self.numbers))
+        return bool(self.marks or by_rows)
+
+    def mark_kind(self, key: str) -> str:
+        """Kind of a mark."""
+        return f"{self.tokens}_ids" if key == _IDS else MARKS[key]
 
 
 MARKS: dict[str, str] = {
@@ -157,13 +164,17 @@ MARKS: dict[str, str] = {
 }
 """Kind of each key that can mark or count tokens."""
 
+_IDS = "token_ids"
+
 COUNTS = {"n_live": False, "n_dead": True, "n_trained": False, "n_untrained": True}
 """Names of the numbers of dead (True) and live tokens."""
 
 RECORDED = "recorded_"
 """Prefix of the number that is true if a file holds the array."""
 
-_OF_RUNS = ("n_runs", "base_seed")
+OF_RUNS = {"n_runs": None, "base_seed": "seed", "base_train_seed": "seed"}
+"""Numbers of several runs, and the number of which it is the first, counted on from run to run."""
+
 _TYPES = {
     **dict.fromkeys(("vocab_size", "hidden_dim", "n_layers", "n_heads", "num_steps"), "int64"),
     **dict.fromkeys(("batch_size", "seed", "init_seed"), "int64"),
@@ -174,7 +185,7 @@ _TYPES = {
 
 def number_type(key: str) -> str | None:
     """Type of a number in a file; None if no layout knows its name."""
-    if key in COUNTS or key in _OF_RUNS:
+    if key in COUNTS or key in OF_RUNS:
         return "int64"
     if key.startswith(RECORDED):
         return "bool"
@@ -206,7 +217,11 @@ def _layout(name: str, given: Mapping[str, Any]) -> Layout:
     table = _whole(name, given)
     _check(name, table, _OF_LAYOUT)
     for key in table.get("marks", ()):
-        _check_word(name, "marks", key, MARKS)
+        _check_word(name, "marks", key, (*MARKS, _IDS))
+        if key == _IDS and table.get("tokens", "all") == "all":
+            raise InvalidArgument(
+                f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"'
+            )
     for key in (*table.get("numbers", ()), *table.get("texts", ())):
         if number_type(key) is None:
             raise InvalidArgument(
@@ -222,7 +237,7 @@ def _layout(name: str, given: Mapping[str, Any]) -> Layout:
     settings: dict[str, Any] = {"required": tuple([*arrays][:1] or table["marks"])} | {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in table.items()
-        if key not in ("arrays", "like", *_OF_ARRAY)
+        if key == "tokens" or key not in ("arrays", "like", *_OF_ARRAY)
     }
     return Layout(
         name=name,
@@ -294,8 +309,8 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "like" not in table:
         return table
-    _check_word(name, "like", table["like"], [entry for entry in _TABLES if entry not in _WHOLE])
-    base = _whole(name, _TABLES[table["like"]])
+    _check_word(name, "like", table["like"], [entry for entry in NAMES if entry not in _WHOLE])
+    base = _whole(name, _TABLES[NAMES[table["like"]]])
     changes = table.get("arrays", {})
     if not isinstance(changes, dict):
         return {**base, **table}  # `_layout` refuses it
@@ -312,13 +327,18 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _WHOLE = ("native", "hdf5")
 _TABLES = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
+NAMES: dict[str, str] = {
+    also: name for name, table in _TABLES.items() for also in (name, *table.pop("names", ()))
+}
+"""Layout of each name, also of the names of other notebooks with such files."""
+
 _ALL = {name: _layout(name, table) for name, table in _TABLES.items()}
 
 LAYOUTS: dict[str, Layout] = {name: layout for name, layout in _ALL.items() if not layout.whole}
 """Layouts of the notebooks, by name."""
 
-EXPORT_LAYOUTS = tuple(_ALL)
-"""The layouts of whole runs, and those of the notebooks."""
+EXPORT_LAYOUTS = tuple(NAMES)
+"""Names of the layouts of whole runs, and of those of the notebooks."""
 
 MASKS = tuple(name for name, layout in LAYOUTS.items() if not layout.columns)
 """Layouts of files that hold masks only."""
@@ -343,7 +363,7 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout:
         If the name is unknown, the file cannot be read, or it has a wrong key or value.
     """
     if name in known:
-        return _ALL[name]
+        return _ALL[NAMES[name]]
     if not name.endswith(".toml"):
         raise InvalidArgument(
             f"there is no layout {name!r}{did_you_mean(name, known)}; choose from "

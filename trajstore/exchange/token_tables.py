@@ -9,6 +9,7 @@ marks the rows, any other mask the vocabulary.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -325,6 +326,8 @@ def _is_dead(each: TokenArray, ids: Array) -> Array:
 def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
     """Masks, lists of ids and counts of a ``masks`` file.
 
+    The name of a file of ``token_ids`` tells whether they are ``dead`` or ``live``.
+
     Raises
     ------
     RunNotFound, FormatError
@@ -338,6 +341,9 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
                 "ids or counts; rename an array, or the .npy, to dead_mask, untrained_mask, "
                 "live_ids, trained_indices, token_counts, …"
             )
+    populations = {*re.findall("dead|live", Path(masks).name)}
+    if [array.kind for array in arrays] == ["token"] and len(populations) == 1:
+        arrays = [replace(arrays[0], kind=f"{populations.pop()}_ids")]
     return tuple(replace(array, is_separate=True) for array in arrays)
 
 

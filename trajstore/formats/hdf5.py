@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument, needs_extra
 from trajstore.formats.array_file import ArrayFile, check_expansion
-from trajstore.formats.safetensors import Tensor, Where, counted
+from trajstore.formats.safetensors import Tensor, Where, counted, item_type
 from trajstore.threads import Progress, in_parallel
 from trajstore.units import DEFAULT_MEMORY, format_bytes
 from trajstore.values.native_types import NATIVE_TYPES
@@ -286,6 +286,7 @@ def write_hdf5(
     chunk_rows: int,
     gzip: int,
     float16_as_bits: bool,
+    memory: int,
 ) -> dict[str, int]:
     """Write a file, part by part. Tensors with a row per step are chunked by rows.
 
@@ -304,6 +305,8 @@ def write_hdf5(
         Level of compression; 0 for none.
     float16_as_bits : bool
         True to write float16 as uint16 bits, like bfloat16.
+    memory : int
+        Bytes of rows that are held until they are compressed.
 
     Returns
     -------
@@ -314,6 +317,8 @@ def write_hdf5(
     ------
     MissingExtra
         If h5py is not installed.
+    InvalidArgument
+        If `memory` does not hold a chunk to compress.
     """
     h5py = load_h5py()
     with _opened(h5py, path) as (file, target):
@@ -327,18 +332,20 @@ def write_hdf5(
         datasets = {
             tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
         }
-        jobs = (job for tensor in tensors for job in _jobs(tensor, datasets[tensor.key]))
 
         def written() -> Iterator[tuple[str, int, int]]:
-            for key, where, bits, changed, chunk in in_parallel(jobs):
-                dataset = datasets[key]
-                if chunk is None:
-                    dataset[where] = bits.view(dataset.dtype)
-                else:
-                    begin = (where[0].start, *[0] * (bits.ndim - 1))
-                    dataset.id.write_direct_chunk(begin, chunk)
-                target.check()
-                yield key, bits.nbytes, changed
+            for tensor in tensors:
+                dataset = datasets[tensor.key]
+                if dataset.compression_opts is None:
+                    for where, bits, changed in in_parallel(_reads(tensor, tensor.parts())):
+                        dataset[where] = bits.view(dataset.dtype)
+                        target.check()
+                        yield tensor.key, bits.nbytes, changed
+                    continue
+                for start, chunk, size, changed in _compressed(tensor, dataset, memory):
+                    dataset.id.write_direct_chunk((start, *[0] * (dataset.ndim - 1)), chunk)
+                    target.check()
+                    yield tensor.key, size, changed
 
         return counted(tensors, written(), on_progress)
 
@@ -421,34 +428,52 @@ def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: 
     return dataset
 
 
-Read = tuple[str, Where, Array, int, bytes | None]
-"""Key, position and bits of a part, the number of rounded values, and the compressed chunk."""
+Read = tuple[Where, Array, int]
+"""Position and bits of a part, and the number of rounded values."""
 
 
-def _jobs(tensor: Tensor, dataset: Any) -> Iterator[Callable[[], Read]]:
-    """Jobs that read the parts of a tensor, for threads. They compress whole chunks themselves.
-
-    HDF5 would compress in one thread.
-    """
-    level = dataset.compression_opts
-    for where in tensor.parts():
-        if level is None:
-            yield partial(_read, tensor, where)
-            continue
-        others = tuple(slice(0, size) for size in tensor.shape[1 : len(where)])
-        rows, count = dataset.chunks[0], tensor.shape[0]
-        for start in range(0, count, rows):
-            whole = (slice(start, min(start + rows, count)), *others)
-            yield partial(_compressed, tensor, whole, dataset.chunks, level)
-        return
+def _reads(tensor: Tensor, parts: Iterable[Where]) -> Iterator[Callable[[], Read]]:
+    return (partial(_read, tensor, where) for where in parts)
 
 
 def _read(tensor: Tensor, where: Where) -> Read:
-    return tensor.key, where, *tensor.read(where), None
+    return where, *tensor.read(where)
 
 
-def _compressed(tensor: Tensor, where: Where, shape: tuple[int, ...], level: int) -> Read:
-    bits, changed = tensor.read(where)
-    chunk = np.zeros(shape, bits.dtype)  # the last one may have more rows than the tensor
-    chunk[: len(bits)] = bits
-    return tensor.key, where, bits, changed, zlib.compress(chunk.data, level)
+def _parts(tensor: Tensor, rows: slice) -> Iterator[Where]:
+    """Parts of some rows of a tensor."""
+    for whole, *rest in tensor.parts():
+        some = slice(max(whole.start, rows.start), min(whole.stop, rows.stop))
+        if some.start < some.stop:
+            yield (some, *rest)
+
+
+def _compressed(tensor: Tensor, dataset: Any, memory: int) -> Iterator[tuple[int, bytes, int, int]]:
+    """First row, compressed bytes, size and number of rounded values of each chunk.
+
+    A chunk has few rows of all tokens, a block of the run has many rows of few tokens. So as many
+    rows as fit into `memory` are read, then compressed. HDF5 would compress in one thread.
+    """
+    chunk, item = dataset.chunks, item_type(tensor.dtype)
+    count, row = len(dataset), math.prod(chunk[1:]) * item.itemsize
+    at_once = memory // (row * chunk[0]) * chunk[0]
+    if not at_once:
+        raise InvalidArgument(
+            f"the memory budget of {format_bytes(memory)} does not hold a chunk of {tensor.key}, "
+            f"{format_bytes(row * chunk[0])}; raise it (--memory)"
+        )
+    for start in range(0, count, at_once):
+        rows = slice(start, min(start + at_once, count))
+        held = np.zeros((at_once, *chunk[1:]), item)  # a last chunk may have rows beyond the tensor
+        changed = 0
+        for (some, *rest), bits, rounded in in_parallel(_reads(tensor, _parts(tensor, rows))):
+            held[(slice(some.start - start, some.stop - start), *rest)] = bits
+            changed += rounded
+        begins = range(start, rows.stop, chunk[0])
+        packed = in_parallel(
+            partial(zlib.compress, held[begin - start :][: chunk[0]].data, dataset.compression_opts)
+            for begin in begins
+        )
+        for begin, data in zip(begins, packed, strict=True):
+            yield begin, data, min(chunk[0], count - begin) * row, changed
+            changed = 0

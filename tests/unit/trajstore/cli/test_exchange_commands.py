@@ -13,7 +13,7 @@ from grammar_files import stored, truth, write
 from safetensors.numpy import load_file
 
 from trajstore.cli.main import main
-from trajstore.exchange.layouts import LAYOUTS
+from trajstore.exchange.layouts import NAMES
 
 
 def call(*arguments: object, rc: int = 0) -> Result:
@@ -32,7 +32,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_without_a_file_it_lists_what_it_understands() -> None:
     printed = call().stdout
-    for word in ("safetensors", "embedding_matrix", "untrained_mask", "adam_beta1", *LAYOUTS):
+    for word in ("safetensors", "embedding_matrix", "untrained_mask", "adam_beta1", *NAMES):
         assert word in printed
     facts = json.loads(call("--json").stdout)
     assert "w" in facts["kinds"]["W"]["names"]
