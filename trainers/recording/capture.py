@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from trajstore.errors import InvalidArgument, RecordingError, RunNotFound
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import EVERYTHING, MODEL
 from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.store.writing.create import staged_file
 from trajstore.store.writing.resumed_run import in_all_processes
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
@@ -62,7 +64,7 @@ class Recorder:
     on_step : callable, optional
         Called with the recorder after every step.
     must_write : path-like, optional
-        Path of the run, if it is an error to complete the recording without a step.
+        Path of the run, if a complete recording without a step is noted.
 
     Attributes
     ----------
@@ -172,6 +174,8 @@ class Recorder:
     ) -> None:
         """Pass values that the hooks cannot get, once per micro-batch, before the optimizer's step.
 
+        After an error has ended the recording, which is logged, a call has no effect.
+
         Parameters
         ----------
         loss : tensor, ()
@@ -199,7 +203,10 @@ class Recorder:
             If a value is not a tensor of floats, or `inputs` is no dict; if `hidden` has another
             shape; or if `batch` or `example_loss` does not have one number for each example, which
             is stored exactly.
+        RecordingError
+            If the recording was closed.
         """
+        self._check_open("observe")
         if not self.is_recording:
             return
         for name, value in (("loss", loss), ("logits", logits)):
@@ -223,15 +230,51 @@ class Recorder:
     def commit(self) -> None:
         """Commit all rows so far, and return when they are on the disk, flushed if `fsync` is set.
 
-        Call it before you save a checkpoint, in every process of a sharded training. Then the run
-        has all rows up to the checkpoint, whatever ends the process.
+        `checkpoint` calls it. If you save a checkpoint in another way, call it before, in every
+        process of a sharded training. Then the run has all rows up to the checkpoint, whatever ends
+        the process. After an error has ended the recording, which is logged, it has no effect.
 
         Raises
         ------
         OSError, RecordingError
-            If the disk fails or is full.
+            If the disk fails or is full; or if the recording was closed.
         """
+        self._check_open("commit")
         self._hooks.call(self._commit)
+
+    def checkpoint(self, path: str | os.PathLike[str], state: Any) -> None:
+        """Commit all rows, then save a checkpoint by `torch.save`, in place of the old one.
+
+        A kill or a loss of power leaves the old file or the new one, whole, and the run has all
+        rows up to it. After an error has ended the recording, the file is still saved.
+
+        Parameters
+        ----------
+        path : path-like
+            Local file. Missing folders are created.
+        state : object
+            What `torch.save` takes; None only commits. In a distributed training, call this method
+            in every process after the same step, each with its own file, or None.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full; or if the recording was closed.
+        RunLocked
+            If another process writes the file.
+        """
+        self._check_open("checkpoint")
+        self._hooks.call(self._commit)
+        if state is not None:
+            with staged_file(path, overwrite=True) as file:
+                torch.save(state, file)
+
+    def _check_open(self, call: str) -> None:
+        if not self.is_recording and not self.has_failed:
+            raise RecordingError(
+                f"{call}() was called after the recording was closed; call it inside the with "
+                "block, or before close()"
+            )
 
     def _commit(self) -> None:
         for rows in self._rows:
@@ -248,7 +291,8 @@ class Recorder:
         Raises
         ------
         OSError, RecordingError
-            If the disk fails or is full, or a complete recording has no step.
+            If the disk fails or is full; with `strict`, also if a complete recording has no step.
+            By default, that is a note.
         """
         if not self._hooks.are_registered:
             return
@@ -266,7 +310,7 @@ class Recorder:
             self._mention_end(error)
         if complete and self._must_write is not None and self._rows and self.writer is None:
             optimizer = self._recording.optimizer
-            raise RecordingError(
+            self._notes.add(
                 f"no step of {optimizer.named(optimizer.waiting)} was taken, so "
                 f"{self._must_write} was not written; call the step() of each given optimizer "
                 "while the recorder is open, or give those that step"
@@ -332,7 +376,7 @@ def open_recorder(
         Compare each row with the existing run instead of storing it.
     own_loop : bool
         The loop has no callback that knows its tokens and its end: note that labels are missing,
-        and raise an error if it ends without a step.
+        and that it ends without a step.
 
     Raises
     ------
@@ -343,7 +387,7 @@ def open_recorder(
     RunExists
         If the path exists, and neither resume nor overwrite is set.
     NothingToResume
-        If the existing run begins after the step of the training, or has other weights there.
+        If the existing run does not fit the training, or lacks rows up to its step (`attach`).
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
     wanted = options
@@ -495,9 +539,10 @@ def attach(
     Returns
     -------
     Recorder
-        ``close()`` ends the recording, ``commit()`` stores all rows so far. ``observe()`` takes the
-        loss if the model does not return it, hidden states, and values of the examples of a step
-        that no hook can get. In a ``with`` statement it is closed at the end.
+        ``close()`` ends the recording, ``commit()`` stores all rows so far, and ``checkpoint()``
+        then saves a checkpoint. ``observe()`` takes the loss if the model does not return it,
+        hidden states, and values of the examples of a step that no hook can get. In a ``with``
+        statement it is closed at the end.
 
     Raises
     ------
@@ -507,7 +552,8 @@ def attach(
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
     NothingToResume
-        If `resume` is set, and the run begins after `first_step` or has other weights there.
+        If `resume` is set, and the run begins after `first_step`, is complete before it without
+        `allow_gap`, has other weights there, or another shape or type of the matrix.
     InvalidArgument
         If an option is impossible.
     ConfigError

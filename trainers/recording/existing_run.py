@@ -20,7 +20,7 @@ from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.store.writing.writer import RunWriter
-from trajstore.trainers.recording.device_to_host import place_tensor, same_bits
+from trajstore.trainers.recording.device_to_host import place_tensor, same_bits, type_name
 from trajstore.trainers.recording.model_state import STATE
 from trajstore.trainers.recording.notes import resumed_provenance
 from trajstore.trainers.recording.planned_run import PlannedRun
@@ -43,6 +43,8 @@ class ExistingRun:
         Step of the last row to keep.
     missing_steps : range
         Steps between it and the next step of the training that should have rows.
+    is_dead : ndarray of bool, (token,), or None
+        Its labels.
     last_weights : tensor, (token, hidden)
         W in that row, in its native type, on the CPU, with the tokens of this process; `cells` if
         the run has no W.
@@ -65,6 +67,7 @@ class ExistingRun:
     rows: int
     last_step: int
     missing_steps: range
+    is_dead: npt.NDArray[np.bool_] | None
     last_weights: torch.Tensor
     hyperparameters: tuple[str, ...]
     optimizer: Mapping[str, Any]
@@ -88,8 +91,9 @@ class ExistingRun:
         RunNotFound
             If there is no run.
         NothingToResume
-            If its first row is of a later step than the training has taken; with a comparison also
-            if it lacks rows up to that step.
+            If its first row is of a later step than the training has taken, its matrix has
+            another shape or type, or it is complete, ends before that step, and `allow_gap` is
+            not set; with a comparison also if it lacks rows up to that step.
         InvalidArgument
             If it was recorded with other options.
         """
@@ -98,6 +102,7 @@ class ExistingRun:
         known = variables_of(attributes)
         recorded = tuple(name for name in arrays.array_keys() if name in known)
         _check_options(planned, attributes.get("recording", {}), recorded)
+        _check_matrix(planned, attributes["recording"]["vocabulary"], arrays)
         _check_coordinates(planned, arrays)
         state: list[str] = []
         if planned.state is not None:
@@ -107,6 +112,8 @@ class ExistingRun:
         steps, missing = _kept_steps(planned, all_steps)
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
+        if missing:
+            _check_gap(planned, attributes, int(all_steps[-1]))
         _check_change_norms(planned, recorded, int(steps[-1]))
         W = arrays["W" if "W" in recorded else "cells"]
         tokens = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
@@ -122,6 +129,7 @@ class ExistingRun:
             rows=int(steps.size),
             last_step=int(steps[-1]),
             missing_steps=missing,
+            is_dead=arrays["is_dead"][...] if "is_dead" in arrays else None,
             last_weights=_row(W, (last, tokens)),
             hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
@@ -183,6 +191,7 @@ class ExistingRun:
             commit_every=self.planned.recording.options.commit_every,
             fsync=self.planned.recording.options.fsync,
             share=self.planned.share,
+            lazy=True,
         )
 
 
@@ -191,7 +200,7 @@ def _check_options(
 ) -> None:
     """Check options and variables against the attribute ``recording`` of the run and its arrays."""
     for name, value in planned.recording_attribute.items():
-        if before.get(name) != value:
+        if name != "vocabulary" and before.get(name) != value:
             raise InvalidArgument(
                 f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; resume "
                 "with " + argument(name, before.get(name))
@@ -204,6 +213,21 @@ def _check_options(
         raise InvalidArgument(
             f"variables: {planned.path} has {', '.join(recorded)}, got {', '.join(wanted)}; a "
             f"resumed run keeps its variables, so correct {', '.join(missing)}"
+        )
+
+
+def _check_matrix(planned: PlannedRun, vocabulary: int, arrays: Any) -> None:
+    """Check shape and type of the matrix against those of the run; its name is an option."""
+    tensor = planned.parameter.tensor
+    now = (type_name(tensor.dtype), *tensor.shape)
+    name = next(name for name in ("W", "grad", "cells") if name in arrays)
+    kind = now[0] if name == "cells" else str(arrays[name].attrs["native_dtype"])
+    before = (kind, vocabulary, arrays[name].shape[2])
+    if now != before:
+        old, new = (f"{kind} of shape {tuple(shape)}" for kind, *shape in (before, now))
+        raise NothingToResume(
+            f"{planned.parameter.name} is {new} in the training, but {old} in {planned.path}; "
+            "resume with the model of the run, or record a new run"
         )
 
 
@@ -256,6 +280,17 @@ def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> tuple[npt.NDArr
         raise _ends_early(planned, steps)
     last = int(kept[-1])
     return kept, range(last - last % every + every, step + 1, every)
+
+
+def _check_gap(planned: PlannedRun, attributes: Mapping[str, Any], end: int) -> None:
+    """Check that a run ended early, or that a gap is allowed, if it ends before the training."""
+    step, options = planned.recording.loop.first_step, planned.recording.options
+    if end < step and attributes["status"] == "complete" and not options.allow_gap:
+        raise NothingToResume(
+            f"{planned.path} is complete and ends at step {end}, but the training continues after "
+            f"step {step}; correct first_step, load the checkpoint of step {end}, or leave out the "
+            "steps between with allow_gap=True"
+        )
 
 
 def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume:

@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
-from transformers import BatchEncoding, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    BatchEncoding,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from trajstore.errors import RecordingError, argument
 from trajstore.store.storage.remote_path import RunPath
@@ -368,7 +375,8 @@ class TrajectoryCallback(TrainerCallback):
             are logged.
         log : callable or True, optional
             As in `RecordingOptions`. True uses `Trainer.log`, so the numbers appear in the trackers
-            of ``report_to``; it is called in the training's thread, after the next step.
+            of ``report_to``, each at its own step; it is called in the training's thread, after
+            the next step.
         **options
             Options of `RecordingOptions`.
         """
@@ -458,23 +466,43 @@ class TrajectoryCallback(TrainerCallback):
         self._thread = threading.get_ident()
         _recording.add(self)
 
-    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
-        """Pass the numbers of rows that were committed since to `Trainer.log`."""
-        trainer = None if self._trainer is None else self._trainer()
-        while trainer is not None and not self._logged.empty():
-            trainer.log(self._logged.get())
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Pass the numbers of new rows to `Trainer.log`, and commit as `on_epoch_end` does."""
+        self._feed_trainer()
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Commit all rows up to a checkpoint, before the Trainer writes it."""
+        if control.should_save:
+            self.on_save()
 
     def on_save(self, *_: Any, **kwargs: Any) -> None:
-        """Commit all rows up to a checkpoint of the Trainer."""
-        if self.recorder is not None:
+        """Commit all rows up to a checkpoint, also one that another callback has asked for."""
+        if self.recorder is not None and self.recorder.is_recording:
             self.recorder.commit()
+
+    def _feed_trainer(self) -> None:
+        """Pass the numbers of rows that were committed since to `Trainer.log`, at their steps."""
+        trainer = None if self._trainer is None else self._trainer()
+        while trainer is not None and not self._logged.empty():
+            numbers, step = self._logged.get(), trainer.state.global_step
+            own = next(number for name, number in numbers.items() if name.endswith("/step"))
+            try:
+                trainer.state.global_step = int(own)  # where each tracker looks for it
+                trainer.log(numbers)
+            finally:
+                trainer.state.global_step = step
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
         self.close(complete=True)
-        self.on_step_end()
+        self._feed_trainer()
         recorder = self.recorder
         printed = self.prints_end and state.is_world_process_zero
         if printed and recorder is not None and not recorder.has_failed:

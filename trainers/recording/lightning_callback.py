@@ -111,8 +111,8 @@ class LightningCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Commit all rows up to a checkpoint, before it is written."""
-        if self.recorder is not None:
+        """Commit all rows up to a checkpoint, before Lightning writes it."""
+        if self.recorder is not None and self.recorder.is_recording:
             self.recorder.commit()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -135,9 +135,8 @@ class RunNotes:
         """Note that a run has no rows of some steps, from which the training continues."""
         self.step = steps[-1]
         self.mention(
-            f"there are no rows of steps {steps[0]} to {steps[-1]} of {matrix}: an earlier "
-            "recording ended before they were committed, so the weights at the resumed step were "
-            "not compared either"
+            f"there are no rows of steps {steps[0]} to {steps[-1]} of {matrix}: no recording has "
+            "committed them, so the weights at the resumed step were not compared either"
         )
         self.entries[-1] |= {"first_step": steps[0], "count": len(steps)}
 

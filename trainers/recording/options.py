@@ -178,9 +178,12 @@ class RecordingOptions:
     overwrite : bool
         Replace an existing run.
     resume : bool
-        Resume the existing run after the step that the training has taken; later rows are dropped.
-        If the run ends before that step, the rows between stay missing, with a note. Without a run,
-        or with one that has no rows yet, begin it.
+        Resume the existing run after the step that the training has taken. The first new row drops
+        the later ones; without a step, the run stays as it is. If an earlier recording ended early,
+        before that step, the rows between stay missing, with a note. Without a run, or with one
+        that has no rows yet, begin it.
+    allow_gap : bool
+        Resume a complete run also if it ends before that step.
     commit_every : float, optional
         Maximum seconds between commits, also of an incomplete block. A killed process loses at most
         this much. None commits complete blocks only, as do several processes that record a sharded
@@ -220,6 +223,7 @@ class RecordingOptions:
     keyframe_every: Count = 500
     overwrite: bool = False
     resume: bool = False
+    allow_gap: bool = False
     commit_every: float | None = COMMIT_EVERY
     fsync: bool = True
     schedule: Mapping[str, Any] | None = None

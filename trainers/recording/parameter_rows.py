@@ -170,7 +170,9 @@ class ParameterRows:
         return dict(zip(kept, marks, strict=True))
 
     def resume(self) -> None:
-        """Open the run to resume after its last row; a new run is created later.
+        """Open the run to resume after its last row, which the next row changes first.
+
+        A new run is created later.
 
         Raises
         ------
@@ -186,7 +188,7 @@ class ParameterRows:
             self._last_W.copy_(existing.last_weights)
         writer = existing.open()
         if isinstance(writer, RunWriter):
-            self._planned.feed_log(writer, existing.last_step)
+            self._planned.feed_log(writer, existing.last_step, existing.is_dead)
         self.writer = writer
         last_step = existing.last_step
         writer.notes = self._notes.resumed(writer.notes, last_step)
@@ -417,7 +419,7 @@ class ParameterRows:
         """Create the run with the variables of the current step, and write all rows so far."""
         writer, self.variables = self._first.create_run(self.parameter, self.variables)
         self.writer = writer
-        self._planned.feed_log(writer, self.last_step)
+        self._planned.feed_log(writer, self.last_step, self._planned.coordinates.get("is_dead"))
         writer.notes = self._notes.entries
         with self._disk_errors():
             rows = self._first.write(writer, self.variables, self.last_step)
@@ -446,6 +448,8 @@ class ParameterRows:
         """Store the row in the transfer as the row of `step`."""
         assert self._transfer is not None
         with self._disk_errors():
+            if self.keyframes is not None and isinstance(self.keyframes.writer, RunWriter):
+                self.keyframes.writer.begin()  # drops the keyframes of later steps first
             self._transfer.commit(step)
         self.rows += 1
         self.last_step = step

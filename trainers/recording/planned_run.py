@@ -321,8 +321,13 @@ class PlannedRun:
             **chosen,
         )
 
-    def feed_log(self, writer: RunWriter, last_step: int) -> None:
-        """Pass numbers of committed rows after `last_step` to the option `log`, if it is given."""
+    def feed_log(
+        self, writer: RunWriter, last_step: int, is_dead: npt.NDArray[np.bool_] | None
+    ) -> None:
+        """Pass numbers of committed rows after `last_step` to the option `log`, if it is given.
+
+        `is_dead` has the labels of the run.
+        """
         options = self.recording.options
         if options.log is None:
             return
@@ -331,7 +336,7 @@ class PlannedRun:
             options.log,
             options.log_every,
             writer.layout,
-            self.coordinates.get("is_dead"),
+            is_dead,
             last_step=last_step,
             prefix=f"trajstore/{name}",
         )

@@ -45,7 +45,7 @@ from trajstore.store.storage.atomic import WRITES, put_all
 from trajstore.store.storage.lock import RemoteLock, RunLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.store.writing.commit import Committer, CommitTimer, Written
-from trajstore.store.writing.resumed_run import ResumedRun, remove_past_end
+from trajstore.store.writing.resumed_run import ResumedRun, in_all_processes, remove_past_end
 from trajstore.threads import in_parallel, submit
 from trajstore.values.native_types import widen
 
@@ -352,8 +352,9 @@ class BlockCommits:
         return self._shards.bytes_written
 
     def cut(self) -> None:
-        """Cut the stored run to the kept rows."""
-        self._committer.cut()
+        """Cut the stored run to the kept rows, in all processes."""
+        with in_all_processes(self._run.share):
+            self._committer.cut()
 
     def start(self) -> None:
         """Start the commits of unfinished blocks at intervals."""

@@ -63,11 +63,11 @@ class Committer:
     Attributes
     ----------
     rows : int
-        Rows that readers see.
+        Rows that readers see; before `cut` those that it keeps.
     """
 
     def __init__(self, run: ResumedRun, *, fsync: bool) -> None:
-        self.rows = 0
+        self.rows = run.rows
         self._run = run
         self._path = run.path
         self._metadata = run.metadata
@@ -147,7 +147,6 @@ class Committer:
         if self._share.is_first:
             self._put_root(rows, "recording")
             self._put_arrays(rows)
-        self.rows = rows
 
     def _put_arrays(self, rows: int) -> None:
         path = self._path

@@ -89,6 +89,7 @@ class RunWriter:
         self._last_step = run.last_step()
         self._given = 0  # rows whose places the caller has
         self._is_new = not run.arrays
+        self._has_begun = self._is_new  # the run has changed
         self._remove_empty = False  # if it has no rows when it is closed
         self._status: Status = "recording"
 
@@ -295,6 +296,7 @@ class RunWriter:
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = True,
         share: TokenShare | None = None,
+        lazy: bool = False,
     ) -> Self:
         """Open a run for more rows, after its last commit or after its first `rows` rows.
 
@@ -310,6 +312,8 @@ class RunWriter:
             Attributes of the root that replace present ones, such as ``config``.
         memory, threads, commit_every, fsync, share
             See `create`. The size of the blocks does not change, and `memory` must hold two.
+        lazy : bool
+            Change the run with the next row. Without one, `close` leaves it as it was.
 
         Raises
         ------
@@ -341,11 +345,17 @@ class RunWriter:
                     place, rows, attributes=attributes, memory=memory, threads=threads, share=share
                 )
                 run = cls(kept, lock, commit_every=commit_every, fsync=fsync)
-            with in_all_processes(share):
-                run._blocks.cut()
-            run._blocks.start()
+            if not lazy:
+                run.begin()
             undo.pop_all()
         return run
+
+    def begin(self) -> None:
+        """Cut a resumed run to the rows that it keeps, once; a later call has no effect."""
+        if not self._has_begun:
+            self._blocks.cut()
+            self._has_begun = True
+            self._blocks.start()
 
     def next_row(self) -> dict[str, npt.NDArray[Any]]:
         """Places of the next row's values, which the caller fills without another copy.
@@ -400,6 +410,7 @@ class RunWriter:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
             last = int(step)
+        self.begin()
         self._blocks.add(steps)
         self._last_step = last
         self._given -= len(steps)
@@ -490,7 +501,8 @@ class RunWriter:
             return
         self._status = "interrupted"
         try:
-            self._blocks.finish(status)
+            if self._has_begun:
+                self._blocks.finish(status)
             self._status = status
         finally:
             self._release(remove_empty=self._remove_empty)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -218,14 +219,43 @@ def test_without_a_block(tiny: Any, tmp_path: Path) -> None:
         del rows[-3]
     ds = lists.agree_with(tmp_path / "run.zarr")
     assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [0, 2, 3])
-    run = attach(tiny, optimizer, tmp_path / "none.zarr")
-    with pytest.raises(
-        RecordingError, match=r"no step of AdamW was taken, so .*none\.zarr was not"
-    ):
-        run.close()
     assert not tiny._forward_hooks
     assert not tiny.head._forward_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_block_without_a_step_is_noted(tiny: Any, optimizer: Any, path: Path) -> None:
+    told: list[str] = []
+    with capture(tiny, optimizer, path, on_note=told.append):
+        for batch in batches(2):  # all of them are skipped
+            tiny(**batch)["loss"].backward()
+    assert re.match(r"no step of AdamW was taken, so .*run\.zarr was not written", told[-1])
+    run = attach(tiny, optimizer, path, strict=True)
+    with pytest.raises(RecordingError, match="no step of AdamW was taken"):
+        run.close()
+    assert not path.exists()
+
+
+def test_calls_after_the_end(tiny: Any, path: Path) -> None:
+    file, optimizer = path.with_name("last.pt"), torch.optim.SGD(tiny.parameters(), lr=0.01)
+
+    def calls(run: Any) -> list[Callable[[], None]]:
+        observe = functools.partial(run.observe, loss=torch.tensor(0.5))
+        return [run.commit, observe, functools.partial(run.checkpoint, file, {"step": run.step})]
+
+    with capture(tiny, optimizer, path) as run:
+        take_steps(tiny, optimizer, 2)
+    for call in calls(run):
+        with pytest.raises(RecordingError, match=r"\(\) was called after .* inside the with block"):
+            call()
+    with capture(tiny, optimizer, path, overwrite=True) as run:
+        take_steps(tiny, optimizer, 2)
+        tiny.double()  # ends the recording, not the training
+        take_steps(tiny, optimizer, 1)
+        for call in calls(run):
+            call()
+    assert torch.load(file) == {"step": 2}
+    assert open_run(path).sizes["step"] == 3
 
 
 def test_every_third_row_and_the_last_are_recorded(tiny: Any, optimizer: Any, path: Path) -> None:

@@ -190,23 +190,23 @@ def test_after_a_training_that_failed_the_next_one_begins_anew(
     assert xr.open_zarr(path).attrs["status"] == "complete"
 
 
-class Committed(TrainerCallback):
-    """Keeps the last committed step whenever the Trainer has saved a checkpoint."""
+@pytest.mark.parametrize(("strategy", "saved"), [("steps", [2, 4, 5]), ("epoch", [4, 5])])
+def test_the_rows_are_committed_before_a_checkpoint(
+    strategy: str, saved: list[int], tmp_path: Path, path: Path
+) -> None:
+    committed: list[int] = []
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.steps: list[int] = []
+    class Saving(Trainer):  # type: ignore[misc]
+        def save_model(self, *given: Any, **options: Any) -> None:
+            committed.append(int(xr.open_zarr(path).step[-1]))
+            super().save_model(*given, **options)
 
-    def on_save(self, *_: Any, **kwargs: Any) -> None:
-        self.steps.append(int(xr.open_zarr(self.path).step[-1]))
-
-
-def test_the_rows_up_to_a_checkpoint_are_committed(tmp_path: Path, path: Path) -> None:
-    committed = Committed(path)
-    callbacks = TrajectoryCallback(path, commit_every=None), committed
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    trainer_of(tiny_gpt2(), tmp_path, *callbacks, max_steps=5, **saving).train()
-    assert committed.steps == [2, 4, 5]
+    saving = {"save_strategy": strategy, "save_steps": 2, "save_only_model": True}
+    callback = TrajectoryCallback(path, commit_every=None)
+    trainer = trainer_of(tiny_gpt2(), tmp_path, callback, kind=Saving, max_steps=5, **saving)
+    trainer.train()
+    assert committed == saved
+    trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)  # of a user
 
 
 EXAMPLES = [

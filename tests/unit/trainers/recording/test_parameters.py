@@ -245,11 +245,9 @@ def test_the_optimizers_have_to_take_turns(model: Any, tmp_path: Path) -> None:
         muon.step()
         with pytest.raises(RecordingError, match=r"Muon steps again before AdamW has .*ends_step"):
             muon.step()
-    with (
-        pytest.raises(RecordingError, match="no step of AdamW was taken"),
-        capture(model, [muon, adamw], tmp_path / "run.zarr"),
-    ):
+    with capture(model, [muon, adamw], tmp_path / "run.zarr") as run:
         muon.step()
+    assert "no step of AdamW was taken" in run.notes()[-1]
 
 
 def test_what_cannot_be_joined(model: Any) -> None:

@@ -45,7 +45,7 @@ def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16, **m
                 optimizer.zero_grad()
                 model(**batch)["loss"].backward()
                 optimizer.step()
-        options |= {"resume": True, "first_step": recorder.step}
+        options |= {"resume": True, "first_step": recorder.step, "is_dead": None}
 
 
 def test_the_numbers_are_those_of_the_run_and_come_from_another_thread(tmp_path: Path) -> None:
@@ -98,7 +98,8 @@ def test_a_trainer_logs_by_itself(tmp_path: Path) -> None:
     trainer = trainer_of(tiny_gpt2(), tmp_path, callback)
     trainer.train()
     (logged,) = [entry for entry in trainer.state.log_history if "trajstore/loss" in entry]
-    assert logged["trajstore/step"] == 3
+    assert logged["trajstore/step"] == logged["step"] == 3
+    assert trainer.state.global_step == 4
     assert logged["trajstore/loss"] == float(open_run(tmp_path / "run.zarr").loss[3])
     callback = TrajectoryCallback(tmp_path / "other.zarr", **options)
     unknown = trainer_of(tiny_gpt2(), tmp_path, callback)
@@ -107,10 +108,11 @@ def test_a_trainer_logs_by_itself(tmp_path: Path) -> None:
 
 
 def test_rows_after_each_multiple_are_passed_once_also_after_a_resume(tmp_path: Path) -> None:
-    logged: list[float] = []
-    log = lambda numbers: logged.append(numbers["trajstore/step"])  # noqa: E731
-    train(tmp_path / "run.zarr", log, 20, every=3, log_every=4)
-    assert logged == [6, 9, 12, 18, 20]  # the last step has a row
+    logged: list[dict[str, float]] = []
+    train(tmp_path / "run.zarr", logged.append, 20, every=3, log_every=4)
+    assert [each["trajstore/step"] for each in logged] == [6, 9, 12, 18, 20]  # the last has a row
+    assert "trajstore/unchanged_dead" in logged[0]
+    assert len({tuple(each) for each in logged}) == 1  # the run knows its labels
 
 
 COUNTS = np.arange(VOCAB) % 5
