@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import google_crc32c
 import numpy as np
@@ -33,6 +33,7 @@ from trajstore.codec.delta import fold, scratch, unfold
 from trajstore.codec.predicted_rows import MOST_TERMS, coefficients_and_differences, decode_rows
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
+from trajstore.values.optimizer_rule import SETTINGS
 
 CHECKSUM = 4
 """Bytes of the checksum."""
@@ -58,14 +59,47 @@ Kind = Literal["delta", "plain", "native", "predicted", "computed"]
 Shuffle = Literal["bitshuffle", "shuffle"]
 
 
-DIFFERENCES, OWN_FORM = b"\0", b"\1"
-"""First byte of a chunk of a kind with forms: differences along step, or the form of the kind."""
+DIFFERENCES, OWN_FORM, WITH_SETTINGS = b"\0", b"\1", b"\2"
+"""First byte of a chunk of a kind with forms: differences along step, or the form of the kind.
+
+The last one is that of computed rows whose hyperparameters differ from those of the rule."""
 
 LENGTH = struct.Struct("<I")
 """Length in bytes of the frame of coefficients, which precedes that of the differences."""
 
 SKIPS = struct.Struct("<I")
 """Number of skipped steps before the block, which precedes the frame of corrections."""
+
+
+class Head(NamedTuple):
+    """What a chunk of computed rows holds of its steps.
+
+    Attributes
+    ----------
+    skips : int
+        Number of skipped steps before the first row.
+    names : tuple of str
+        Hyperparameters that differ from the rule's.
+    numbers : bytes
+        Float64 (name, row).
+    """
+
+    skips: int
+    names: tuple[str, ...] = ()
+    numbers: bytes = b""
+
+    @classmethod
+    def of(cls, skips: int, rates: Mapping[str, npt.NDArray[Any]], rows: int) -> Self:
+        """Head of a chunk of so many rows, from the results of `OptimizerRule.changing`."""
+        names = tuple(name for name in SETTINGS if name in rates)
+        whole = (padded(rates[name], (rows,)) for name in names)
+        return cls(skips, names, b"".join(values.tobytes() for values in whole))
+
+    def rates(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """The first numbers of each name."""
+        values = np.frombuffer(self.numbers, np.float64).reshape(len(self.names) or 1, -1)
+        return dict(zip(self.names, values[:, :rows], strict=False))
+
 
 _FEW = 1 / 512  # fraction of corrections below which differences are not tried
 
@@ -196,7 +230,7 @@ class Chain:
         return packed + checksum(packed)
 
     def encode_corrections(
-        self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any], skips: int
+        self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any], head: Head
     ) -> bytes:
         """Encode one chunk of the kind ``computed``.
 
@@ -206,10 +240,14 @@ class Chain:
             The bits of the first row; for each further row, the result of the rule XOR its bits.
         bits : ndarray of ``native.bits``, (step, …)
             See `encode`. Differences are stored if they are shorter.
-        skips : int
-            Number of skipped steps before the first row.
+        head : Head
         """
-        packed = OWN_FORM + SKIPS.pack(skips) + self.compress(corrections[:1])
+        packed = OWN_FORM + SKIPS.pack(head.skips)
+        if head.names:
+            marks = sum((name in head.names) << at for at, name in enumerate(SETTINGS))
+            numbers = self.compress(np.frombuffer(head.numbers, np.uint64))
+            packed = WITH_SETTINGS + packed[1:] + bytes([marks]) + numbers
+        packed += self.compress(corrections[:1])
         left = corrections[1:]
         if left.max(initial=0):  # faster than counting
             packed += self.compress(left)
@@ -380,7 +418,7 @@ class Decoder:
         else:
             raise ValueError("its rows are computed from other arrays, which were not passed")
 
-    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[int | None, Array]:
+    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[Head | None, Array]:
         """Stored content of a chunk of the kind ``computed``, for the rows before the window's end.
 
         Parameters
@@ -391,8 +429,8 @@ class Decoder:
 
         Returns
         -------
-        skips : int or None
-            Number of skipped steps before the first row; None if `bits` are the rows themselves.
+        head : Head or None
+            None if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
             The rows, or the first row and the corrections of the rule's results.
 
@@ -407,11 +445,11 @@ class Decoder:
             out = np.empty(shape, self._chain.native.bits)
             self._decode_frame(frame[1:], window, out)
             return None, out
-        return SKIPS.unpack_from(frame, 1)[0], self._corrections(frame, window)
+        return self._head(frame)[0], self._corrections(frame, window)
 
     def is_computed(self, data: bytes) -> bool:
         """True if a chunk needs the chunks of other arrays."""
-        return self._chain.kind == "computed" and data[:1] == OWN_FORM
+        return self._chain.kind == "computed" and data[:1] != DIFFERENCES
 
     def _decode_frame(
         self, frame: memoryview, window: tuple[slice, ...], out: npt.NDArray[np.generic]
@@ -427,7 +465,7 @@ class Decoder:
 
     def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """The first row, and the corrections of the further ones, which may all be 0."""
-        frames, stop = frame[1 + SKIPS.size :], window[0].stop
+        (_, frames), stop = self._head(frame), window[0].stop
         length = int.from_bytes(frames[12:16], "little")
         values = np.zeros([part.stop - part.start for part in window], self._bits)
         values[:1] = self._unpack(frames[:length], 0, 1, length=1)[:, *window[1:]]
@@ -435,6 +473,20 @@ class Decoder:
             left = self._unpack(frames[length:], 0, stop - 1, length=self._length - 1)
             values[1:] = left[:, *window[1:]]
         return values
+
+    def _head(self, frame: memoryview) -> tuple[Head, memoryview]:
+        """Head of a chunk of computed rows, and its frames."""
+        head, frames = Head(*SKIPS.unpack_from(frame, 1)), frame[1 + SKIPS.size :]
+        if frame[:1] == OWN_FORM:
+            return head, frames
+        marks, length = frames[0], int.from_bytes(frames[13:17], "little")
+        names = tuple(name for at, name in enumerate(SETTINGS) if marks >> at & 1)
+        numbers = np.empty((len(names), self._length), np.float64)
+        size = int.from_bytes(frames[5:9], "little")
+        if size != numbers.nbytes or not _HEADER <= length < len(frames):
+            raise ValueError("its hyperparameters are not a whole Blosc frame")
+        blosc.decompress(frames[1 : 1 + length], numbers)
+        return Head(head.skips, names, numbers.tobytes()), frames[1 + length :]
 
     def _predicted(
         self, frame: memoryview, window: tuple[slice, ...], out: Array | None = None
@@ -483,8 +535,9 @@ class Decoder:
         """Check the checksum of a chunk, and return the chunk without it."""
         if len(data) < _HEADER + CHECKSUM + self._chain.has_forms or not is_intact(data):
             raise ValueError("the checksum does not match")
-        if self._chain.has_forms and data[:1] not in (DIFFERENCES, OWN_FORM):
-            raise ValueError(f"its first byte is {data[0]}, expected that of a form, 0 or 1")
+        last = 1 + (self._chain.kind == "computed")
+        if self._chain.has_forms and data[0] > last:
+            raise ValueError(f"its first byte is {data[0]}, expected that of a form, 0 to {last}")
         return memoryview(data)[:-CHECKSUM]
 
     def unpack(self, data: bytes) -> Array:

@@ -53,6 +53,9 @@ _SGD = "SGD"
 NUMBERS = np.dtype([(name, np.float64) for name in ("beta1", "beta2", "eps", "weight_decay")])
 """Numbers of Adam's rule that may change from step to step."""
 
+SETTINGS = (*(NUMBERS.names or ()), "momentum", "dampening")
+"""Names of the numbers of any rule that may change from step to step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -66,11 +69,14 @@ class Rates:
         Learning rate.
     clip : float
         Factor of the gradient; NaN counts as 1.
+    numbers : tuple of (str, float)
+        Those of `SETTINGS` that differ from the rule's.
     """
 
     step: int
     lr: float
     clip: float
+    numbers: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +198,46 @@ class OptimizerRule:
             numbers = numbers.flat[0]
         given: dict[str, Any] = {name: numbers[name] for name in NUMBERS.names or ()}
         return replace(self, **given)
+
+    def in_step(self, rates: Rates) -> Self:
+        """The rule with the numbers of a step."""
+        return replace(self, **dict(rates.numbers)) if rates.numbers else self
+
+    def changing(self, recorded: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Recorded hyperparameters of some rows that differ from the rule's, for `numbers`.
+
+        Row 0 gets the number of the rule, and so do rows whose number is unknown.
+        """
+        made = {}
+        for name in SETTINGS:
+            # Without a momentum at first, there is no state of it.
+            if name in recorded and (self.momentum or name not in ("momentum", "dampening")):
+                own, values = getattr(self, name), recorded[name]
+                values = np.where(np.isfinite(values), values, own)
+                values[:1] = own
+                if (values != own).any():
+                    made[name] = values
+        return made
+
+    def numbers(
+        self, rates: Mapping[str, npt.NDArray[Any]], rows: int
+    ) -> list[tuple[tuple[str, float], ...]]:
+        """`Rates.numbers` of each row.
+
+        Parameters
+        ----------
+        rates : mapping of str to ndarray, (row, …)
+            With results of `changing`, perhaps of another group's rule. A number that differs from
+            that of row 0 does not follow them.
+        rows : int
+        """
+        names = [
+            name for name in SETTINGS if name in rates and rates[name][0] == getattr(self, name)
+        ]
+        if not names:
+            return [()] * rows
+        columns = (rates[name].tolist() for name in names)
+        return [tuple(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -315,6 +361,9 @@ class OptimizerRule:
         dict of str to ndarray of stored values
             Of the same names.
         """
+        if rates.numbers:  # without momentum in this step, its buffer stays
+            rule, same = self.in_step(rates), replace(rates, numbers=())
+            return {**before, **rule.next_row(before, grad, natives, same)}
         grad = self.gradient(grad, rates.clip, natives["grad"])
         if self.rounds_once:
             wide = np.result_type(*before.values(), grad)
@@ -605,23 +654,25 @@ class VectorRule:
             if begin < stop:
                 yield slice(begin, stop), group, parameter
 
-    @staticmethod
     def rates(
-        rates: Mapping[str, npt.NDArray[Any]], group: int, parameter: int
+        self, rates: Mapping[str, npt.NDArray[Any]], group: int, parameter: int
     ) -> list[Rates | None]:
         """Numbers of each step for one parameter; None if it takes no step.
 
         Parameters
         ----------
         rates : mapping of str to ndarray, (row, …)
-            ``params_lr``, ``params_count``, and ``clip_coef`` if the run has it.
+            ``params_lr``, ``params_count``, ``clip_coef`` if the run has it, and the results of
+            `OptimizerRule.changing`.
         group, parameter : int
         """
         counts = rates["params_count"][:, parameter]
+        numbers = self.groups[group].numbers(rates, len(counts))
         made: list[Rates | None] = [None]
         for row in range(1, len(counts)):
             count, lr = counts[row], float(rates["params_lr"][row, group])
             taken = count == counts[row - 1] + 1 and count >= 1 and math.isfinite(lr)
             clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
-            made.append(Rates(step=int(count), lr=lr, clip=clip) if taken else None)
+            step = Rates(step=int(count), lr=lr, clip=clip, numbers=numbers[row])
+            made.append(step if taken else None)
         return made[: len(counts)]

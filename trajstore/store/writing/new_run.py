@@ -457,7 +457,8 @@ def new_run(
         encoding=encoding,
         **sizes,
     )
-    layout = replace(layout, runs=((0, new_identity()),))
+    names = tuple(map(str, coordinates.get("hyperparameter", ())))
+    layout = replace(layout, runs=((0, new_identity()),), hyperparameters=names)
     fixed = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
