@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import google_crc32c
 import numpy as np
@@ -70,36 +70,10 @@ LENGTH = struct.Struct("<I")
 SKIPS = struct.Struct("<I")
 """Number of skipped steps before the block, which precedes the frame of corrections."""
 
+Head = tuple[int, bytes]
+"""Number of skipped steps before a chunk of computed rows; its settings, float64 (setting, row).
 
-class Head(NamedTuple):
-    """What a chunk of computed rows holds of its steps.
-
-    Attributes
-    ----------
-    skips : int
-        Number of skipped steps before the first row.
-    names : tuple of str
-        Hyperparameters that differ from the rule's.
-    numbers : bytes
-        Float64 (name, row).
-    """
-
-    skips: int
-    names: tuple[str, ...] = ()
-    numbers: bytes = b""
-
-    @classmethod
-    def of(cls, skips: int, rates: Mapping[str, npt.NDArray[Any]], rows: int) -> Self:
-        """Head of a chunk of so many rows, from the results of `OptimizerRule.changing`."""
-        names = tuple(name for name in SETTINGS if name in rates)
-        whole = (padded(rates[name], (rows,)) for name in names)
-        return cls(skips, names, b"".join(values.tobytes() for values in whole))
-
-    def rates(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """The first numbers of each name."""
-        values = np.frombuffer(self.numbers, np.float64).reshape(len(self.names) or 1, -1)
-        return dict(zip(self.names, values[:, :rows], strict=False))
-
+The latter are empty if no hyperparameter differs from the rule's."""
 
 _FEW = 1 / 512  # fraction of corrections below which differences are not tried
 
@@ -242,11 +216,10 @@ class Chain:
             See `encode`. Differences are stored if they are shorter.
         head : Head
         """
-        packed = OWN_FORM + SKIPS.pack(head.skips)
-        if head.names:
-            marks = sum((name in head.names) << at for at, name in enumerate(SETTINGS))
-            numbers = self.compress(np.frombuffer(head.numbers, np.uint64))
-            packed = WITH_SETTINGS + packed[1:] + bytes([marks]) + numbers
+        skips, numbers = head
+        packed = (WITH_SETTINGS if numbers else OWN_FORM) + SKIPS.pack(skips)
+        if numbers:
+            packed += self.compress(np.frombuffer(numbers, np.uint64))
         packed += self.compress(corrections[:1])
         left = corrections[1:]
         if left.max(initial=0):  # faster than counting
@@ -476,17 +449,15 @@ class Decoder:
 
     def _head(self, frame: memoryview) -> tuple[Head, memoryview]:
         """Head of a chunk of computed rows, and its frames."""
-        head, frames = Head(*SKIPS.unpack_from(frame, 1)), frame[1 + SKIPS.size :]
+        (skips,), frames = SKIPS.unpack_from(frame, 1), frame[1 + SKIPS.size :]
         if frame[:1] == OWN_FORM:
-            return head, frames
-        marks, length = frames[0], int.from_bytes(frames[13:17], "little")
-        names = tuple(name for at, name in enumerate(SETTINGS) if marks >> at & 1)
-        numbers = np.empty((len(names), self._length), np.float64)
-        size = int.from_bytes(frames[5:9], "little")
+            return (skips, b""), frames
+        numbers = np.empty((len(SETTINGS), self._length), np.float64)
+        size, length = (int.from_bytes(frames[at : at + 4], "little") for at in (4, 12))
         if size != numbers.nbytes or not _HEADER <= length < len(frames):
             raise ValueError("its hyperparameters are not a whole Blosc frame")
-        blosc.decompress(frames[1 : 1 + length], numbers)
-        return Head(head.skips, names, numbers.tobytes()), frames[1 + length :]
+        blosc.decompress(frames[:length], numbers)
+        return (skips, numbers.tobytes()), frames[length:]
 
     def _predicted(
         self, frame: memoryview, window: tuple[slice, ...], out: Array | None = None

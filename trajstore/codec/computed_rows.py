@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
-from trajstore.codec.chunk import Chain, Head
+from trajstore.codec.chunk import Chain, Head, padded
 from trajstore.codec.delta import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import check_subnormals, result_bits, widen
@@ -126,7 +126,7 @@ class ComputedUnit:
         bits : mapping of str to ndarray of native bits, (row, token, hidden) or (row, element)
             Present rows of each of `matrices`.
         rates : mapping of str to ndarray, (row, …)
-            Values of each of `rates`, and the results of `OptimizerRule.changing`.
+            Values of each of `rates`, and the result of `OptimizerRule.changing`.
         skips : int
             Number of skipped steps before the first row.
         first : int
@@ -148,9 +148,10 @@ class ComputedUnit:
             corrections[name], places[name] = made, made[inside]
             places[name][0] = bits[name][0]
         self._follow_parts(bits, places, self.rule.state, rates, skips, first)
-        head = Head.of(skips, rates, shape[0])
+        settings = rates.get("settings", np.empty((0, 0)))
+        numbers = padded(settings, (len(settings), shape[0])).tobytes()
         return {
-            name: self.chains[name].encode_corrections(made, bits[name], head)
+            name: self.chains[name].encode_corrections(made, bits[name], (skips, numbers))
             for name, made in corrections.items()
         }
 
@@ -181,9 +182,10 @@ class ComputedUnit:
         heads = {*computed.values()}
         if len(heads) != 1:
             raise ValueError(f"{', '.join(computed)} differ in skipped steps or hyperparameters")
-        head = heads.pop()
-        given, rates = {**rows, self.gradient: grad}, {**rates, **head.rates(len(grad))}
-        self._follow_parts(given, rows, list(computed), rates, head.skips, first)
+        (skips, numbers), given = heads.pop(), {**rows, self.gradient: grad}
+        if numbers:
+            rates = {**rates, "settings": np.frombuffer(numbers)}
+        self._follow_parts(given, rows, list(computed), rates, skips, first)
         return rows
 
     def _follow_parts(
@@ -299,10 +301,8 @@ def changing_settings(rule: str, names: Sequence[str], values: Array) -> dict[st
     names : sequence of str
     values : ndarray of float64, (row, hyperparameter)
     """
-    of_matrix = unit_of(rule).rule if rule else None
-    if not isinstance(of_matrix, OptimizerRule):
-        return {}
-    return of_matrix.changing(dict(zip(names, values.T, strict=True)))
+    matrix = unit_of(rule).rule if rule else None
+    return matrix.changing(names, values) if isinstance(matrix, OptimizerRule) else {}
 
 
 def computed_chains(

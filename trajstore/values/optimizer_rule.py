@@ -16,7 +16,7 @@ from __future__ import annotations
 import decimal
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
@@ -201,23 +201,29 @@ class OptimizerRule:
 
     def in_step(self, rates: Rates) -> Self:
         """The rule with the numbers of a step."""
-        return replace(self, **dict(rates.numbers)) if rates.numbers else self
+        numbers: dict[str, Any] = dict(rates.numbers)
+        return replace(self, **numbers) if numbers else self
 
-    def changing(self, recorded: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Recorded hyperparameters of some rows that differ from the rule's, for `numbers`.
+    def changing(
+        self, names: Sequence[str], recorded: npt.NDArray[Any]
+    ) -> dict[str, npt.NDArray[Any]]:
+        """``settings``, float64 (setting, row), by hyperparameters of rows; empty if none changes.
 
-        Row 0 gets the number of the rule, and so do rows whose number is unknown.
+        Row 0 gets the numbers of the rule, and so does each row whose number is unknown.
+
+        Parameters
+        ----------
+        names : sequence of str
+        recorded : ndarray of float64, (row, hyperparameter)
         """
-        made = {}
-        for name in SETTINGS:
+        made = np.empty((len(SETTINGS), len(recorded)))
+        for name, row in zip(SETTINGS, made, strict=True):
+            row[:] = getattr(self, name)
             # Without a momentum at first, there is no state of it.
-            if name in recorded and (self.momentum or name not in ("momentum", "dampening")):
-                own, values = getattr(self, name), recorded[name]
-                values = np.where(np.isfinite(values), values, own)
-                values[:1] = own
-                if (values != own).any():
-                    made[name] = values
-        return made
+            if name in names and (self.momentum or name in (NUMBERS.names or ())):
+                values = recorded[1:, names.index(name)]
+                np.copyto(row[1:], values, where=np.isfinite(values))
+        return {"settings": made} if (made != made[:, :1]).any() else {}
 
     def numbers(
         self, rates: Mapping[str, npt.NDArray[Any]], rows: int
@@ -226,18 +232,17 @@ class OptimizerRule:
 
         Parameters
         ----------
-        rates : mapping of str to ndarray, (row, …)
-            With results of `changing`, perhaps of another group's rule. A number that differs from
-            that of row 0 does not follow them.
+        rates : mapping of str to ndarray
+            With the result of `changing`, perhaps of another group's rule. A number that differs
+            from that of row 0 does not follow it.
         rows : int
         """
-        names = [
-            name for name in SETTINGS if name in rates and rates[name][0] == getattr(self, name)
-        ]
-        if not names:
+        if "settings" not in rates:
             return [()] * rows
-        columns = (rates[name].tolist() for name in names)
-        return [tuple(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        settings = rates["settings"].reshape(len(SETTINGS), -1).tolist()
+        columns = zip(SETTINGS, settings, strict=True)
+        follow = [(name, each) for name, each in columns if each[0] == getattr(self, name)]
+        return [tuple((name, each[row]) for name, each in follow) for row in range(rows)]
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -662,7 +667,7 @@ class VectorRule:
         Parameters
         ----------
         rates : mapping of str to ndarray, (row, …)
-            ``params_lr``, ``params_count``, ``clip_coef`` if the run has it, and the results of
+            ``params_lr``, ``params_count``, ``clip_coef`` if the run has it, and the result of
             `OptimizerRule.changing`.
         group, parameter : int
         """

@@ -136,8 +136,6 @@ class Layout:
         Number of blocks in memory.
     runs : Runs
         Identity of the run, for the labels of its blocks; empty before the run is created.
-    hyperparameters : tuple of str
-        Names along ``hyperparameter``.
     """
 
     block_rows: int
@@ -145,7 +143,6 @@ class Layout:
     arrays: dict[str, ArrayLayout]
     buffers: int = BLOCKS
     runs: Runs = ()
-    hyperparameters: tuple[str, ...] = ()
 
     @property
     def forms(self) -> dict[str, BlockForm]:

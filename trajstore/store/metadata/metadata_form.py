@@ -503,11 +503,10 @@ _NOTE = {
 
 RUNS = "a list of [block, identity of the run], from block 0"
 
+_FORMATS = " or ".join(map(str, FORMATS))
+
 _ATTRIBUTES: dict[str, tuple[Any, str]] = {
-    "trajstore_format": (
-        lambda value: type(value) is int and value in FORMATS,
-        " or ".join(map(str, FORMATS)),
-    ),
+    "trajstore_format": (lambda value: type(value) is int and value in FORMATS, _FORMATS),
     "trajstore_version": (str, "a string"),
     "status": (lambda value: value in STATUSES, f"one of {', '.join(STATUSES)}"),
     "committed_rows": (is_length, "a number of rows"),
@@ -602,8 +601,7 @@ def other_format(path: object, attributes: JsonObject) -> FormatError | None:
     if type(number) is not int or number in FORMATS:
         return None
     message = (
-        f"{path} has store format {number}, and trajstore {__version__} reads "
-        f"{' and '.join(map(str, FORMATS))}; "
+        f"{path} has store format {number}, and trajstore {__version__} reads format {_FORMATS}; "
         f"open it with the trajstore {writer} that recorded it (development builds of one version "
         "differ)"
     )

@@ -477,10 +477,11 @@ class RunMetadata:
 
     def require(self, number: int) -> bool:
         """Raise the number of the format to `number`. Return False if it was not lower."""
-        if is_lower := self.attributes["trajstore_format"] < number:
-            raised = {"trajstore_format": number, "trajstore_version": __version__}
-            self._set(self.attributes | raised)
-        return is_lower
+        if self.attributes["trajstore_format"] >= number:
+            return False
+        raised = {"trajstore_format": number, "trajstore_version": __version__}
+        self._set(self.attributes | raised)
+        return True
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:

@@ -221,13 +221,11 @@ class StoredArray:
     def _changing(self, rows: slice) -> dict[str, Array]:
         """`changing_settings` of some rows of the run."""
         group: Any = open_group(self.path)
-        if not {"W", "hyperparameters"} <= {*group}:
+        form = block_form(group["W"]) if {"W", "hyperparameters"} <= {*group} else None
+        if form is None:
             return {}
-        W, settings = (stored_array(self.path, n, group[n]) for n in ("W", "hyperparameters"))
-        if W is None or settings is None:
-            return {}
-        names = hyperparameter_names(self.path, group)
-        return changing_settings(W.chain.rule, names, settings.values((rows,)))
+        names, values = (whole(self.path, group, f"hyperparameter{end}") for end in ("", "s"))
+        return changing_settings(form.chain.rule, names.tolist(), values[rows])
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = ArraySelection.of(key, self.shape)
@@ -276,12 +274,6 @@ def stored_array(path: RunPath, name: str, array: zarr.Array[Any]) -> StoredArra
     return StoredArray(
         path=location(path).absolute(), name=name, shape=tuple(array.shape), form=form
     )
-
-
-def hyperparameter_names(path: RunPath, group: zarr.Group) -> tuple[str, ...]:
-    """Names along ``hyperparameter`` of a run."""
-    named = "hyperparameter" in group
-    return tuple(map(str, whole(path, group, "hyperparameter"))) if named else ()
 
 
 def skipped_steps(arrays: Mapping[str, StoredArray], rows: int) -> int:

@@ -41,6 +41,7 @@ from trajstore.codec.computed_rows import changing_settings, unit_of
 from trajstore.schema import STEP, WITH_SETTINGS
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.metadata.metadata_form import Status
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.atomic import WRITES, put_all
 from trajstore.store.storage.lock import RemoteLock, RunLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
@@ -91,6 +92,10 @@ class BlockWriter:
         self.has_settings = False
         self.bytes_written = 0
         self._forms = self.layout.forms
+        self._names, arrays = list[str](), self.layout.arrays
+        self._rule = arrays["W"].chain.rule if "W" in arrays else ""
+        if self._rule and "hyperparameters" in arrays:
+            self._names = whole(self.path, open_group(self.path), "hyperparameter").tolist()
         self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
         self._written, self._block_bytes = -1, 0  # number of the last written block
@@ -118,10 +123,8 @@ class BlockWriter:
         # Steps of the block that the gradient scaler skipped.
         inside = np.count_nonzero(self._values(block, "skipped") == 1) if "skipped" in block else 0
         self._last, self._skips_inside = number, int(inside)
-        changing = {}
-        if "hyperparameters" in block and "W" in block:
-            rule, names = self.layout.arrays["W"].chain.rule, self.layout.hyperparameters
-            changing = changing_settings(rule, names, self._values(block, "hyperparameters"))
+        values = self._values(block, "hyperparameters") if self._names else None
+        changing = {} if values is None else changing_settings(self._rule, self._names, values)
         self.has_settings |= bool(changing)
         self._blocks.append(self._tasks(block, self.skips, changing))
 

@@ -289,7 +289,7 @@ def fallbacks(facts: Mapping[str, Any]) -> list[str]:
         if arrays.get(name, {}).get("kind") != "computed":
             rule(facts, types, notes.append)
     stored = {name: _share_stored(array) for name, array in arrays.items()}
-    if named := [f"{name} ({share:.0%})" for name, share in stored.items() if share > _LEAST_SHARE]:
+    if named := [f"{name} ({share:.0%})" for name, share in stored.items() if share > 0.05]:
         optimizer = facts["optimizer"]["class"]
         notes.append(
             f"the rule of {optimizer} does not give the rows of {', '.join(named)}, so differences "
@@ -299,11 +299,10 @@ def fallbacks(facts: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-_LEAST_SHARE = 0.05
-_OVERHEAD = 4 << 10  # bytes of an object without its rows
 _UNKNOWN_SETTINGS = (
     "; the run does not hold hyperparameters, so every step is computed with those of the first"
 )
+_OVERHEAD = 4 << 10  # bytes of an object without its rows
 
 
 def _share_stored(array: Mapping[str, Any]) -> float:
@@ -312,8 +311,7 @@ def _share_stored(array: Mapping[str, Any]) -> float:
     if array["kind"] != "computed" or not stored or not rows:
         return 0.0
     blocks = math.ceil(rows / array["shard"][0])
-    left = stored - blocks * (native // rows + _OVERHEAD)
-    return max(left, 0) / max(native - blocks * native // rows, 1)
+    return float((stored - blocks * (native / rows + _OVERHEAD)) / native)
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
@@ -501,8 +499,7 @@ def new_run(
         encoding=encoding,
         **sizes,
     )
-    names = tuple(map(str, coordinates.get("hyperparameter", ())))
-    layout = replace(layout, runs=((0, new_identity()),), hyperparameters=names)
+    layout = replace(layout, runs=((0, new_identity()),))
     fixed = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,

@@ -35,12 +35,7 @@ from trajstore.store.metadata.metadata_form import (
     run_identity,
 )
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.array_reader import (
-    StoredArray,
-    hyperparameter_names,
-    skipped_steps,
-    stored_array,
-)
+from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
 from trajstore.store.reading.open_group import check_own_metadata, open_group
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
@@ -399,7 +394,6 @@ def _stored_layout(
         threads=threads or encoding_threads(),
         arrays=arrays,
         runs=run_identity(group.attrs),
-        hyperparameters=hyperparameter_names(path, group),
     )
     return layout, stored
 

@@ -135,12 +135,10 @@ class Reader:
             if form:  # after the number of skipped steps, the first row and the corrections
                 frame, out = frame[4:], np.zeros(shape, bits)
                 if form == 2:  # before them, hyperparameters
-                    (length,) = struct.unpack("<I", frame[13:17])
-                    names = [name for at, name in enumerate(CHANGING) if frame[0] >> at & 1]
-                    numbers = np.frombuffer(blosc.decompress(frame[1 : 1 + length]), "<f8")
-                    rows = numbers.reshape(len(names), -1)
-                    self.changing.append(dict(zip(names, rows, strict=True)))
-                    frame = frame[1 + length :]
+                    (length,) = struct.unpack("<I", frame[12:16])
+                    numbers = np.frombuffer(blosc.decompress(frame[:length]), "<f8").reshape(6, -1)
+                    self.changing.append(dict(zip(CHANGING, numbers, strict=True)))
+                    frame = frame[length:]
                 (length,) = struct.unpack("<I", frame[12:16])
                 out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
                 if left := frame[length:]:  # not all corrections are 0
@@ -194,7 +192,7 @@ class Reader:
             block, row = divmod(t, self.block_rows)
             changing = self.changing[block] if self.changing else {}
             for where, first, lr, count in parts:
-                changed = {n: each[row] for n, each in changing.items() if first[n] == each[0]}
+                changed = {n: each[row] for n, each in changing.items() if first.get(n) == each[0]}
                 before = [wide(whole[name][t - 1][where]) for name in (W, m, v)]
                 made = before
                 if np.isfinite(lr[t]) and count[t] == count[t - 1] + 1:
