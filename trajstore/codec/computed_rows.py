@@ -269,11 +269,9 @@ class ComputedUnit:
         steps = rates["step"].tolist()
         skipped = rates["skipped"].tolist() if "skipped" in rates else [0] * len(steps)
         clips = rates["clip_coef"].tolist() if "clip_coef" in rates else [1.0] * len(steps)
-        rows = zip(
-            *(steps, rates["lr"].tolist(), skipped, clips, rule.numbers(rates, len(steps))),
-            strict=True,
-        )
-        for step, lr, skip, clip, numbers in rows:
+        own = rule.numbers(rates, len(steps))
+        columns: Any = steps, rates["lr"].tolist(), skipped, clips, own
+        for step, lr, skip, clip, numbers in zip(*columns, strict=True):
             skips += skip == 1
             taken = skip != 1 and step > skips and math.isfinite(lr)
             rate = Rates(step=step - skips, lr=lr, clip=clip, numbers=numbers)

@@ -239,10 +239,9 @@ class OptimizerRule:
         """
         if "settings" not in rates:
             return [()] * rows
-        settings = rates["settings"].reshape(len(SETTINGS), -1).tolist()
-        columns = zip(SETTINGS, settings, strict=True)
-        follow = [(name, each) for name, each in columns if each[0] == getattr(self, name)]
-        return [tuple((name, each[row]) for name, each in follow) for row in range(rows)]
+        columns = rates["settings"].reshape(len(SETTINGS), -1).tolist()
+        pairs = [p for p in zip(SETTINGS, columns, strict=True) if p[1][0] == getattr(self, p[0])]
+        return [tuple((name, column[row]) for name, column in pairs) for row in range(rows)]
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -366,9 +365,9 @@ class OptimizerRule:
         dict of str to ndarray of stored values
             Of the same names.
         """
-        if rates.numbers:  # without momentum in this step, its buffer stays
-            rule, same = self.in_step(rates), replace(rates, numbers=())
-            return {**before, **rule.next_row(before, grad, natives, same)}
+        if (rule := self.in_step(rates)) is not self:
+            made = rule.next_row(before, grad, natives, replace(rates, numbers=()))
+            return {**before, **made}  # without momentum in this step, its buffer stays
         grad = self.gradient(grad, rates.clip, natives["grad"])
         if self.rounds_once:
             wide = np.result_type(*before.values(), grad)

@@ -475,13 +475,10 @@ class RunMetadata:
         step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
 
-    def require(self, number: int) -> bool:
-        """Raise the number of the format to `number`. Return False if it was not lower."""
-        if self.attributes["trajstore_format"] >= number:
-            return False
+    def raise_format(self, number: int) -> None:
+        """Set the number of the format, and the version that needs it."""
         raised = {"trajstore_format": number, "trajstore_version": __version__}
         self._set(self.attributes | raised)
-        return True
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:

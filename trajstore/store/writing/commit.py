@@ -154,7 +154,8 @@ class Committer:
 
         The root comes first, as in a resume with other attributes.
         """
-        if self._metadata.require(number):
+        if self._metadata.attributes["trajstore_format"] < number:
+            self._metadata.raise_format(number)
             self._fingerprint = self._fingerprint.of_attributes(self._metadata.attributes)
             self._put_root(self.rows, "recording")
             self._put_arrays(self.rows)

@@ -290,28 +290,28 @@ def fallbacks(facts: Mapping[str, Any]) -> list[str]:
             rule(facts, types, notes.append)
     stored = {name: _share_stored(array) for name, array in arrays.items()}
     if named := [f"{name} ({share:.0%})" for name, share in stored.items() if share > 0.05]:
-        optimizer = facts["optimizer"]["class"]
+        why = "" if "hyperparameters" in arrays else _UNKNOWN
         notes.append(
-            f"the rule of {optimizer} does not give the rows of {', '.join(named)}, so differences "
-            "are stored, in these shares of the uncompressed bytes"
-            + ("" if "hyperparameters" in arrays else _UNKNOWN_SETTINGS)
+            f"the rule of {facts['optimizer']['class']} does not give the rows of "
+            f"{', '.join(named)}, so differences are stored, in these shares of the uncompressed "
+            f"bytes{why}"
         )
     return notes
 
 
-_UNKNOWN_SETTINGS = (
-    "; the run does not hold hyperparameters, so every step is computed with those of the first"
+_UNKNOWN = (
+    "; the run does not hold hyperparameters, so each step is computed with those of the first"
 )
 _OVERHEAD = 4 << 10  # bytes of an object without its rows
 
 
 def _share_stored(array: Mapping[str, Any]) -> float:
     """Bytes that a computed array takes besides the first row of each block, per byte of rows."""
-    rows, stored, native = array["shape"][0], array["bytes_on_disk"], array["bytes_native"]
-    if array["kind"] != "computed" or not stored or not rows:
+    stored, native = array["bytes_on_disk"], array["bytes_native"]
+    if array["kind"] != "computed" or not stored or not native:
         return 0.0
-    blocks = math.ceil(rows / array["shard"][0])
-    return float((stored - blocks * (native / rows + _OVERHEAD)) / native)
+    rows, block = array["shape"][0], array["shard"][0]
+    return float((stored - math.ceil(rows / block) * (native / rows + _OVERHEAD)) / native)
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
