@@ -12,7 +12,13 @@ from typing import Any, Literal, get_args
 from trajstore.errors import InvalidArgument, did_you_mean
 
 FORMAT = 3
-"""Number of the store format: the attribute `trajstore_format` of a root."""
+"""Number of the store format: the attribute `trajstore_format` of the root of a new run."""
+
+WITH_SETTINGS = 4
+"""Number of a run with blocks that are computed with changing hyperparameters."""
+
+FORMATS = (FORMAT, WITH_SETTINGS)
+"""Numbers that this version reads."""
 
 EXPORTED = "written_by_trajstore"
 """Attribute of the root of an ordinary Zarr store that an export wrote. No run has it."""

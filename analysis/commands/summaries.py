@@ -49,7 +49,8 @@ def summary(
 ) -> None:
     """Print gradients, displacement, centroid, logits and loss at the first and last step.
 
-    Also prints the notes of the recording: what the run does not hold, or not as the loop suggests.
+    Also prints the notes of the recording: what the run does not hold, or not as the loop suggests;
+    and what the encoding compact stores in place of computing it, and why.
     For several runs or a folder of runs, prints one table with a line per run, or a list with
     --json.
 
@@ -65,7 +66,8 @@ def summary(
     from trajstore.store.metadata.zarr_json import notes_of
     from trajstore.store.reading.open_run import open_run
     from trajstore.store.reading.run_attributes import run_labels
-    from trajstore.store.reading.run_info import run_paths
+    from trajstore.store.reading.run_info import information, run_paths
+    from trajstore.store.writing.new_run import fallbacks
 
     given = given_populations(populations)
     paths = run_paths(runs)
@@ -89,13 +91,15 @@ def summary(
     if len(paths) == 1:
         print_summary(summaries[0])
         print_notes(recorded_notes(notes_of(opened[0].attrs)))
+        print_notes(fallbacks(information(paths[0])))
         return
     labels = run_labels([ds.attrs for ds in opened], paths)
     print_table(*summary_table(dict(zip(labels, summaries, strict=True))), fold=True)
     runs_of: dict[str, list[str]] = {}
-    for label, ds in zip(labels, opened, strict=True):
-        for note in notes_of(ds.attrs):
-            runs_of.setdefault(note["note"], []).append(label)
+    for label, path, ds in zip(labels, paths, opened, strict=True):
+        notes = [note["note"] for note in notes_of(ds.attrs)]
+        for note in [*notes, *fallbacks(information(path))]:
+            runs_of.setdefault(note, []).append(label)
     print_notes(
         f"{note} ({named[0] if len(named) == 1 else counted(len(named), 'run')})"
         for note, named in runs_of.items()

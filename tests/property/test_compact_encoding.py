@@ -16,7 +16,7 @@ from stored_forms import stored_forms
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.values.native_types import NATIVE_TYPES, cast, narrow, widen
-from trajstore.values.optimizer_rule import OptimizerRule, Rates
+from trajstore.values.optimizer_rule import SETTINGS, OptimizerRule, Rates
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
@@ -41,6 +41,7 @@ def histories(draw: st.DrawFn) -> dict[str, Any]:
         "optimizer": draw(st.sampled_from(sorted(CLASSES))),
         "clipped": draw(st.booleans()),
         "skips": draw(st.booleans()),
+        "drifts": draw(st.booleans()),
         "noise": draw(st.sampled_from([0, 0.001, 0.2, 1])),
         "cut": draw(st.integers(0, 20)),
         "seed": draw(st.integers(0, 2**32 - 1)),
@@ -67,6 +68,10 @@ def history(drawn: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict
     if drawn["skips"]:
         rates["skipped"] = rng.integers(0, 2, drawn["rows"]).astype(np.float32)
         rates["skipped"][0] = np.nan  # no step leads to row 0
+    if drawn["drifts"]:
+        drift = rng.choice([0.5, 0.9, 1], (drawn["rows"], len(SETTINGS)))
+        rates["hyperparameters"] = drift * [getattr(rule, name) for name in SETTINGS]
+        rates["hyperparameters"][0] = np.nan
     skipped = rates.get("skipped", np.zeros(drawn["rows"])) == 1
     bits: dict[str, list[Any]] = {each: [] for each in MATRICES}
     for at in range(drawn["rows"]):
@@ -77,7 +82,9 @@ def history(drawn: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict
         if at and not skipped[at]:
             clip = rates["clip_coef"][at] if drawn["clipped"] else 1.0
             taken = at - int(skipped[: at + 1].sum())
-            numbers = Rates(lr=rates["lr"][at], clip=clip, step=taken)
+            own = rates["hyperparameters"][at].tolist() if drawn["drifts"] else ()
+            own = tuple(zip(SETTINGS, own, strict=False))
+            numbers = Rates(lr=rates["lr"][at], clip=clip, step=taken, numbers=own)
             row |= rule.next_row(row, row["grad"], natives, numbers)
         for each in MATRICES:
             pattern = narrow(row[each], values[each])
@@ -93,7 +100,8 @@ def history(drawn: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict
 def test_any_bits_come_back(drawn: dict[str, Any]) -> None:
     bits, natives, rates = history(drawn)
     name, settings = CLASSES[drawn["optimizer"]]
-    rate_types = {"lr": "float64", "loss": "float32", "clip_coef": "float32", "skipped": "float32"}
+    rate_types = {"lr": "float64", "loss": "float32", "clip_coef": "float32", "skipped": "float32",
+                  "hyperparameters": "float64"}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.zarr"
 
@@ -111,6 +119,7 @@ def test_any_bits_come_back(drawn: dict[str, Any]) -> None:
             token=np.arange(drawn["tokens"]),
             hidden=drawn["hidden"],
             variables=natives | {each: rate_types[each] for each in rates},
+            hyperparameter=SETTINGS,
             attributes={"optimizer": {"class": name, "hyperparameters": settings}},
             block_rows=drawn["block_rows"],
             commit_every=None,

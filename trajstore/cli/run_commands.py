@@ -163,16 +163,12 @@ def _print_parameters(parameters: list[dict[str, Any]]) -> None:
 
 
 def _print_forms(facts: dict[str, Any]) -> None:
-    """Print which arrays are computed, and how their chunks are stored if that was counted."""
+    """Print which arrays are computed, and which are stored in place of that."""
     computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
     out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
-    from trajstore.store.writing.new_run import compact_rule, vector_rule
-    from trajstore.values.optimizer_rule import VECTORS
+    from trajstore.store.writing.new_run import fallbacks
 
-    types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
-    for name, rule in (("W", compact_rule), (VECTORS["W"], vector_rule)):
-        if name not in computed:
-            rule(facts, types, lambda note: print_notes([note]))
+    print_notes(fallbacks(facts))
 
 
 def _segments(facts: dict[str, Any]) -> list[str]:

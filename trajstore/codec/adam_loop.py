@@ -78,8 +78,6 @@ def run_adam_loop(
         factors,
         rule.rounds_once,
         rule.maximize,
-        bool(rule.weight_decay) and rule.decoupled,
-        bool(rule.weight_decay) and not rule.decoupled,
         rule.amsgrad,
     )
 
@@ -97,8 +95,8 @@ def _numbers(
 def _factors(rule: OptimizerRule, natives: tuple[str, ...], rates: Rates | None) -> list[Any]:
     """Numbers of one step in float32, in the order that `adam_rows` expects."""
     if rates is None:
-        return [0] * 11
-    float32 = np.float32
+        return [0] * 12
+    float32, rule = np.float32, rule.in_step(rates)
     correction, root = rule.corrections(rates.step)
     coupled, eps = float32(rule.weight_decay), float32(rule.eps)
     if not rule.rounds_once:
@@ -107,7 +105,7 @@ def _factors(rule: OptimizerRule, natives: tuple[str, ...], rates: Rates | None)
     clip = float32(rates.clip)
     return [
         float32(1) if np.isnan(clip) else clip,
-        float32(1 - rates.lr * rule.weight_decay),
+        float32(1 - rates.lr * (rule.weight_decay if rule.decoupled else 0)),
         coupled,
         float32(1 - rule.beta1),
         float32(rule.beta1),
@@ -117,6 +115,7 @@ def _factors(rule: OptimizerRule, natives: tuple[str, ...], rates: Rates | None)
         eps,
         float32(-rates.lr / correction),
         float32(1 - rule.beta1 < 0.5),
+        float32(rule.coupled_decay != 0),
     ]
 
 
@@ -136,8 +135,6 @@ def adam_rows(
     factors: npt.NDArray[np.float32],
     rounds_once: bool,
     maximize: bool,
-    decays: bool,
-    couples: bool,
     keeps_largest: bool,
 ) -> None:
     """The loop for numba. `run_adam_loop` prepares its arguments; arrays are 1-D memory.
@@ -198,7 +195,7 @@ def adam_rows(
         size = np.uint64(min(1024, count - first))
         for row in range(1, taken.size):
             clip, coupled = factors[row, 0], factors[row, 2]
-            decay = factors[row, 1] if decays else np.float32(1)
+            decay, couples = factors[row, 1], factors[row, 11] != 0
             weight, beta1, beta2 = factors[row, 3], factors[row, 4], factors[row, 5]
             weight2, root, eps = factors[row, 6], factors[row, 7], factors[row, 8]
             scale, near = factors[row, 9], factors[row, 10] != 0

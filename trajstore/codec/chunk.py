@@ -33,6 +33,7 @@ from trajstore.codec.delta import fold, scratch, unfold
 from trajstore.codec.predicted_rows import MOST_TERMS, coefficients_and_differences, decode_rows
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
+from trajstore.values.optimizer_rule import SETTINGS
 
 CHECKSUM = 4
 """Bytes of the checksum."""
@@ -58,14 +59,21 @@ Kind = Literal["delta", "plain", "native", "predicted", "computed"]
 Shuffle = Literal["bitshuffle", "shuffle"]
 
 
-DIFFERENCES, OWN_FORM = b"\0", b"\1"
-"""First byte of a chunk of a kind with forms: differences along step, or the form of the kind."""
+DIFFERENCES, OWN_FORM, WITH_SETTINGS = b"\0", b"\1", b"\2"
+"""First byte of a chunk of a kind with forms: differences along step, or the form of the kind.
+
+The last one is that of computed rows whose hyperparameters differ from those of the rule."""
 
 LENGTH = struct.Struct("<I")
 """Length in bytes of the frame of coefficients, which precedes that of the differences."""
 
 SKIPS = struct.Struct("<I")
 """Number of skipped steps before the block, which precedes the frame of corrections."""
+
+Head = tuple[int, bytes]
+"""Number of skipped steps before a chunk of computed rows; its settings, float64 (setting, row).
+
+The latter are empty if no hyperparameter differs from the rule's."""
 
 _FEW = 1 / 512  # fraction of corrections below which differences are not tried
 
@@ -196,7 +204,7 @@ class Chain:
         return packed + checksum(packed)
 
     def encode_corrections(
-        self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any], skips: int
+        self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any], head: Head
     ) -> bytes:
         """Encode one chunk of the kind ``computed``.
 
@@ -206,10 +214,13 @@ class Chain:
             The bits of the first row; for each further row, the result of the rule XOR its bits.
         bits : ndarray of ``native.bits``, (step, …)
             See `encode`. Differences are stored if they are shorter.
-        skips : int
-            Number of skipped steps before the first row.
+        head : Head
         """
-        packed = OWN_FORM + SKIPS.pack(skips) + self.compress(corrections[:1])
+        skips, numbers = head
+        packed = (WITH_SETTINGS if numbers else OWN_FORM) + SKIPS.pack(skips)
+        if numbers:
+            packed += self.compress(np.frombuffer(numbers, np.uint64))
+        packed += self.compress(corrections[:1])
         left = corrections[1:]
         if left.max(initial=0):  # faster than counting
             packed += self.compress(left)
@@ -380,7 +391,7 @@ class Decoder:
         else:
             raise ValueError("its rows are computed from other arrays, which were not passed")
 
-    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[int | None, Array]:
+    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[Head | None, Array]:
         """Stored content of a chunk of the kind ``computed``, for the rows before the window's end.
 
         Parameters
@@ -391,8 +402,8 @@ class Decoder:
 
         Returns
         -------
-        skips : int or None
-            Number of skipped steps before the first row; None if `bits` are the rows themselves.
+        head : Head or None
+            None if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
             The rows, or the first row and the corrections of the rule's results.
 
@@ -407,11 +418,11 @@ class Decoder:
             out = np.empty(shape, self._chain.native.bits)
             self._decode_frame(frame[1:], window, out)
             return None, out
-        return SKIPS.unpack_from(frame, 1)[0], self._corrections(frame, window)
+        return self._head(frame)[0], self._corrections(frame, window)
 
     def is_computed(self, data: bytes) -> bool:
         """True if a chunk needs the chunks of other arrays."""
-        return self._chain.kind == "computed" and data[:1] == OWN_FORM
+        return self._chain.kind == "computed" and data[:1] != DIFFERENCES
 
     def _decode_frame(
         self, frame: memoryview, window: tuple[slice, ...], out: npt.NDArray[np.generic]
@@ -427,7 +438,7 @@ class Decoder:
 
     def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """The first row, and the corrections of the further ones, which may all be 0."""
-        frames, stop = frame[1 + SKIPS.size :], window[0].stop
+        (_, frames), stop = self._head(frame), window[0].stop
         length = int.from_bytes(frames[12:16], "little")
         values = np.zeros([part.stop - part.start for part in window], self._bits)
         values[:1] = self._unpack(frames[:length], 0, 1, length=1)[:, *window[1:]]
@@ -435,6 +446,18 @@ class Decoder:
             left = self._unpack(frames[length:], 0, stop - 1, length=self._length - 1)
             values[1:] = left[:, *window[1:]]
         return values
+
+    def _head(self, frame: memoryview) -> tuple[Head, memoryview]:
+        """Head of a chunk of computed rows, and its frames."""
+        (skips,), frames = SKIPS.unpack_from(frame, 1), frame[1 + SKIPS.size :]
+        if frame[:1] == OWN_FORM:
+            return (skips, b""), frames
+        numbers = np.empty((len(SETTINGS), self._length), np.float64)
+        size, length = (int.from_bytes(frames[at : at + 4], "little") for at in (4, 12))
+        if size != numbers.nbytes or not _HEADER <= length < len(frames):
+            raise ValueError("its hyperparameters are not a whole Blosc frame")
+        blosc.decompress(frames[:length], numbers)
+        return (skips, numbers.tobytes()), frames[length:]
 
     def _predicted(
         self, frame: memoryview, window: tuple[slice, ...], out: Array | None = None
@@ -483,8 +506,9 @@ class Decoder:
         """Check the checksum of a chunk, and return the chunk without it."""
         if len(data) < _HEADER + CHECKSUM + self._chain.has_forms or not is_intact(data):
             raise ValueError("the checksum does not match")
-        if self._chain.has_forms and data[:1] not in (DIFFERENCES, OWN_FORM):
-            raise ValueError(f"its first byte is {data[0]}, expected that of a form, 0 or 1")
+        last = 1 + (self._chain.kind == "computed")
+        if self._chain.has_forms and data[0] > last:
+            raise ValueError(f"its first byte is {data[0]}, expected that of a form, 0 to {last}")
         return memoryview(data)[:-CHECKSUM]
 
     def unpack(self, data: bytes) -> Array:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
-from trajstore.codec.chunk import Chain
+from trajstore.codec.chunk import Chain, Head, padded
 from trajstore.codec.delta import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import check_subnormals, result_bits, widen
@@ -126,7 +126,7 @@ class ComputedUnit:
         bits : mapping of str to ndarray of native bits, (row, token, hidden) or (row, element)
             Present rows of each of `matrices`.
         rates : mapping of str to ndarray, (row, …)
-            Values of each of `rates`.
+            Values of each of `rates`, and the result of `OptimizerRule.changing`.
         skips : int
             Number of skipped steps before the first row.
         first : int
@@ -148,14 +148,16 @@ class ComputedUnit:
             corrections[name], places[name] = made, made[inside]
             places[name][0] = bits[name][0]
         self._follow_parts(bits, places, self.rule.state, rates, skips, first)
+        settings = rates.get("settings", np.empty((0, 0)))
+        numbers = padded(settings, (len(settings), shape[0])).tobytes()
         return {
-            name: self.chains[name].encode_corrections(made, bits[name], skips)
+            name: self.chains[name].encode_corrections(made, bits[name], (skips, numbers))
             for name, made in corrections.items()
         }
 
     def compute(
         self,
-        stored: Mapping[str, tuple[int | None, Array]],
+        stored: Mapping[str, tuple[Head | None, Array]],
         grad: Array,
         rates: Mapping[str, Array],
         first: int,
@@ -164,7 +166,7 @@ class ComputedUnit:
 
         Parameters
         ----------
-        stored : mapping of str to (int or None, ndarray)
+        stored : mapping of str to (Head or None, ndarray)
             Result of `Decoder.stored_form` for each computed array.
         grad : ndarray of native bits, (row, token, hidden) or (row, element)
         rates : mapping of str to ndarray, (row, …)
@@ -176,12 +178,14 @@ class ComputedUnit:
         dict of str to ndarray of native bits, (row, token, hidden)
         """
         rows = {name: bits for name, (_, bits) in stored.items()}
-        computed = {name: skips for name, (skips, _) in stored.items() if skips is not None}
-        skips = {*computed.values()}
-        if len(skips) != 1:
-            raise ValueError(f"{', '.join(computed)} differ in the number of skipped steps")
-        given = {**rows, self.gradient: grad}
-        self._follow_parts(given, rows, list(computed), rates, skips.pop(), first)
+        computed = {name: head for name, (head, _) in stored.items() if head is not None}
+        heads = {*computed.values()}
+        if len(heads) != 1:
+            raise ValueError(f"{', '.join(computed)} differ in skipped steps or hyperparameters")
+        (skips, numbers), given = heads.pop(), {**rows, self.gradient: grad}
+        if numbers:
+            rates = {**rates, "settings": np.frombuffer(numbers)}
+        self._follow_parts(given, rows, list(computed), rates, skips, first)
         return rows
 
     def _follow_parts(
@@ -196,7 +200,7 @@ class ComputedUnit:
         """`_follow` for the matrix, or for each parameter of the vectors."""
         rule = self.rule
         if not isinstance(rule, VectorRule):
-            self._follow(rows, out, computed, self._rates(rates, skips))
+            self._follow(rows, out, computed, self._rates(rule, rates, skips))
             return
         roles = {array: role for role, array in VECTORS.items()}
         for part, group, parameter in rule.parts(first, rows[self.gradient].shape[1]):
@@ -259,16 +263,19 @@ class ComputedUnit:
                 before[LARGEST] = np.maximum(largest, before["exp_avg_sq"])
 
     @staticmethod
-    def _rates(rates: Mapping[str, Array], skips: int) -> list[Rates | None]:
+    def _rates(rule: OptimizerRule, rates: Mapping[str, Array], skips: int) -> list[Rates | None]:
         """Numbers of each step; None if no step was taken, or its learning rate is unknown."""
         made: list[Rates | None] = []
         steps = rates["step"].tolist()
         skipped = rates["skipped"].tolist() if "skipped" in rates else [0] * len(steps)
         clips = rates["clip_coef"].tolist() if "clip_coef" in rates else [1.0] * len(steps)
-        for step, lr, skip, clip in zip(steps, rates["lr"].tolist(), skipped, clips, strict=True):
+        own = rule.numbers(rates, len(steps))
+        columns: Any = steps, rates["lr"].tolist(), skipped, clips, own
+        for step, lr, skip, clip, numbers in zip(*columns, strict=True):
             skips += skip == 1
             taken = skip != 1 and step > skips and math.isfinite(lr)
-            made.append(Rates(step=step - skips, lr=lr, clip=clip) if taken else None)
+            rate = Rates(step=step - skips, lr=lr, clip=clip, numbers=numbers)
+            made.append(rate if taken else None)
         return made
 
 
@@ -280,6 +287,20 @@ def _rates_of(rule: OptimizerRule | VectorRule) -> tuple[str, ...]:
 def unit_of(text: str) -> ComputedUnit:
     """The unit that `Chain.rule` describes."""
     return ComputedUnit.of(text)
+
+
+def changing_settings(rule: str, names: Sequence[str], values: Array) -> dict[str, Array]:
+    """`OptimizerRule.changing` of some rows.
+
+    Parameters
+    ----------
+    rule : str
+        `Chain.rule` of W.
+    names : sequence of str
+    values : ndarray of float64, (row, hyperparameter)
+    """
+    matrix = unit_of(rule).rule if rule else None
+    return matrix.changing(names, values) if isinstance(matrix, OptimizerRule) else {}
 
 
 def computed_chains(

@@ -35,6 +35,7 @@ from trajstore.codec.array_selection import (
     positions,
 )
 from trajstore.codec.block import BlockForm, ChunkPart, FewerRows, Tail
+from trajstore.codec.chunk import Head
 from trajstore.codec.computed_rows import cache, unit_of
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.threads import default_threads, submit
@@ -494,7 +495,7 @@ class _ComputedBlock:
         return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
 
     def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
-        stored: dict[str, tuple[int | None, Array]] = {}
+        stored: dict[str, tuple[Head | None, Array]] = {}
         for name in self._unit.matrices:
             block = self._blocks[name]
             try:

@@ -489,7 +489,7 @@ def _export_run(
         )
     if damaged is not None:
         notes += damaged.sentences(part)
-    return request.exported("run", part, notes=notes)
+    return request.exported("run", part, notes=list(dict.fromkeys(notes)))
 
 
 def _export_zarr(request: _Request, block_rows: int | None, memory: int | str) -> Exported:

@@ -408,8 +408,10 @@ def _keeps_blocks(stored: ResumedRun, types: Mapping[str, str], changed: dict[st
     if wanted["encoding"] == "compact":
         rules = [make(wanted, types, lambda note: None) for make in (compact_rule, vector_rule)]
     kept = {STEP.name, *types}
+    # With hyperparameters, the last block is encoded again if it is cut.
+    used = {"hyperparameters"} & stored.layout.arrays.keys()
     return [unit.rule for unit in units] == [rule for rule in rules if rule] and all(
-        kept >= unit.chains.keys() for unit in units
+        kept >= unit.chains.keys() | used for unit in units
     )
 
 

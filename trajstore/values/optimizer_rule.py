@@ -16,7 +16,7 @@ from __future__ import annotations
 import decimal
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
@@ -53,6 +53,9 @@ _SGD = "SGD"
 NUMBERS = np.dtype([(name, np.float64) for name in ("beta1", "beta2", "eps", "weight_decay")])
 """Numbers of Adam's rule that may change from step to step."""
 
+SETTINGS = (*(NUMBERS.names or ()), "momentum", "dampening")
+"""Names of the numbers of any rule that may change from step to step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -66,11 +69,14 @@ class Rates:
         Learning rate.
     clip : float
         Factor of the gradient; NaN counts as 1.
+    numbers : tuple of (str, float)
+        Those of `SETTINGS` that differ from the rule's.
     """
 
     step: int
     lr: float
     clip: float
+    numbers: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +198,50 @@ class OptimizerRule:
             numbers = numbers.flat[0]
         given: dict[str, Any] = {name: numbers[name] for name in NUMBERS.names or ()}
         return replace(self, **given)
+
+    def in_step(self, rates: Rates) -> Self:
+        """The rule with the numbers of a step."""
+        numbers: dict[str, Any] = dict(rates.numbers)
+        return replace(self, **numbers) if numbers else self
+
+    def changing(
+        self, names: Sequence[str], recorded: npt.NDArray[Any]
+    ) -> dict[str, npt.NDArray[Any]]:
+        """``settings``, float64 (setting, row), by hyperparameters of rows; empty if none changes.
+
+        Row 0 gets the numbers of the rule, and so does each row whose number is unknown.
+
+        Parameters
+        ----------
+        names : sequence of str
+        recorded : ndarray of float64, (row, hyperparameter)
+        """
+        made = np.empty((len(SETTINGS), len(recorded)))
+        for name, row in zip(SETTINGS, made, strict=True):
+            row[:] = getattr(self, name)
+            # Without a momentum at first, there is no state of it.
+            if name in names and (self.momentum or name in (NUMBERS.names or ())):
+                values = recorded[1:, names.index(name)]
+                np.copyto(row[1:], values, where=np.isfinite(values))
+        return {"settings": made} if (made != made[:, :1]).any() else {}
+
+    def numbers(
+        self, rates: Mapping[str, npt.NDArray[Any]], rows: int
+    ) -> list[tuple[tuple[str, float], ...]]:
+        """`Rates.numbers` of each row.
+
+        Parameters
+        ----------
+        rates : mapping of str to ndarray
+            With the result of `changing`, perhaps of another group's rule. A number that differs
+            from that of row 0 does not follow it.
+        rows : int
+        """
+        if "settings" not in rates:
+            return [()] * rows
+        columns = rates["settings"].reshape(len(SETTINGS), -1).tolist()
+        pairs = [p for p in zip(SETTINGS, columns, strict=True) if p[1][0] == getattr(self, p[0])]
+        return [tuple((name, column[row]) for name, column in pairs) for row in range(rows)]
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -315,6 +365,9 @@ class OptimizerRule:
         dict of str to ndarray of stored values
             Of the same names.
         """
+        if (rule := self.in_step(rates)) is not self:
+            made = rule.next_row(before, grad, natives, replace(rates, numbers=()))
+            return {**before, **made}  # without momentum in this step, its buffer stays
         grad = self.gradient(grad, rates.clip, natives["grad"])
         if self.rounds_once:
             wide = np.result_type(*before.values(), grad)
@@ -605,23 +658,25 @@ class VectorRule:
             if begin < stop:
                 yield slice(begin, stop), group, parameter
 
-    @staticmethod
     def rates(
-        rates: Mapping[str, npt.NDArray[Any]], group: int, parameter: int
+        self, rates: Mapping[str, npt.NDArray[Any]], group: int, parameter: int
     ) -> list[Rates | None]:
         """Numbers of each step for one parameter; None if it takes no step.
 
         Parameters
         ----------
         rates : mapping of str to ndarray, (row, …)
-            ``params_lr``, ``params_count``, and ``clip_coef`` if the run has it.
+            ``params_lr``, ``params_count``, ``clip_coef`` if the run has it, and the result of
+            `OptimizerRule.changing`.
         group, parameter : int
         """
         counts = rates["params_count"][:, parameter]
+        numbers = self.groups[group].numbers(rates, len(counts))
         made: list[Rates | None] = [None]
         for row in range(1, len(counts)):
             count, lr = counts[row], float(rates["params_lr"][row, group])
             taken = count == counts[row - 1] + 1 and count >= 1 and math.isfinite(lr)
             clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
-            made.append(Rates(step=int(count), lr=lr, clip=clip) if taken else None)
+            step = Rates(step=int(count), lr=lr, clip=clip, numbers=numbers[row])
+            made.append(step if taken else None)
         return made[: len(counts)]

@@ -37,6 +37,7 @@ from trajstore.installation import __version__
 from trajstore.schema import (
     ENCODINGS,
     FORMAT,
+    FORMATS,
     NUMBERS,
     OPTIMIZER_STATE,
     belongs,
@@ -502,8 +503,10 @@ _NOTE = {
 
 RUNS = "a list of [block, identity of the run], from block 0"
 
+_FORMATS = " or ".join(map(str, FORMATS))
+
 _ATTRIBUTES: dict[str, tuple[Any, str]] = {
-    "trajstore_format": (lambda value: type(value) is int and value == FORMAT, str(FORMAT)),
+    "trajstore_format": (lambda value: type(value) is int and value in FORMATS, _FORMATS),
     "trajstore_version": (str, "a string"),
     "status": (lambda value: value in STATUSES, f"one of {', '.join(STATUSES)}"),
     "committed_rows": (is_length, "a number of rows"),
@@ -595,10 +598,10 @@ def root_faults(root: Any) -> Iterator[Fault]:
 def other_format(path: object, attributes: JsonObject) -> FormatError | None:
     """Error for a run of another format than this version reads; it names one that reads it."""
     number, writer = attributes.get("trajstore_format"), attributes.get("trajstore_version")
-    if type(number) is not int or number == FORMAT:
+    if type(number) is not int or number in FORMATS:
         return None
     message = (
-        f"{path} has store format {number}, and trajstore {__version__} reads format {FORMAT}; "
+        f"{path} has store format {number}, and trajstore {__version__} reads format {_FORMATS}; "
         f"open it with the trajstore {writer} that recorded it (development builds of one version "
         "differ)"
     )

@@ -39,6 +39,7 @@ from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.block_codec import BLOCK, BlockCodec
 from trajstore.codec.chunk import Chain
 from trajstore.errors import FormatError
+from trajstore.installation import __version__
 from trajstore.schema import (
     INTEGERS,
     STEP,
@@ -462,14 +463,22 @@ class RunMetadata:
         self._arrays = {
             name: array for name, array in arrays.items() if not is_outgrown(name, array, variables)
         }
-        copy = json.dumps(dict(attributes), allow_nan=False)
-        self.attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
-        step = self._arrays[STEP.name]
-        self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
+        self._set(attributes)
         # Other arrays in the group do not belong to the run and do not change.
         self._series = tuple(
             name for name in self._arrays if belongs(name, variables) and coordinate(name) is None
         )
+
+    def _set(self, attributes: Mapping[str, Any]) -> None:
+        copy = json.dumps(dict(attributes), allow_nan=False)
+        self.attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
+        step = self._arrays[STEP.name]
+        self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
+
+    def raise_format(self, number: int) -> None:
+        """Set the number of the format, and the version that needs it."""
+        raised = {"trajstore_format": number, "trajstore_version": __version__}
+        self._set(self.attributes | raised)
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:

@@ -24,9 +24,10 @@ from trajstore.codec.array_selection import ArraySelection
 from trajstore.codec.block import BlockForm, UnitChunks, digest_of, encoded_chunks
 from trajstore.codec.block_codec import BlockCodec, root_metadata
 from trajstore.codec.chunk import Chain
-from trajstore.codec.computed_rows import unit_of
+from trajstore.codec.computed_rows import changing_settings, unit_of
 from trajstore.codec.open_block import OpenBlock, at_once, check_not_replaced
 from trajstore.errors import FormatError
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.atomic import opened
 from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
 from trajstore.threads import in_parallel
@@ -209,13 +210,22 @@ class StoredArray:
             for name, form in self.form.siblings.items()
         }
         bits = {name: others[name].bits(key) for name in unit.matrices}
-        rates = {name: others[name].values(key[:1]) for name in unit.rates}
+        rates = {name: others[name].values(key[:1]) for name in unit.rates} | self._changing(key[0])
         skips, first = skipped_steps(others, key[0].start), key[1].start
         chunks = [
             UnitChunks(unit, bits, rates, skips, window, first).take(self.name)
             for window in self.form.windows()
         ]
         return digest_of(digest for _, digest in chunks)
+
+    def _changing(self, rows: slice) -> dict[str, Array]:
+        """`changing_settings` of some rows of the run."""
+        group: Any = open_group(self.path)
+        form = block_form(group["W"]) if {"W", "hyperparameters"} <= {*group} else None
+        if form is None:
+            return {}
+        names, values = (whole(self.path, group, f"hyperparameter{end}") for end in ("", "s"))
+        return changing_settings(form.chain.rule, names.tolist(), values[rows])
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = ArraySelection.of(key, self.shape)

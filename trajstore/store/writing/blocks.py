@@ -37,10 +37,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.block import Chunk, UnitChunks, encode_chunk, shard_parts
-from trajstore.codec.computed_rows import unit_of
-from trajstore.schema import STEP
+from trajstore.codec.computed_rows import changing_settings, unit_of
+from trajstore.schema import STEP, WITH_SETTINGS
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.metadata.metadata_form import Status
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.atomic import WRITES, put_all
 from trajstore.store.storage.lock import RemoteLock, RunLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
@@ -74,6 +75,8 @@ class BlockWriter:
     ----------
     skips : int
         Number of skipped steps before the last block.
+    has_settings : bool
+        True if a block was computed with other hyperparameters than those of the rule.
     bytes_written : int
         Bytes of all shards so far. Replaced shards of a growing block are not counted.
     """
@@ -86,8 +89,13 @@ class BlockWriter:
 
     def __post_init__(self) -> None:
         self.skips = 0
+        self.has_settings = False
         self.bytes_written = 0
         self._forms = self.layout.forms
+        self._names, arrays = list[str](), self.layout.arrays
+        self._rule = arrays["W"].chain.rule if "W" in arrays else ""
+        if self._rule and "hyperparameters" in arrays:
+            self._names = whole(self.path, open_group(self.path), "hyperparameter").tolist()
         self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
         self._written, self._block_bytes = -1, 0  # number of the last written block
@@ -115,7 +123,10 @@ class BlockWriter:
         # Steps of the block that the gradient scaler skipped.
         inside = np.count_nonzero(self._values(block, "skipped") == 1) if "skipped" in block else 0
         self._last, self._skips_inside = number, int(inside)
-        self._blocks.append(self._tasks(block, self.skips))
+        values = self._values(block, "hyperparameters") if self._names else None
+        changing = {} if values is None else changing_settings(self._rule, self._names, values)
+        self.has_settings |= bool(changing)
+        self._blocks.append(self._tasks(block, self.skips, changing))
 
     def write(self, number: int, rows: int) -> Written:
         """Write the shards of the next block of `encode`, as soon as its chunks are encoded.
@@ -198,7 +209,7 @@ class BlockWriter:
     def _values(self, block: Block, name: str) -> npt.NDArray[Any]:
         return widen(block[name], self.layout.arrays[name].native)
 
-    def _tasks(self, block: Block, skips: int) -> Iterator[Task]:
+    def _tasks(self, block: Block, skips: int, changing: Block) -> Iterator[Task]:
         units: dict[tuple[str, int, int], UnitChunks] = {}
         for name, array in self.layout.arrays.items():
             for part in range(array.parts):
@@ -212,6 +223,7 @@ class BlockWriter:
                         unit = unit_of(array.chain.rule)
                         whole = {name: block[name][array.window(part)] for name in unit.matrices}
                         rates = {name: self._values(block, name) for name in unit.rates}
+                        rates |= changing
                         first = part * array.shard[1]
                         units[key] = UnitChunks(unit, whole, rates, skips, window, first)
                     yield partial(units[key].take, name)
@@ -509,6 +521,8 @@ class BlockCommits:
     def _written(self, number: int, rows: int) -> Written:
         try:
             self._committer.check_place()
+            if self._shards.has_settings:
+                self._committer.require(WITH_SETTINGS)
             return self._shards.write(number, rows)
         except BaseException as error:
             self._committer.fail(error)

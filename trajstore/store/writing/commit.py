@@ -148,6 +148,17 @@ class Committer:
             self._put_root(rows, "recording")
             self._put_arrays(rows)
 
+    def require(self, number: int) -> None:
+        """Raise the number of the format, if it is lower, before blocks that need it are written.
+
+        The root comes first, as in a resume with other attributes.
+        """
+        if self._metadata.attributes["trajstore_format"] < number:
+            self._metadata.raise_format(number)
+            self._fingerprint = self._fingerprint.of_attributes(self._metadata.attributes)
+            self._put_root(self.rows, "recording")
+            self._put_arrays(self.rows)
+
     def _put_arrays(self, rows: int) -> None:
         path = self._path
         changed = {name: self._metadata.array(name, rows) for name in self._metadata.series()}

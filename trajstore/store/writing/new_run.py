@@ -242,7 +242,7 @@ def compact_rule(
     try:
         return _rule(attributes or {}, variables)
     except InvalidArgument as error:
-        _note(f"W and the moments are stored as differences, not computed: {error}", on_note)
+        note(f"W and the moments are stored as differences, not computed: {error}", on_note)
         return None
 
 
@@ -262,14 +262,56 @@ def vector_rule(
         _check((*rule.state, VECTORS[GRADIENT]), VECTOR_RATES[:2], attributes or {}, variables)
     except InvalidArgument as error:
         names = f"{VECTORS['W']} and its moments"
-        _note(f"{names} are stored as differences, not computed: {error}", on_note)
+        note(f"{names} are stored as differences, not computed: {error}", on_note)
         return None
     return rule
 
 
-def _note(note: str, on_note: Callable[[str], None] | None) -> None:
+def note(sentence: str, on_note: Callable[[str], None] | None) -> None:
+    """Pass a sentence to a function, or else to the logger of this module."""
     report = on_note or partial(logger.warning, "%s")
-    report(note)
+    report(sentence)
+
+
+def fallbacks(facts: Mapping[str, Any]) -> list[str]:
+    """Sentences about what a run of the encoding ``compact`` stores in place of computing it.
+
+    Parameters
+    ----------
+    facts : mapping
+        Result of `trajstore.store.reading.run_info.information`.
+    """
+    if facts["encoding"] != "compact":
+        return []
+    arrays, notes = facts["arrays"], list[str]()
+    types = {name: array["native_dtype"] for name, array in arrays.items()}
+    for name, rule in (("W", compact_rule), (VECTORS["W"], vector_rule)):
+        if arrays.get(name, {}).get("kind") != "computed":
+            rule(facts, types, notes.append)
+    stored = {name: _share_stored(array) for name, array in arrays.items()}
+    if named := [f"{name} ({share:.0%})" for name, share in stored.items() if share > 0.05]:
+        why = "" if "hyperparameters" in arrays else _UNKNOWN
+        notes.append(
+            f"the rule of {facts['optimizer']['class']} does not give the rows of "
+            f"{', '.join(named)}, so differences are stored, in these shares of the uncompressed "
+            f"bytes{why}"
+        )
+    return notes
+
+
+_UNKNOWN = (
+    "; the run does not hold hyperparameters, so each step is computed with those of the first"
+)
+_OVERHEAD = 4 << 10  # bytes of an object without its rows
+
+
+def _share_stored(array: Mapping[str, Any]) -> float:
+    """Bytes that a computed array takes besides the first row of each block, per byte of rows."""
+    stored, native = array["bytes_on_disk"], array["bytes_native"]
+    if array["kind"] != "computed" or not stored or not native:
+        return 0.0
+    rows, block = array["shape"][0], array["shard"][0]
+    return float((stored - math.ceil(rows / block) * (native / rows + _OVERHEAD)) / native)
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:

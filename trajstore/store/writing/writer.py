@@ -24,6 +24,7 @@ from trajstore.errors import InvalidArgument, WriterClosed, did_you_mean
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.metadata.metadata_form import Status
+from trajstore.store.reading.run_info import information
 from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
 from trajstore.store.storage.lock import RemoteLock, RunLock
 from trajstore.store.storage.remote_path import RunPath
@@ -31,9 +32,11 @@ from trajstore.store.writing.blocks import BlockCommits, OnCommit
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
 from trajstore.store.writing.new_run import (
     announce_run,
+    fallbacks,
     joined_run,
     name_coordinates,
     new_run,
+    note,
     token_coordinates,
 )
 from trajstore.store.writing.resumed_run import (
@@ -92,6 +95,7 @@ class RunWriter:
         self._has_begun = self._is_new  # the run has changed
         self._remove_empty = False  # if it has no rows when it is closed
         self._status: Status = "recording"
+        self._on_note: Callable[[str], None] | None = None
 
     @property
     def rows(self) -> int:
@@ -223,7 +227,8 @@ class RunWriter:
             W and Adam's moments from it (docs/reference/format.md). It needs the attribute
             ``optimizer``.
         on_note : callable, optional
-            Called with the reason if ``compact`` stores differences instead (default: log it).
+            Called with the reason if ``compact`` stores differences instead, now and when the run
+            is closed (default: log it).
 
         Raises
         ------
@@ -277,6 +282,7 @@ class RunWriter:
                     place, new.metadata, chunks, digests, overwrite=overwrite, fsync=fsync
                 )
                 run = cls(new, lock, commit_every=commit_every, fsync=fsync)
+                run._on_note = on_note
                 run._blocks.start()
             undo.callback(run._release, remove_empty=True)
             announce_run(share, new)
@@ -490,6 +496,8 @@ class RunWriter:
     def close(self, status: Literal["complete", "interrupted"] = "complete") -> None:
         """Commit all rows, including those of the unfinished block, and set the status.
 
+        Report what the encoding ``compact`` of a local run could not compute.
+
         A second call has no effect.
 
         Raises
@@ -504,6 +512,10 @@ class RunWriter:
             if self._has_begun:
                 self._blocks.finish(status)
             self._status = status
+            is_compact = self._metadata.attributes["encoding"] == "compact"
+            if self.rows and is_compact and isinstance(self.path, Path):
+                for sentence in fallbacks(information(self.path)):
+                    note(sentence, self._on_note)
         finally:
             self._release(remove_empty=self._remove_empty)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from compact_runs import sample_part
+from compact_runs import sample_part, scheduled_run
 from growing_runs import begin, extend
 
 from trajstore import RunWriter
@@ -64,6 +64,14 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["info", str(path)])
     assert "encoding compact" in done.stdout
     assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
+    notes: list[str] = []
+    unknown = scheduled_run(tmp_path / "unknown.zarr", recorded=False, on_note=notes.append)
+    assert len(notes) == 1
+    assert "does not give the rows of W (" in notes[0]
+    assert "the run does not hold hyperparameters" in notes[0]
+    for command in ("info", "summary"):
+        printed = CliRunner().invoke(main, [command, str(unknown)]).stdout
+        assert f"Note: {notes[0]}." in " ".join(printed.split())
     without = tmp_path / "without.zarr"
     RunWriter.create(
         without, token=[0], hidden=1, variables={"W": "float32"}, encoding="compact"

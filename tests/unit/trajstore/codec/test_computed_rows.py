@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
-from compact_runs import RULE_ARRAYS, sample_part
+from compact_runs import RULE_ARRAYS, same_bits, sample_part, scheduled_run
 from stored_forms import stored_forms
 from zarr.storage import MemoryStore
 
-from trajstore import RunWriter, open_run, repair, verify
+from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.codec.computed_rows import cache
 from trajstore.errors import FormatError
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
@@ -118,6 +118,26 @@ def test_rows_that_the_rule_does_not_give_are_corrected(sample: Path, tmp_path: 
         run.append(21, **row)
     assert stored_forms(path)["W"] == sound | {"corrected": 3}
     assert stored_forms(path)["exp_avg"] == sound
+
+
+def test_changing_hyperparameters_of_each_row_compute_it(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = scheduled_run(tmp_path / "run.zarr", on_note=notes.append)
+    assert all(stored_forms(path)[name]["corrected"] == 0 for name in RULE_ARRAYS)
+    assert (open_run(path).attrs["trajstore_format"], notes) == (4, [])
+    for kept in (11, 16):  # rows of a block that the stored one holds more of, and whole blocks
+        rows, digest = xr.open_zarr(path).load(), open_run(path).attrs["content_digest"]
+        with RunWriter.resume(path, rows=kept) as run:
+            for at in range(kept, 20):
+                row = {str(name): rows[name].values[at] for name in rows.data_vars}
+                run.append(at, **row)
+        assert open_run(path).attrs["content_digest"] == digest
+    export(path, tmp_path / "copy.zarr", encoding="delta")
+    same_bits(tmp_path / "copy.zarr", path)
+    damage(path, "grad", 1)
+    assert repair(path).rows == 8
+    assert verify(path).clean
+    same_bits(tmp_path / "copy.zarr", path, rows=8)
 
 
 def test_a_missing_array_is_named(run: Path) -> None:

@@ -40,12 +40,12 @@ def test_a_parameter_takes_a_step_where_its_count_grows() -> None:
         "params_lr": lr,
         "clip_coef": np.array([np.nan, 0.5, 1, 1, 1]),
     }
-    first = Rates(step=1, lr=0.1, clip=0.5)
-    assert VectorRule.rates(rates, 0, 0) == [
+    first, rule = Rates(step=1, lr=0.1, clip=0.5), VectorRule.of(RUN)
+    assert rule.rates(rates, 0, 0) == [
         None, first, Rates(step=2, lr=0.1, clip=1), None, Rates(step=3, lr=0.1, clip=1),
     ]  # fmt: skip
     del rates["clip_coef"]
-    assert VectorRule.rates(rates, 1, 1) == [
+    assert rule.rates(rates, 1, 1) == [
         None, None, Rates(step=1, lr=0.2, clip=1), None, Rates(step=3, lr=0.3, clip=1),
     ]  # fmt: skip
 

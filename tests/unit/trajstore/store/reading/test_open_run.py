@@ -23,7 +23,7 @@ from trajstore.errors import (
     RunNotFound,
     VariableNotRecorded,
 )
-from trajstore.schema import FORMAT
+from trajstore.schema import FORMAT, WITH_SETTINGS
 from trajstore.store.reading.open_run import TrajstoreBackend
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
         open_run(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
+@pytest.mark.parametrize("number", [FORMAT - 1, WITH_SETTINGS + 1])
 def test_another_format_names_the_version_that_reads_it(
     small_run: tuple[Path, Any], number: int
 ) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
+from compact_runs import RULE_ARRAYS, scheduled_run
 from golden_runs import DATA, unpack
 from numcodecs import blosc
 
-from trajstore import RunWriter
+from trajstore import RunWriter, open_run
 
+CHANGING = ("beta1", "beta2", "eps", "weight_decay", "momentum", "dampening")
 BITS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4", "float64": "<u8", "int64": "<u8"}
 
 # The reader: nothing of trajstore, and nothing of zarr.
@@ -80,8 +82,9 @@ class Reader:
         self.series = sorted(
             name for name, array in self.arrays.items() if array["dimension_names"][0] == "step"
         )
-        if self.attributes["trajstore_format"] != 3:
-            raise ValueError("this reads format 3")
+        if self.attributes["trajstore_format"] not in (3, 4):
+            raise ValueError("this reads formats 3 and 4")
+        self.changing: list[dict[str, np.ndarray]] = []  # of each block
 
     def settings(self, name: str) -> dict[str, Any]:
         """All that decides how bytes become values."""
@@ -129,8 +132,13 @@ class Reader:
             form, frame = frame[0], frame[1:]
             if form == 1 and settings["kind"] == "predicted":
                 return self.predicted(settings, frame)
-            if form == 1:  # after the number of skipped steps, the first row and the corrections
+            if form:  # after the number of skipped steps, the first row and the corrections
                 frame, out = frame[4:], np.zeros(shape, bits)
+                if form == 2:  # before them, hyperparameters
+                    (length,) = struct.unpack("<I", frame[12:16])
+                    numbers = np.frombuffer(blosc.decompress(frame[:length]), "<f8").reshape(6, -1)
+                    self.changing.append(dict(zip(CHANGING, numbers, strict=True)))
+                    frame = frame[length:]
                 (length,) = struct.unpack("<I", frame[12:16])
                 out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
                 if left := frame[length:]:  # not all corrections are 0
@@ -163,6 +171,7 @@ class Reader:
 
     def computed(self, W: str, m: str, v: str, g: str) -> dict[str, np.ndarray]:
         """Native bits of the arrays that are computed, of a run of bfloat16 and AdamW."""
+        self.changing.clear()
         whole = {name: self.bits(name).copy() for name in (W, m, v, g)}
         rule = self.settings(W)["rule"]
         clip = self.values("clip_coef")[:, None]
@@ -180,14 +189,17 @@ class Reader:
         for t in range(self.rows):
             if t % self.block_rows == 0:
                 continue
-            for where, optimizer, lr, count in parts:
+            block, row = divmod(t, self.block_rows)
+            changing = self.changing[block] if self.changing else {}
+            for where, first, lr, count in parts:
+                changed = {n: each[row] for n, each in changing.items() if first.get(n) == each[0]}
                 before = [wide(whole[name][t - 1][where]) for name in (W, m, v)]
                 made = before
                 if np.isfinite(lr[t]) and count[t] == count[t - 1] + 1:
                     gradient = wide(whole[g][t][where])
                     if clip[t] != 1 and clip[t] == clip[t]:
                         gradient = rounded(gradient * clip[t])
-                    made = adamw(optimizer, *before, gradient, lr[t], count[t])
+                    made = adamw(first | changed, *before, gradient, lr[t], count[t])
                 for name, values in zip((W, m, v), made, strict=True):
                     whole[name][t][where] ^= (values.view("u4") >> 16).astype("u2")
         return {name: whole[name] for name in (W, m, v)}
@@ -321,6 +333,15 @@ def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(run: Path
     for name, bits in random_rows().items():
         assert (reader.bits(name) == bits).all(), name
     assert reader.bits("step").tolist() == list(range(0, 2 * ROWS, 2))
+    attributes = reader.attributes
+    assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
+
+
+def test_a_reader_by_the_specification_reads_changing_hyperparameters(tmp_path: Path) -> None:
+    reader = Reader(scheduled_run(tmp_path / "run.zarr"))
+    for name in RULE_ARRAYS:
+        values = open_run(reader.path)[name].values
+        assert (reader.values(name) == values).all(), name
     attributes = reader.attributes
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
 
