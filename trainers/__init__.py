@@ -81,6 +81,11 @@ _HOME = {
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 
+_OF_TORCH = ("attach", "capture", "develop", "float32_products", "optimizer_state_at", "replay",
+             "restore", "RoundedAdam", "RoundedAdamW", "RoundedSGD")  # fmt: skip
+_EXTRAS = {**dict.fromkeys(_OF_TORCH, "torch"), "LightningCallback": "lightning"}
+"""The extra that each name needs; the others need ``train``."""
+
 __all__ = [
     name for name in _HOME if name != "LightningCallback" or importlib.util.find_spec("lightning")
 ]
@@ -91,8 +96,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trajstore.errors import needs_extra
 
-    extra = "lightning" if name == "LightningCallback" else "train"
-    with needs_extra(f"trainers.{name}", extra):
+    with needs_extra(f"trainers.{name}", _EXTRAS.get(name, "train")):
         module = importlib.import_module(_HOME[name])
     return module if name == "evaluations" else getattr(module, name)
 

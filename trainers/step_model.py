@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument, RunExists, argument
+from trajstore.errors import InvalidArgument, RunExists, argument, needs_extra
+from trajstore.installation import imported, version_of
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
 from trajstore.store.writing.create import staged_run
@@ -215,6 +215,8 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
 
     Only models of transformers are built, so a file cannot choose what is executed.
     """
+    with needs_extra("a model of transformers", "train"):
+        import transformers
     version = recorded.get("transformers")
     kind = getattr(transformers, str(recorded.get("class")), None)
     if not inspect.isclass(kind) or not issubclass(kind, transformers.PreTrainedModel):
@@ -299,11 +301,11 @@ def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, N
 
 def _remedy(stored: RunParameters) -> str:
     version = (stored.attributes.get("model_config") or {}).get("transformers")
-    if version is None or version == transformers.__version__:
+    if version in (None, installed := version_of("transformers")):
         return "pass the recorded model, or a constructor that builds it"
     return (
         f"the run was recorded with transformers {version}, and this is "
-        f"{transformers.__version__}: install transformers {version}"
+        f"{installed}: install transformers {version}"
     )
 
 
@@ -621,7 +623,7 @@ def checkout(
         state = optimizer_state_at(rows, step) if optimizer else None
     with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
         new.mkdir()
-        if isinstance(model, transformers.PreTrainedModel):
+        if isinstance(model, imported("transformers.modeling_utils", "PreTrainedModel")):
             model.save_pretrained(new)
         else:
             torch.save(model.state_dict(), new / "model.pt")

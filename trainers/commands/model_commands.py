@@ -12,6 +12,7 @@ from trajstore.cli.command_options import RUN, SELECT
 from trajstore.cli.output import StepsProgress, out, print_notes
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
+from trajstore.installation import version_of
 from trajstore.trainers.commands.configuration import CORPUS, RUN_TOKENIZER, TOKENIZER
 
 if TYPE_CHECKING:
@@ -172,12 +173,13 @@ def checkout(run: str, output: str, constructor: str | None, **options: Any) -> 
       trajstore checkout gatsby.zarr --at 300 --optimizer -o step-300-optimizer/
       trajstore checkout lstm.zarr --at 300 --constructor model.py:build -o lstm-300/
     """
-    from transformers.utils import logging
-
     from trajstore import trainers
     from trajstore.trainers.evaluations.evaluate import load_function
 
-    logging.disable_progress_bar()
+    if version_of("transformers"):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     build = None if constructor is None else load_function(constructor)
     with StopRequest():
         folder = trainers.checkout(run, output, constructor=build, **options)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
+from trajstore.installation import imported
 from trajstore.trainers.recording.torch_internals import (
     name_outside_compile,
     own_parameter,
@@ -41,7 +41,11 @@ def optimizer_chain(optimizer: Any) -> tuple[Any, ...]:
             f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "
             "that trains the parameter"
         )
-    return tuple(member for member in chain if not isinstance(member, AcceleratedOptimizer))
+    return tuple(member for member in chain if not _is_accelerated(member))
+
+
+def _is_accelerated(optimizer: Any) -> bool:
+    return isinstance(optimizer, imported("accelerate.optimizer", "AcceleratedOptimizer"))
 
 
 def _inner(optimizer: Any) -> Any:
@@ -143,7 +147,7 @@ class JoinedOptimizer:
             if any(link is optimizer for link in chain):
                 return member
         inner = getattr(optimizer, "optimizer", None)
-        return self.member_of(inner) if isinstance(optimizer, AcceleratedOptimizer) else None
+        return self.member_of(inner) if _is_accelerated(optimizer) else None
 
     def parameters(self, *members: Optimizer) -> list[torch.Tensor]:
         """Return the parameters that some of the members train."""

@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xarray as xr
 
 from trajstore.arguments import exact
 from trajstore.errors import InvalidArgument
-from trajstore.populations import with_populations
 from trajstore.schema import COORDINATES, KEYFRAMES, POPULATION, STEP
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.storage.remote_path import Location, RunPath, location
@@ -463,6 +461,12 @@ def _population_masks(
 
     `populations` is as for `analysis.with_populations`; expressions may use the names in `known`.
     """
+    if not populations:
+        return {}
+    import xarray as xr  # takes long
+
+    from trajstore.populations import with_populations
+
     token = np.arange(tokens, dtype=np.int32)
     ds = xr.Dataset(coords={"token": token, **{k: ("token", v) for k, v in known.items()}})
     return {
