@@ -437,17 +437,17 @@ def _known_of_vocabulary(
     With several parameters, one with another first dimension has no coordinates.
     """
     rows = len(parameter.tensor)
+    each = f"the {rows} rows of {parameter.name}"
     known = {}
     for name in ("is_dead", "token_count", "token_text"):
         if getattr(options, name) is None:
             continue
-        values = exact(name, getattr(options, name), COORDINATES[name].dtype)
+        values = exact(name, getattr(options, name), COORDINATES[name].dtype, each=each)
         if values.shape == (rows,):
             known[name] = values
         elif options.has_one_run:
             raise InvalidArgument(
-                f"{name}: got shape {values.shape}, expected one value for each of the {rows} "
-                f"rows of {parameter.name}"
+                f"{name}: got shape {values.shape}, expected one value for each of {each}"
             )
     if "token_count" in known and "is_dead" not in known:
         known["is_dead"] = known["token_count"] == 0
