@@ -29,15 +29,9 @@ if TYPE_CHECKING:
         LightningCallback as LightningCallback,
     )
     from trajstore.trainers.replays.replay import replay as replay
-    from trajstore.trainers.rounded_optimizer import (
-        RoundedAdam as RoundedAdam,
-    )
-    from trajstore.trainers.rounded_optimizer import (
-        RoundedAdamW as RoundedAdamW,
-    )
-    from trajstore.trainers.rounded_optimizer import (
-        RoundedSGD as RoundedSGD,
-    )
+    from trajstore.trainers.rounded_optimizer import RoundedAdam as RoundedAdam
+    from trajstore.trainers.rounded_optimizer import RoundedAdamW as RoundedAdamW
+    from trajstore.trainers.rounded_optimizer import RoundedSGD as RoundedSGD
     from trajstore.trainers.runs.changed_settings import recorded_config as recorded_config
     from trajstore.trainers.runs.developed_run import develop_run as develop_run
     from trajstore.trainers.runs.fork import fork as fork
