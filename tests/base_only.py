@@ -28,7 +28,8 @@ COMMANDS = {
     "analyze gatsby.zarr speed -o speed.nc": "hdf5",
     "analyze gatsby.zarr adjacency": "graph",
     "analyze gatsby.zarr speed --scheduler tcp://127.0.0.1:1": "cluster",
-    "annotate gatsby.zarr --tokenizer ascii --overwrite": "train",
+    "annotate gatsby.zarr --tokenizer ascii --overwrite": "",
+    "annotate gatsby.zarr --tokenizer folder --overwrite": "train",
     "checkout gatsby.zarr --at 1 -o checkout": "train",
     "develop gatsby.zarr --select step=1 -o part": "train",
     "compare gatsby.zarr gatsby.zarr": "",
@@ -54,7 +55,7 @@ COMMANDS = {
     "summary gatsby.zarr": "",
     "verify gatsby.zarr": "",
     "verify gatsby.zarr --replay": "torch",
-    "verify gatsby.zarr --replay --gradients": "train",
+    "verify gatsby.zarr --replay --gradients": "torch",
     "what-if gatsby.zarr -o new.zarr": "train",
 }
 
@@ -160,6 +161,7 @@ def main() -> None:
 
     trajstore.sample_run("gatsby.zarr")
     Path("text.txt").write_text("a text\n")
+    Path("folder").mkdir()
     Path("file.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
     with zipfile.ZipFile("file.pt", "w") as file:
         file.writestr("file/data.pkl", b"")
