@@ -138,14 +138,6 @@ def test_only_an_embedding_that_is_trained_is_chosen(record: Any) -> None:
         train_matrix(model, record, overwrite=True)
 
 
-def test_the_optimizer_of_another_model(record: Any) -> None:
-    model, other = OwnModel("untied"), OwnModel("untied")
-    optimizer = torch.optim.SGD(other.parameters())
-    for named in ({}, {"parameter": "embedding.weight"}):
-        with pytest.raises(RecordingError, match="SGD has none of the parameters of OwnModel"):
-            capture(model, optimizer, record.path, **named).__enter__()
-
-
 def test_the_input_embedding_of_a_classifier(record: Any) -> None:
     model = OwnModel("functional")
     model.get_output_embeddings = lambda: None
