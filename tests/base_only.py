@@ -28,7 +28,8 @@ COMMANDS = {
     "analyze gatsby.zarr speed -o speed.nc": "hdf5",
     "analyze gatsby.zarr adjacency": "graph",
     "analyze gatsby.zarr speed --scheduler tcp://127.0.0.1:1": "cluster",
-    "annotate gatsby.zarr --tokenizer ascii --overwrite": "train",
+    "annotate gatsby.zarr --tokenizer ascii --overwrite": "",
+    "annotate gatsby.zarr --tokenizer folder --overwrite": "train",
     "checkout gatsby.zarr --at 1 -o checkout": "train",
     "develop gatsby.zarr --select step=1 -o part": "train",
     "compare gatsby.zarr gatsby.zarr": "",
@@ -42,7 +43,7 @@ COMMANDS = {
     "fork gatsby.zarr --at 1 --set optimizer.lr=0.1 -o fork.zarr": "train",
     "import gatsby.safetensors -o imported.zarr": "",
     "import file.h5 -o imported.zarr": "hdf5",
-    "import file.pt -o imported.zarr": "train",
+    "import file.pt -o imported.zarr": "torch",
     "info gatsby.zarr": "",
     "info s3://bucket/run.zarr": "s3",
     "plot gatsby.zarr loss -o loss.png": "plot",
@@ -53,8 +54,8 @@ COMMANDS = {
     "report gatsby.zarr": "report",
     "summary gatsby.zarr": "",
     "verify gatsby.zarr": "",
-    "verify gatsby.zarr --replay": "train",
-    "verify gatsby.zarr --replay --gradients": "train",
+    "verify gatsby.zarr --replay": "torch",
+    "verify gatsby.zarr --replay --gradients": "torch",
     "what-if gatsby.zarr -o new.zarr": "train",
 }
 
@@ -69,6 +70,12 @@ OTHERS = {
 }  # fmt: skip
 """Analyses of something else than one run with the default variables."""
 
+
+OF_TORCH = {
+    "RoundedAdam", "RoundedAdamW", "RoundedSGD", "attach", "capture", "develop", "float32_products",
+    "optimizer_state_at", "replay", "restore",
+}  # fmt: skip
+"""Parts of `trainers` that an own loop uses."""
 
 NAMED = re.compile(r"needs the extra (\w+): pip install -c constraints\.txt '\.\[\1\]'")
 
@@ -113,11 +120,11 @@ def functions() -> Iterator[tuple[str, str, str]]:
         "export hdf5": (lambda: trajstore.export("gatsby.zarr", "a.h5", format="hdf5"), "hdf5"),
         "import_file": (lambda: trajstore.import_file("a.safetensors", "a.zarr"), ""),
         "import_file hdf5": (lambda: trajstore.import_file("file.h5", "b.zarr"), "hdf5"),
-        "import_file torch": (lambda: trajstore.import_file("file.pt", "b.zarr"), "train"),
+        "import_file torch": (lambda: trajstore.import_file("file.pt", "b.zarr"), "torch"),
         "verify": (lambda: trajstore.verify("gatsby.zarr"), ""),
         "repair": (lambda: trajstore.repair("gatsby.zarr"), ""),
         "sample_run": (lambda: trajstore.sample_run("gatsby.zarr"), ""),
-        "to_torch": (lambda: trajstore.to_torch("gatsby.zarr"), "train"),
+        "to_torch": (lambda: trajstore.to_torch("gatsby.zarr"), "torch"),
         "RunWriter": (
             lambda: trajstore.RunWriter.create(
                 "w.zarr", token=[0], hidden=1, variables={"W": "float32"}
@@ -129,7 +136,8 @@ def functions() -> Iterator[tuple[str, str, str]]:
         "trainers.LightningCallback": (lambda: trainers.LightningCallback, "lightning"),
     }
     for name in {*trainers.__all__} - {"fetch", "LightningCallback"}:
-        calls[f"trainers.{name}"] = (lambda name=name: getattr(trainers, name), "train")
+        extra = "torch" if name in OF_TORCH else "train"
+        calls[f"trainers.{name}"] = (lambda name=name: getattr(trainers, name), extra)
     for name in {name for name in analysis.__all__ if name.islower()}:
         if name in OTHERS:
             continue
@@ -153,6 +161,7 @@ def main() -> None:
 
     trajstore.sample_run("gatsby.zarr")
     Path("text.txt").write_text("a text\n")
+    Path("folder").mkdir()
     Path("file.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
     with zipfile.ZipFile("file.pt", "w") as file:
         file.writestr("file/data.pkl", b"")

@@ -29,15 +29,9 @@ if TYPE_CHECKING:
         LightningCallback as LightningCallback,
     )
     from trajstore.trainers.replays.replay import replay as replay
-    from trajstore.trainers.rounded_optimizer import (
-        RoundedAdam as RoundedAdam,
-    )
-    from trajstore.trainers.rounded_optimizer import (
-        RoundedAdamW as RoundedAdamW,
-    )
-    from trajstore.trainers.rounded_optimizer import (
-        RoundedSGD as RoundedSGD,
-    )
+    from trajstore.trainers.rounded_optimizer import RoundedAdam as RoundedAdam
+    from trajstore.trainers.rounded_optimizer import RoundedAdamW as RoundedAdamW
+    from trajstore.trainers.rounded_optimizer import RoundedSGD as RoundedSGD
     from trajstore.trainers.runs.changed_settings import recorded_config as recorded_config
     from trajstore.trainers.runs.developed_run import develop_run as develop_run
     from trajstore.trainers.runs.fork import fork as fork
@@ -81,6 +75,11 @@ _HOME = {
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 
+_OF_TORCH = ("attach", "capture", "develop", "float32_products", "optimizer_state_at", "replay",
+             "restore", "RoundedAdam", "RoundedAdamW", "RoundedSGD")  # fmt: skip
+_EXTRAS = {**dict.fromkeys(_OF_TORCH, "torch"), "LightningCallback": "lightning"}
+"""The extra that each name needs; the others need ``train``."""
+
 __all__ = [
     name for name in _HOME if name != "LightningCallback" or importlib.util.find_spec("lightning")
 ]
@@ -91,8 +90,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trajstore.errors import needs_extra
 
-    extra = "lightning" if name == "LightningCallback" else "train"
-    with needs_extra(f"trainers.{name}", extra):
+    with needs_extra(f"trainers.{name}", _EXTRAS.get(name, "train")):
         module = importlib.import_module(_HOME[name])
     return module if name == "evaluations" else getattr(module, name)
 

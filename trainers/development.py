@@ -31,7 +31,7 @@ from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.recording.step_inputs import Inputs, decoded
 from trajstore.trainers.runs.developed_run import Developed
-from trajstore.trainers.runs.retraining import explain_difference
+from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.step_model import StepModel, restore, set_generators, set_numbers
 from trajstore.trainers.step_state import RunParameters, row_of
 

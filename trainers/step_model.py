@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
+from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument, RunExists, argument
+from trajstore.errors import InvalidArgument, RunExists, argument, needs_extra
+from trajstore.installation import imported, version_of
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
-from trajstore.store.writing.create import staged_run
+from trajstore.store.writing.create import staged_file, staged_run
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.kept_state import set_random_state
 from trajstore.trainers.recording.notes import group_attributes
@@ -215,12 +219,14 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
 
     Only models of transformers are built, so a file cannot choose what is executed.
     """
+    with needs_extra("a model of transformers", "train"):
+        import transformers
     version = recorded.get("transformers")
     kind = getattr(transformers, str(recorded.get("class")), None)
     if not inspect.isclass(kind) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidArgument(
             f"{run} records a model of the class {recorded.get('class')}, which transformers "
-            f"{transformers.__version__} does not have; give "
+            f"{version_of('transformers')} does not have; give "
             + argument("constructor")
             + f", or install transformers {version}"
         )
@@ -231,7 +237,7 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
         model: torch.nn.Module = model_class(model_class.config_class.from_dict(values))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidArgument(
-            f"transformers {transformers.__version__} refuses the recorded configuration of "
+            f"transformers {version_of('transformers')} refuses the recorded configuration of "
             f"{recorded['class']} ({error}); install transformers {version}"
         ) from error
     for name, buffer in model.named_buffers():
@@ -299,11 +305,11 @@ def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, N
 
 def _remedy(stored: RunParameters) -> str:
     version = (stored.attributes.get("model_config") or {}).get("transformers")
-    if version is None or version == transformers.__version__:
+    if version in (None, installed := version_of("transformers")):
         return "pass the recorded model, or a constructor that builds it"
     return (
         f"the run was recorded with transformers {version}, and this is "
-        f"{transformers.__version__}: install transformers {version}"
+        f"{installed}: install transformers {version}"
     )
 
 
@@ -535,7 +541,7 @@ def set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkout:
-    """A folder with the model of a step.
+    """A folder or file with the model of a step.
 
     Attributes
     ----------
@@ -544,7 +550,7 @@ class Checkout:
     tokenizer : str or None
         Name of its tokenizer.
     notes : tuple of str
-        Limits of the folder, such as a missing tokenizer.
+        Limits of the folder or file, such as a missing tokenizer.
     """
 
     path: Path
@@ -564,29 +570,33 @@ def checkout(
     constructor: Constructor | None = None,
     overwrite: bool = False,
 ) -> Checkout:
-    """Write the model of a step to a folder that ``from_pretrained`` loads.
+    """Write the model of a step to a folder that ``from_pretrained`` loads, or to a file.
 
     The folder has the weights (safetensors), the configuration, and the tokenizer if the run has
     one. ``AutoModelForCausalLM.from_pretrained(output)`` returns a model with the recorded bits.
     A model that is not of transformers is written as its state dict, ``model.pt``.
+
+    An `output` that ends in ``.pt`` or ``.safetensors`` is a file with the state dict of any model.
+    Without a constructor, it has the parameters, under all names of tied ones, and the recorded
+    buffers. The metadata of a safetensors file have ``token_text``, a JSON list, if the run has it.
 
     Parameters
     ----------
     run : path-like or str
         A run that was recorded with ``variables="everything"`` or ``"keyframes"``.
     output : path-like
-        The new folder.
+        The new folder or file.
     step : int
         A recorded step; 0 is the initial state.
     optimizer : bool
-        Also write ``optimizer.pt``: the state dict of the optimizer for `torch.load`, or a list of
-        them.
+        Of a folder: also write ``optimizer.pt``: the state dict of the optimizer for `torch.load`,
+        or a list of them.
     tokenizer : path-like or str, optional
-        Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
+        Of a folder: tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
     constructor : callable, optional
         As for `model_at`.
     overwrite : bool
-        Replace an existing checkout.
+        Replace an existing checkout, or file.
 
     Returns
     -------
@@ -604,7 +614,7 @@ def checkout(
     StepNotFound
         If the run does not hold the step.
     InvalidArgument
-        As for `model_at`.
+        As for `model_at`; or if `optimizer` or `tokenizer` is given with a file.
 
     Examples
     --------
@@ -613,6 +623,10 @@ def checkout(
     >>> found.tokenizer, AutoModelForCausalLM.from_pretrained(found.path).dtype
     ('ascii', torch.bfloat16)
     """
+    if Path(output).suffix in (".pt", ".safetensors"):
+        if optimizer or tokenizer is not None:
+            raise InvalidArgument(f"{output} is a file, which has weights only; give a folder")
+        return _weights_file(run, Path(output), step, constructor, overwrite=overwrite)
     check_new_folder(output, overwrite=overwrite)
     with rows_of(run, [step]) as rows:
         stored = RunParameters(rows)
@@ -621,7 +635,7 @@ def checkout(
         state = optimizer_state_at(rows, step) if optimizer else None
     with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
         new.mkdir()
-        if isinstance(model, transformers.PreTrainedModel):
+        if isinstance(model, imported("transformers.modeling_utils", "PreTrainedModel")):
             model.save_pretrained(new)
         else:
             torch.save(model.state_dict(), new / "model.pt")
@@ -635,6 +649,42 @@ def checkout(
         tokenizer=None if encoder is None else encoder.name,
         notes=tuple(_notes(stored, has_tokenizer=encoder is not None)),
     )
+
+
+def _weights_file(
+    run: RunPath, output: Path, step: int, constructor: Constructor | None, *, overwrite: bool
+) -> Checkout:
+    notes = []
+    with rows_of(run, [step]) as rows, staged_file(output, overwrite=overwrite) as new:
+        stored, group = RunParameters(rows), open_group(rows)
+        if constructor is None:
+            weights = _stored_weights(stored, step)
+            notes.append("the file lacks constant buffers; if the model has some, use strict=False")
+        else:
+            weights = model_at(rows, step, constructor=constructor).state_dict()
+        texts = whole(rows, group, "token_text").tolist() if "token_text" in group else None
+        if output.suffix == ".pt":
+            torch.save(weights, new)
+            if texts:
+                notes.append("the file has no token_text; a .safetensors file would have it")
+        else:  # whose tensors share no memory
+            weights = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+            save_file(weights, new, {"token_text": json.dumps(texts)} if texts else None)
+    return Checkout(path=output, step=step, tokenizer=None, notes=tuple(notes))
+
+
+def _stored_weights(stored: RunParameters, step: int) -> dict[str, torch.Tensor]:
+    """Return the parameters and the buffers that a run holds."""
+    buffers = stored.attributes.get("buffers", [])
+    row = stored.row(step, (*stored.variables(), *(["buffers"] if buffers else [])))
+    weights: dict[str, torch.Tensor] = {}
+    for each in stored.parameters:
+        weights |= dict.fromkeys(each.names, tensor_of(each.bits(row), each.native))
+    for entry in buffers:
+        values = row["buffers"][entry["offset"] :][: math.prod(entry["shape"])]
+        buffer = tensor_of(values, stored.native("buffers")).view(entry["shape"])
+        weights[entry["name"]] = buffer.to(getattr(torch, entry["dtype"]))
+    return weights
 
 
 _FILES = {"model.pt", "optimizer.pt", "tokenizer.json", "tokenizer_config.json"}

@@ -9,18 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trajstore.errors import ConfigError, CorpusError, InvalidArgument, argument, config_field
+from trajstore.errors import (
+    ConfigError,
+    CorpusError,
+    InvalidArgument,
+    argument,
+    config_field,
+    needs_extra,
+)
 from trajstore.store.reading.run_attributes import attribute
-from trajstore.trainers.config import RunConfig
 from trajstore.trainers.downloads import cached
+
+if TYPE_CHECKING:
+    from trajstore.trainers.config import RunConfig
 
 ASCII_SIZE = 128
 
@@ -58,9 +64,12 @@ class AsciiTokenizer:
 
     def pretrained(self) -> Any:
         """Return an equal tokenizer of transformers. It raises an error for other characters."""
+        with needs_extra("a tokenizer", "train"):
+            from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+            from transformers import PreTrainedTokenizerFast
         vocabulary = {chr(byte): byte for byte in range(ASCII_SIZE)}
         # Its own symbol is not in the vocabulary, so no character is replaced silently.
-        backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+        backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Fuse()
         fast: Any = PreTrainedTokenizerFast  # whose constructor has no types
@@ -90,6 +99,8 @@ class FileTokenizer:
                 f"there is no tokenizer at {path}; give a folder or a tokenizer.json, or run: "
                 "trajstore fetch gpt2"
             )
+        with needs_extra("a tokenizer", "train"):
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
         try:
             loaded: Any
             if path.is_file():

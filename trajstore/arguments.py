@@ -229,7 +229,7 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
+def exact(name: str, values: Any, dtype: str, *, least: int = 0, each: str = "") -> Array:
     """Convert values to one dimension of a stored type, or raise an error.
 
     Whole numbers have an integer type, no float or bool, also if its value is whole. Booleans can
@@ -246,6 +246,8 @@ def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
     least : int
         Least whole number; `ANY` for values that are looked up, where the search says what is
         missing.
+    each : str
+        What has one of the values, for the message.
 
     Raises
     ------
@@ -261,7 +263,7 @@ def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
     trajstore.errors.InvalidArgument: is_dead: got 0.3 at position 0, expected True or False...
     """
     given = _array(values)
-    expected = _expected_values(dtype, least)
+    expected = _expected_values(dtype, least) + (each and f", one for each of {each}")
     if given is None or given.ndim != 1:
         got = reprlib.repr(values) if given is None else f"an array of shape {given.shape}"
         raise InvalidArgument(f"{name}: got {got}, expected one dimension of {expected}")
@@ -269,7 +271,8 @@ def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
     if wrong is not None:
         element = given[wrong]
         value = "a masked value" if element is np.ma.masked else reprlib.repr(_plain(element))
-        raise InvalidArgument(f"{name}: got {value} at position {wrong}, expected {expected}")
+        of = "" if given.dtype == object else f" of {len(given)} values of {given.dtype}"
+        raise InvalidArgument(f"{name}: got {value} at position {wrong}{of}, expected {expected}")
     return np.asarray(given).astype(np.dtypes.StringDType() if dtype == "string" else dtype)
 
 

@@ -1,4 +1,4 @@
-"""The installed version, and the accessors of Datasets that installed packages add.
+"""The installed version, other packages, and the accessors of Datasets that those add.
 
 Accessors, such as ``ds.traj``, are entry points of the group ``trajstore.accessors``:
 `trajstore.analysis` registers ``traj``; other packages add theirs in the same way. The value of the
@@ -16,6 +16,27 @@ if TYPE_CHECKING:
 __version__ = "0.4.0"
 
 _registered = False
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, which is not imported; None if it is missing."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def imported(module: str, name: str) -> Any:
+    """Return a class or function of a module that this process has imported, otherwise ().
+
+    A value can be of a class only after its import, so nothing is imported to ask for it.
+
+    >>> isinstance(1, imported("numbers", "Real")), isinstance(1, imported("no_module", "Real"))
+    (True, False)
+    """
+    return getattr(sys.modules.get(module), name, ())
 
 
 def register_accessors() -> None:

@@ -25,11 +25,10 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
 
 from trajstore.arguments import ANY, exact
 from trajstore.errors import (
@@ -39,7 +38,11 @@ from trajstore.errors import (
     Wording,
     did_you_mean,
 )
+from trajstore.installation import imported
 from trajstore.schema import POPULATION_FILES
+
+if TYPE_CHECKING:
+    import xarray as xr  # takes long
 
 Array = npt.NDArray[Any]
 
@@ -54,7 +57,7 @@ def check_dataset(given: object) -> None:
     InvalidArgument
         If it is anything else, such as the path of a run, or holds no token.
     """
-    if not isinstance(given, xr.Dataset):
+    if not isinstance(given, imported("xarray", "Dataset")):
         raise InvalidArgument(
             f"got {type(given).__name__}, expected a Dataset of a run; open one with "
             "trajstore.open_run"
@@ -168,7 +171,7 @@ def one_population(ds: xr.Dataset, population: str | None) -> npt.NDArray[np.boo
     return np.asarray(group)
 
 
-T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
+T = TypeVar("T", bound="xr.DataArray | xr.Dataset")
 
 _NAMES = {"token": "row", "hidden": "column", "tokens": "rows"}
 

@@ -68,4 +68,4 @@ def test_messages_name_extras_that_are_there() -> None:
         for path in (ROOT / package).rglob("*.py")
         for extra in re.findall(r'(?:MissingExtra|needs_extra)\([^,\n]+, "(\w+)"', path.read_text())
     }
-    assert {"train", "report", "plot", "s3", "hub"} <= named <= FOR_USERS
+    assert {"torch", "train", "report", "plot", "s3", "hub"} <= named <= FOR_USERS

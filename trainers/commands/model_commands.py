@@ -12,6 +12,7 @@ from trajstore.cli.command_options import RUN, SELECT
 from trajstore.cli.output import StepsProgress, out, print_notes
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
+from trajstore.installation import version_of
 from trajstore.trainers.commands.configuration import CORPUS, RUN_TOKENIZER, TOKENIZER
 
 if TYPE_CHECKING:
@@ -149,41 +150,45 @@ def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
     metavar="STEP",
     help="Step after which the model is written.",
 )
-@click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new folder.")
+@click.option("-o", "--output", required=True, type=click.Path(), help="New folder or file.")
 @click.option(
     "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
 )
 @RUN_TOKENIZER
 @CONSTRUCTOR
-@click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing folder or file.")
 @needs_extra("checkout", "train")
 def checkout(run: str, output: str, constructor: str | None, **options: Any) -> None:
-    """Write the model of a recorded step to a folder that transformers loads.
+    """Write the model of a recorded step to a folder that transformers loads, or to a file.
 
     The run must be recorded with --variables everything or keyframes. The weights have the recorded
     bits.
     AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
     tokenizer, if the run has one. Of a model that is not of transformers, which needs
-    --constructor, the folder has model.pt, its state dict.
+    --constructor, the folder has model.pt, its state dict. A path that ends in .pt or .safetensors
+    is a file with the state dict; it needs no --constructor.
 
     \b
     Example:
       trajstore checkout gatsby.zarr --at 300 -o step-300/
       trajstore checkout gatsby.zarr --at 300 --optimizer -o step-300-optimizer/
       trajstore checkout lstm.zarr --at 300 --constructor model.py:build -o lstm-300/
+      trajstore checkout lstm.zarr --at 300 -o lstm-300.safetensors
     """
-    from transformers.utils import logging
-
     from trajstore import trainers
     from trajstore.trainers.evaluations.evaluate import load_function
 
-    logging.disable_progress_bar()
+    if version_of("transformers"):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     build = None if constructor is None else load_function(constructor)
     with StopRequest():
         folder = trainers.checkout(run, output, constructor=build, **options)
     of_transformers = (folder.path / "config.json").exists()
+    weights = folder.path if folder.path.is_file() else folder.path / "model.pt"
     parts = [
-        "model" if of_transformers else "model.pt",
+        "model" if of_transformers or weights == folder.path else "model.pt",
         *(["tokenizer"] if folder.tokenizer else []),
     ]
     parts += ["optimizer.pt"] if options["optimizer"] else []
@@ -192,9 +197,8 @@ def checkout(run: str, output: str, constructor: str | None, **options: Any) -> 
     if of_transformers:
         out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
     else:
-        out.print(
-            f"Load it with: model.load_state_dict(torch.load({str(folder.path / 'model.pt')!r}))"
-        )
+        load = "torch.load" if weights.suffix == ".pt" else "safetensors.torch.load_file"
+        out.print(f"Load it with: model.load_state_dict({load}({str(weights)!r}))")
 
 
 @click.command()

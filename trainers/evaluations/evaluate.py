@@ -46,7 +46,6 @@ from trajstore.errors import (
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import threads_of_each
-from trajstore.trainers.config import RunConfig
 from trajstore.trainers.evaluations.result import ResultStore, step_dataset
 from trajstore.trainers.products import float32_products
 from trajstore.trainers.runs.developed_run import rows_of
@@ -377,9 +376,11 @@ class Evaluator:
         build = load_function(constructor) if isinstance(constructor, str) else constructor
         self._stored = RunParameters(run)
         self._model = StepModel(self._stored, build)
-        config = self._stored.attributes.get("config")
-        products = RunConfig.parse(config).training.products if config else "native"
-        self._in_float32 = products == "float32"
+        self._in_float32 = False
+        if config := self._stored.attributes.get("config"):
+            from trajstore.trainers.config import RunConfig  # which an own loop does without
+
+            self._in_float32 = RunConfig.parse(config).training.products == "float32"
 
     def __call__(self, steps: Sequence[int]) -> Iterator[xr.Dataset]:
         """Yield the results of steps, in increasing order.

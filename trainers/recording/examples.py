@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trajstore.errors import InvalidArgument, RecordingError, did_you_mean
+from trajstore.installation import imported
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
@@ -128,7 +128,8 @@ class StepExamples:
         if forward is None or self._adds_up is False:
             return
         shifts = kwargs.get("shift_labels") is None  # the model itself
-        is_causal = shifts and getattr(model, "loss_function", None) is ForCausalLMLoss
+        causal_loss = imported("transformers.loss.loss_utils", "ForCausalLMLoss")
+        is_causal = shifts and getattr(model, "loss_function", None) is causal_loss
         if labels is None or logits is None or loss is None or not is_causal:
             return
         losses = example_losses(logits.detach(), labels)

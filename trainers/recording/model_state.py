@@ -15,9 +15,9 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import torch
-import transformers
 
 from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.installation import imported, version_of
 from trajstore.schema import KEPT, OPTIMIZER_STATE, VARIABLES, kept_as
 from trajstore.trainers.recording.device_to_host import (
     JoinedVector,
@@ -142,10 +142,10 @@ class ModelState:
         if self._buffers is not None and self._buffers.names:
             attributes["buffers"] = self._buffers.table()
         config = getattr(self._model, "config", None)
-        if isinstance(config, transformers.PretrainedConfig):
+        if isinstance(config, imported("transformers.configuration_utils", "PretrainedConfig")):
             attributes["model_config"] = {
                 "class": type(self._model).__name__,
-                "transformers": transformers.__version__,
+                "transformers": version_of("transformers"),
                 "config": json.loads(config.to_json_string(use_diff=False)),
                 "buffer_types": {
                     name: type_name(tensor.dtype)

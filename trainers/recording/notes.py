@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 import zarr
 from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
-from trajstore.installation import __version__
+from trajstore.installation import __version__, version_of
 from trajstore.optimizer_advice import Advice, advise
 from trajstore.store.metadata.metadata_form import UNPROVEN
 from trajstore.store.metadata.zarr_json import notes_until
@@ -289,9 +287,10 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more parameters" if more > 0 else "")
 
 
+_OPTIONAL = ("transformers", "accelerate")
 _NUMERIC = (
-    "torch", "transformers", "accelerate", "processor", "processor_name", "cpu_capability",
-    "device", "device_name", "threads",
+    "torch", *_OPTIONAL, "processor", "processor_name", "cpu_capability", "device", "device_name",
+    "threads",
 )  # fmt: skip
 """Facts on which the bits of a training run depend."""
 
@@ -309,8 +308,7 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
+        **{name: found for name in _OPTIONAL if (found := version_of(name))},
         "zarr": zarr.__version__,
         "trajstore": __version__,
         "platform": platform.platform(),

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
+from trajstore.installation import imported
 from trajstore.trainers.recording.torch_internals import (
     name_outside_compile,
     own_parameter,
@@ -26,7 +26,7 @@ def optimizer_chain(optimizer: Any) -> tuple[Any, ...]:
     """Return an optimizer and those that it wraps; the last one updates the parameters.
 
     A wrapper keeps another optimizer with its parameter groups in an attribute. That of accelerate
-    only passes its calls on, so it is left out.
+    only passes its calls on, so it is left out, and so are those without a method ``step``.
 
     Raises
     ------
@@ -41,7 +41,12 @@ def optimizer_chain(optimizer: Any) -> tuple[Any, ...]:
             f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "
             "that trains the parameter"
         )
-    return tuple(member for member in chain if not isinstance(member, AcceleratedOptimizer))
+    # Some schedules wrap an optimizer, and have another method, such as update(), that steps it.
+    return tuple(link for link in chain if hasattr(link, "step") and not _is_accelerated(link))
+
+
+def _is_accelerated(optimizer: Any) -> bool:
+    return isinstance(optimizer, imported("accelerate.optimizer", "AcceleratedOptimizer"))
 
 
 def _inner(optimizer: Any) -> Any:
@@ -143,7 +148,7 @@ class JoinedOptimizer:
             if any(link is optimizer for link in chain):
                 return member
         inner = getattr(optimizer, "optimizer", None)
-        return self.member_of(inner) if isinstance(optimizer, AcceleratedOptimizer) else None
+        return self.member_of(inner) if _is_accelerated(optimizer) else None
 
     def parameters(self, *members: Optimizer) -> list[torch.Tensor]:
         """Return the parameters that some of the members train."""
@@ -264,6 +269,12 @@ def find_parameters(
     """
     inner = unwrap(model)
     by_name = dict(inner.named_parameters(remove_duplicate=False))
+    trained = {id(parameter) for parameter in optimizer.parameters(*optimizer.members)}
+    if trained.isdisjoint(map(id, by_name.values())):
+        raise RecordingError(
+            f"{optimizer.named(optimizer.members)} has none of the parameters of "
+            f"{type(inner).__name__}; pass the model and the optimizer that trains it"
+        )
     if names is None:
         names = [_default_name(inner, optimizer, by_name, on_note)]
     elif isinstance(names, str):

@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xarray as xr
 
 from trajstore.arguments import exact
 from trajstore.errors import InvalidArgument
-from trajstore.populations import with_populations
 from trajstore.schema import COORDINATES, KEYFRAMES, POPULATION, STEP
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.storage.remote_path import Location, RunPath, location
@@ -444,17 +442,17 @@ def _known_of_vocabulary(
     With several parameters, one with another first dimension has no coordinates.
     """
     rows = len(parameter.tensor)
+    each = f"the {rows} rows of {parameter.name}"
     known = {}
     for name in ("is_dead", "token_count", "token_text"):
         if getattr(options, name) is None:
             continue
-        values = exact(name, getattr(options, name), COORDINATES[name].dtype)
+        values = exact(name, getattr(options, name), COORDINATES[name].dtype, each=each)
         if values.shape == (rows,):
             known[name] = values
         elif options.has_one_run:
             raise InvalidArgument(
-                f"{name}: got shape {values.shape}, expected one value for each of the {rows} "
-                f"rows of {parameter.name}"
+                f"{name}: got shape {values.shape}, expected one value for each of {each}"
             )
     if "token_count" in known and "is_dead" not in known:
         known["is_dead"] = known["token_count"] == 0
@@ -468,6 +466,12 @@ def _population_masks(
 
     `populations` is as for `analysis.with_populations`; expressions may use the names in `known`.
     """
+    if not populations:
+        return {}
+    import xarray as xr  # takes long
+
+    from trajstore.populations import with_populations
+
     token = np.arange(tokens, dtype=np.int32)
     ds = xr.Dataset(coords={"token": token, **{k: ("token", v) for k, v in known.items()}})
     return {

@@ -30,9 +30,7 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import staged_run
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, RowDifference
-from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
-from trajstore.trainers.runs.record import text_sources
-from trajstore.trainers.runs.retraining import explain_difference, train_again
+from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.step_state import RunParameters, has_keyframes
 from trajstore.trainers.texts import load_corpus
 
@@ -117,6 +115,11 @@ def develop_run(
     >>> open_run("part.zarr").params_grad.step.values
     array([1, 2])
     """
+    # They need transformers, which `rows_of` of an own loop does without.
+    from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
+    from trajstore.trainers.runs.record import text_sources
+    from trajstore.trainers.runs.retraining import train_again
+
     place = location(run)
     if location(output).absolute() == place.absolute():
         raise InvalidArgument(f"{output} is the run to develop; choose another path")

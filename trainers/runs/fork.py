@@ -40,8 +40,9 @@ from trajstore.trainers.runs.changed_settings import (
     recorded_config,
 )
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
+from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.runs.record import record, text_sources
-from trajstore.trainers.runs.retraining import explain_difference, train_again
+from trajstore.trainers.runs.retraining import train_again
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.run_state import RunState, holds_state, rows_hold_state
 from trajstore.trainers.runs.training_setup import (

@@ -7,13 +7,10 @@ and the run may resume from it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trajstore.errors import NothingToResume, RecordingError
 from trajstore.populations import populations_from
@@ -27,7 +24,6 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison, RowDifference
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
-from trajstore.trainers.recording.notes import changed_provenance
 from trajstore.trainers.recording.options import (
     RecordingOptions,
     Tokens,
@@ -38,9 +34,10 @@ from trajstore.trainers.recording.options import (
 )
 from trajstore.trainers.runs.changed_settings import recorded_config
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
+from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.runs.run_plan import matrices, planned_runs, shared_path
 from trajstore.trainers.runs.run_state import RunState
-from trajstore.trainers.runs.training_setup import Training, build_training, find_device
+from trajstore.trainers.runs.training_setup import Training, build_training
 from trajstore.trainers.texts import Corpus
 
 Progress = Callable[[int, int], None]
@@ -347,56 +344,3 @@ def retrain_to_last_row(
         assert reached.state is not None
         CheckpointFolder(run, fsync=fsync).add(reached.state, rows)
     return reached.state
-
-
-def explain_difference(
-    run: Location, difference: RowDifference, device: torch.device | None = None
-) -> str:
-    """Return where a repeated training first differs, and possible reasons.
-
-    Without the `device` of an own loop, the run has a configuration, and its threads were used.
-    """
-    attributes: dict[str, Any] = root_attributes(run)
-    provenance = attributes.get("provenance", {})
-    where = f"at step {difference.step} {' and '.join(_first(difference.variables))}"
-    where += " differ" if len(difference.variables) > 1 else " differs"
-    if parameters := differing_parameters(run, difference):
-        where += f", in {' and '.join(_first(parameters))}"
-    if "lr" in difference.variables:
-        return (
-            f"{where}, because the learning rate differed from that of the configuration; the run "
-            "was resumed with another schedule"
-        )
-    if device is not None:
-        changed = changed_provenance(provenance, device)
-    else:
-        changed = changed_provenance(provenance, find_device(recorded_config(run).training.device))
-        changed.pop("threads", None)  # the recorded number is used
-    changes = [
-        f"{name} was {provenance.get(name)} and is now {now}" for name, now in changed.items()
-    ]
-    for entry in provenance.get("resumed", []):
-        changes += [
-            f"{name} was {value} from step {entry['step'] + 1} on"
-            for name, value in entry.items()
-            if name not in ("step", "time", "threads")
-        ]
-    reason = ", ".join(changes) or "versions, machine and number of threads are unchanged"
-    return f"{where} ({reason})"
-
-
-def differing_parameters(run: Location, difference: RowDifference) -> tuple[str, ...]:
-    """Return the parameters whose digests differ."""
-    if "params_digest" not in difference.stored:
-        return ()
-    group: Any = open_group(run)
-    wrong = difference.stored["params_digest"] != difference.computed["params_digest"]
-    return tuple(itertools.compress(map(str, group["parameter"][...]), wrong))
-
-
-def _first(variables: tuple[str, ...]) -> list[str]:
-    """Return the first variables and the number of the others."""
-    texts = list(variables[:2])
-    if len(variables) > 2:
-        texts = [", ".join(texts), f"{len(variables) - 2} more"]
-    return texts

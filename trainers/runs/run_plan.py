@@ -7,13 +7,13 @@ estimates from measured runs.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument, argument
@@ -353,8 +353,9 @@ def plan(
         "hyperparameters": config.optimizer.model_dump(),
     }
     attributes = {"optimizer": optimizer, "recording": {"every": every}}
-    real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1, device="cpu")], lr=0.0)
-    hyperparameters = len(numbers_of(real.defaults.items()).keys() - {"lr"})
+    settings = inspect.signature(OPTIMIZERS[config.optimizer.name].real_class).parameters
+    defaults = ((name, setting.default) for name, setting in settings.items())
+    hyperparameters = len(numbers_of(defaults).keys() - {"lr"})
     computes = recording.encoding == "compact"
     note = remarks.append if computes else lambda sentence: None
     rule = compact_rule(attributes, types, note)

@@ -19,10 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dask.array
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
 
 from trajstore.arguments import Count, checks_types
 from trajstore.errors import InvalidArgument, RunExists, argument, did_you_mean, needs_extra
@@ -39,7 +37,7 @@ from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
-from trajstore.installation import __version__
+from trajstore.installation import __version__, imported
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
@@ -58,8 +56,11 @@ from trajstore.units import EXCHANGE_MEMORY, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
+    import xarray as xr
 
-Run = str | os.PathLike[str] | xr.Dataset
+    Run = str | os.PathLike[str] | xr.Dataset
+else:  # importing xarray takes longer than a small export
+    Run = str | os.PathLike[str] | Iterable
 FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
 
@@ -126,6 +127,8 @@ def write_zarr(
     InvalidArgument
         If `memory` does not hold one row, or `block_rows` rows.
     """
+    import xarray
+
     budget, run = parse_bytes(memory), selection.run
     shapes, at_once, chunks = {}, {}, {}
     for name in selection.variables:
@@ -151,7 +154,7 @@ def write_zarr(
             for start in range(0, len(selection.rows), at_once[name]):
                 rows = slice(start, min(start + at_once[name], len(selection.rows)))
                 values = variable.load(selection.rows[rows], selection.tokens)
-                part = xr.Dataset({name: (variable.dims, values)})
+                part = xarray.Dataset({name: (variable.dims, values)})
                 part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
                 done += values.nbytes
                 if on_progress is not None:
@@ -196,6 +199,9 @@ def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
 
 def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
     """The Dataset, without the values of its variables."""
+    import dask.array
+    import xarray
+
     run, dropped = selection.run, {*OF_THE_STORE, *CHANGING}
     coordinates: dict[str, Any] = {
         STEP.name: (STEP.name, selection.steps, {"long_name": STEP.long_name})
@@ -205,7 +211,7 @@ def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Datas
         attributes = {} if entry is None else dict(entry.attributes)
         coordinates[name] = ("token", _plain(values), attributes)
     coordinates |= {name: (name, _plain(values)) for name, values in run.names.items()}
-    return xr.Dataset(
+    return xarray.Dataset(
         {
             name: (
                 run.series[name].dims,
@@ -350,10 +356,12 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
+    given: Any = run
+    is_one = isinstance(given, (str, os.PathLike, imported("xarray", "Dataset")))
     described = layout_of(layout)
     format = _format_of(format, described, encoding)
     request = _Request(
-        runs=[run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run),
+        runs=[given] if is_one else list(given),
         file=file,
         layout=layout,
         described=described,
@@ -605,7 +613,7 @@ def to_torch(
     >>> W.dtype, W.shape
     (torch.bfloat16, torch.Size([3, 118, 4]))
     """
-    with needs_extra("to_torch", "train"):
+    with needs_extra("to_torch", "torch"):
         import torch
     selection = select(open_tiled(run), steps=steps, tokens=tokens, variables=variables)
     tensors = {

@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
 
 from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.computed_rows import ComputedUnit, unit_of
 from trajstore.errors import FormatError, InvalidArgument, RunExists, RunLocked
 from trajstore.exchange.selection import Selection
+from trajstore.installation import imported
 from trajstore.schema import STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE, RunMetadata, notes_of, notes_until
@@ -38,6 +38,9 @@ from trajstore.store.writing.create import link_run
 from trajstore.store.writing.new_run import check_variables, compact_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.store.writing.writer import RunWriter
+
+if TYPE_CHECKING:
+    import xarray as xr  # takes long
 from trajstore.strict_json import utc_now
 from trajstore.threads import Progress, in_parallel
 from trajstore.units import parse_bytes
@@ -72,7 +75,7 @@ class DamagedChunks:
     """
 
     def __init__(self, run: RunPath | xr.Dataset) -> None:
-        if isinstance(run, xr.Dataset):
+        if isinstance(run, imported("xarray", "Dataset")):
             raise InvalidArgument(
                 "got a Dataset, whose damaged chunks cannot be found; give the path of the run"
             )

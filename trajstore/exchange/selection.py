@@ -8,16 +8,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
 
 from trajstore.arguments import ANY, exact, exact_step
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, did_you_mean
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.tiled_reader import TiledRun, positions
+
+if TYPE_CHECKING:
+    import xarray as xr  # takes long
 
 Array = npt.NDArray[Any]
 

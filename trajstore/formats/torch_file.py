@@ -48,7 +48,7 @@ class TorchFile(ArrayFile):
 
     def _open(self) -> None:
         subject = f"{self.path}, a file of torch.save,"
-        with needs_extra(subject, "train", "save the tensors as safetensors"):
+        with needs_extra(subject, "torch", "save the tensors as safetensors"):
             import torch
         self._held: dict[str, Any] = {}
         self._places: dict[Any, str] = {}  # tied tensors are stored once

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from list_recorder import batches  # noqa: E402
 from muon_runs import SmallGPT, muon_and_adamw  # noqa: E402
 from muon_runs import train as train_gpt  # noqa: E402
 from recorded_models import STEPS, OwnModel, gpt2, record_gpt2, same  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from small_trainings import same_values  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
@@ -110,9 +114,8 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
 def test_another_version_of_transformers_is_named(
     recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used = "trajstore.trainers.step_model.transformers"  # tests may import it again
-    version = transformers.__version__
-    monkeypatch.setattr(f"{used}.__version__", "99.0")
+    used, version = sys.modules["transformers"], transformers.__version__  # imported again by tests
+    monkeypatch.setattr("trajstore.trainers.step_model.version_of", lambda package: "99.0")
 
     class Renamed(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -120,10 +123,10 @@ def test_another_version_of_transformers_is_named(
             self.transformer.other = self.transformer.ln_f
             del self.transformer.ln_f
 
-    monkeypatch.setattr(f"{used}.GPT2LMHeadModel", Renamed)
+    monkeypatch.setattr(used, "GPT2LMHeadModel", Renamed)
     with pytest.raises(InvalidArgument, match=rf"no transformer.other.*{version}.*99.0: install"):
         model_at(recorded.path, 1)
-    monkeypatch.setattr(f"{used}.GPT2LMHeadModel", None)
+    monkeypatch.setattr(used, "GPT2LMHeadModel", None)
     with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*99.0 does not have.*{version}"):
         model_at(recorded.path, 1)
 
@@ -179,6 +182,29 @@ def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None
     model = OwnModel()
     model.load_state_dict(torch.load(tmp_path / "step" / "model.pt"))
     assert same(dict(model.state_dict()), dict(own.models[4]))
+
+
+@pytest.mark.parametrize("name", ["step.pt", "step.safetensors"])
+def test_the_weights_of_a_step_in_a_file(
+    name: str, own: Any, recorded: Any, tmp_path: Path
+) -> None:
+    told = shutil.copytree(recorded.path, tmp_path / "told.zarr")
+    CliRunner().invoke(main, ["annotate", str(told), "--tokenizer", "ascii"])
+    file = tmp_path / name
+    for run, kept, model in (
+        (own.path, own.models[4], OwnModel()),  # with buffers
+        (told, recorded.models[4], gpt2()),  # with tied weights
+    ):
+        found = checkout(run, file, step=4, overwrite=True)
+        model.load_state_dict(torch.load(file) if name == "step.pt" else load_file(file))
+        assert same(dict(model.state_dict()), dict(kept))
+    if name == "step.pt":
+        assert "the file has no token_text" in found.notes[-1]
+    else:
+        with safe_open(file, "pt") as opened:
+            assert json.loads(opened.metadata()["token_text"])[ord("a")] == "a"
+    with pytest.raises(InvalidArgument, match="weights only; give a folder"):
+        checkout(own.path, file, step=4, optimizer=True, overwrite=True)
 
 
 def test_a_character_that_is_not_ascii_is_an_error() -> None:

@@ -408,7 +408,8 @@ def root_metadata(place: Location) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
-        why = _within(place) or f"it has no {METADATA_KEY}"
+        repaired = _repaired(place) if (place / STEP.name).exists() else ""
+        why = _within(place) or f"it has no {METADATA_KEY}{repaired}"
         why = "it is a file; unpack a zip file first" if place.is_file() else why
         raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
 
@@ -432,8 +433,11 @@ def _read(place: Location, key: str) -> Any:
 
 
 def _unreadable(place: Location, error: Exception, key: str = METADATA_KEY) -> FormatError:
-    what = _NO_GROUP if key == METADATA_KEY else "cannot be read"
-    return FormatError(f"{place} {what}: {key} cannot be read: {error}")
+    return FormatError(f"{place} cannot be read: {key} is damaged: {error}{_repaired(place)}")
+
+
+def _repaired(place: Location) -> str:
+    return f"; if it is a run, restore it with: trajstore repair {shlex.quote(str(place))}"
 
 
 def _check_root(place: Location, root: Any) -> None:

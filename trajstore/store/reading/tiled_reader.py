@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
 
 from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded
+from trajstore.installation import imported
 from trajstore.schema import (
     COORDINATES,
     NAMES,
@@ -33,6 +33,9 @@ from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, convert, native_type
+
+if TYPE_CHECKING:
+    import xarray as xr  # takes long
 
 Array = npt.NDArray[Any]
 Where = tuple[slice, ...]
@@ -199,7 +202,9 @@ def open_tiled(
     VariableNotRecorded
         If there is no variable of a run.
     """
-    source = _of_dataset(run) if isinstance(run, xr.Dataset) else _of_path(run, on_lost)
+    given: Any = run
+    is_dataset = isinstance(given, imported("xarray", "Dataset"))
+    source = _of_dataset(given) if is_dataset else _of_path(given, on_lost)
     if not source.series:
         raise VariableNotRecorded(
             f"there is nothing to export, expected at least one of {', '.join(VARIABLES)}"

@@ -36,14 +36,15 @@ def recorded(path: Path, **options: Any) -> Path:
     return path
 
 
-def test_the_codec_and_info_of_a_run_wait_for_no_xarray(tmp_path: Path) -> None:
+def test_the_codec_info_verify_and_a_small_export_wait_for_no_xarray(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from importlib.metadata import entry_points\n"
         "from trajstore.cli.main import main\n"
         "(codec,) = entry_points(group='zarr.codecs', name='trajstore.block')\n"
         "assert codec.load().__name__ == 'BlockCodec'\n"
-        "main(['info', sys.argv[1]], standalone_mode=False)\n"
+        "for command in (['info'], ['verify'], ['export', '-o', sys.argv[1] + '.safetensors']):\n"
+        "    main([*command, sys.argv[1]], standalone_mode=False)\n"
         "print({'xarray', 'pandas', 'dask', 'matplotlib'} & set(sys.modules))\n"
     )
     done = subprocess.run(

@@ -387,9 +387,11 @@ def test_what_cannot_be_recorded_is_reported(tiny: Any, path: Path) -> None:
     with pytest.raises(RecordingError, match=r"mix\.bias has shape"):
         attempt(tiny, parameter="mix.bias")
     with pytest.raises(RecordingError, match=r"has no embedding that the optimizer.*0\.weight"):
-        attempt(torch.nn.Sequential(torch.nn.Embedding(3, 2)))
-    with pytest.raises(RecordingError, match="is not in the optimizer"):
-        attempt(TinyModel())
+        attempt(torch.nn.Sequential(torch.nn.Embedding(3, 2), tiny.mix))
+    with pytest.raises(RecordingError, match=r"0\.weight is not in the optimizer"):
+        attempt(torch.nn.Sequential(torch.nn.Embedding(3, 2), tiny.mix), parameter="0.weight")
+    with pytest.raises(RecordingError, match="AdamW has none of the parameters of TinyModel"):
+        attempt(TinyModel(), parameter="mix.weight")
     with pytest.raises(InvalidArgument, match="the dead tokens are not known"):
         attempt(tiny, tokens="dead")
     with pytest.raises(InvalidArgument, match=r"ids are not in the vocabulary \(17, 99\)"):

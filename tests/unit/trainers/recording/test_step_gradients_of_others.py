@@ -7,6 +7,7 @@ import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -453,6 +454,17 @@ def test_the_wrapper_of_an_optimizer(recorded: Any) -> None:
     assert ds.clip_coef.values[1:].tolist() == [2, 1]
     assert not recorded.noted("Wrapper")
     assert replay(recorded.path).replayed == 2
+
+
+def test_a_schedule_that_steps_the_optimizer_in_a_method_of_another_name(recorded: Any) -> None:
+    loop = Loop()
+    schedule = SimpleNamespace(optimizer=loop.optimizer)
+    with recorded(schedule, loop.model):
+        for rate in (0.5, 0.25):
+            loop.backward()
+            loop.optimizer.param_groups[0]["lr"] = rate
+            schedule.optimizer.step()
+    assert recorded.read().lr.values[1:].tolist() == [0.5, 0.25]
 
 
 def test_a_wrapper_that_catches_an_error_of_the_inner_step(recorded: Any) -> None:

@@ -121,5 +121,5 @@ def test_damage_and_a_missing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(FormatError, match=r"torch cannot read .*f\.pt \(\d+ bytes\)"):
         open_file(tmp_path / "f.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MissingExtra, match=r"extra train: .*; or save the tensors as saf"):
+    with pytest.raises(MissingExtra, match=r"extra torch: .*; or save the tensors as saf"):
         open_file(tmp_path / "f.pt")

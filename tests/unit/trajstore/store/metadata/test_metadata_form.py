@@ -111,7 +111,7 @@ def test_a_folder_in_the_place_of_a_metadata_is_named(
     path = small_run[0] / name / "zarr.json"
     path.unlink()
     path.mkdir()
-    with pytest.raises(FormatError, match=r"zarr\.json cannot be read: .*directory"):
+    with pytest.raises(FormatError, match=r"zarr\.json is damaged: .*directory"):
         opens(small_run[0])
 
 

@@ -14,7 +14,7 @@ import xarray as xr
 import zarr
 from zarr.storage import ZipStore
 
-from trajstore import RunWriter, analysis, export, open_run
+from trajstore import RunWriter, analysis, export, open_run, repair
 from trajstore.codec.block import ANYWHERE
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import (
@@ -121,9 +121,19 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
     zarr.create_group(tmp_path / "other.zarr")
     with pytest.raises(FormatError, match="no trajstore_format"):
         open_run(tmp_path / "other.zarr")
-    (tmp_path / "folder" / "zarr.json").write_text('{"zarr_format": 3, "attrib')
-    with pytest.raises(FormatError, match="not a Zarr v3 group"):
-        open_run(tmp_path / "folder")
+
+
+def test_a_damaged_root_names_the_repair(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    root = path / "zarr.json"
+    root.write_bytes(root.read_bytes()[:1000])
+    with pytest.raises(FormatError, match=r"zarr\.json is damaged: .*trajstore repair .*\.zarr$"):
+        open_run(path)
+    root.unlink()
+    with pytest.raises(FormatError, match=r"has no zarr\.json; .*trajstore repair .*\.zarr$"):
+        open_run(path)
+    repair(path)
+    assert open_run(path).sizes["step"]
 
 
 @pytest.mark.parametrize("number", [FORMAT - 1, WITH_SETTINGS + 1])

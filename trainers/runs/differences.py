@@ -1,0 +1,69 @@
+"""Where a repeated training differs first, and possible reasons."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from trajstore.store.reading.open_group import open_group, root_attributes
+from trajstore.store.storage.remote_path import Location
+from trajstore.trainers.recording.existing_run import RowDifference
+from trajstore.trainers.recording.notes import changed_provenance
+
+
+def explain_difference(
+    run: Location, difference: RowDifference, device: torch.device | None = None
+) -> str:
+    """Return where a repeated training first differs, and possible reasons.
+
+    Without the `device` of an own loop, the run has a configuration, and its threads were used.
+    """
+    attributes: dict[str, Any] = root_attributes(run)
+    provenance = attributes.get("provenance", {})
+    where = f"at step {difference.step} {' and '.join(_first(difference.variables))}"
+    where += " differ" if len(difference.variables) > 1 else " differs"
+    if parameters := _differing_parameters(run, difference):
+        where += f", in {' and '.join(_first(parameters))}"
+    if "lr" in difference.variables:
+        return (
+            f"{where}, because the learning rate differed from that of the configuration; the run "
+            "was resumed with another schedule"
+        )
+    if device is not None:
+        changed = changed_provenance(provenance, device)
+    else:
+        from trajstore.trainers.runs.changed_settings import recorded_config
+        from trajstore.trainers.runs.training_setup import find_device
+
+        changed = changed_provenance(provenance, find_device(recorded_config(run).training.device))
+        changed.pop("threads", None)  # the recorded number is used
+    changes = [
+        f"{name} was {provenance.get(name)} and is now {now}" for name, now in changed.items()
+    ]
+    for entry in provenance.get("resumed", []):
+        changes += [
+            f"{name} was {value} from step {entry['step'] + 1} on"
+            for name, value in entry.items()
+            if name not in ("step", "time", "threads")
+        ]
+    reason = ", ".join(changes) or "versions, machine and number of threads are unchanged"
+    return f"{where} ({reason})"
+
+
+def _differing_parameters(run: Location, difference: RowDifference) -> tuple[str, ...]:
+    """Return the parameters whose digests differ."""
+    if "params_digest" not in difference.stored:
+        return ()
+    group: Any = open_group(run)
+    wrong = difference.stored["params_digest"] != difference.computed["params_digest"]
+    return tuple(itertools.compress(map(str, group["parameter"][...]), wrong))
+
+
+def _first(variables: tuple[str, ...]) -> list[str]:
+    """Return the first variables and the number of the others."""
+    texts = list(variables[:2])
+    if len(variables) > 2:
+        texts = [", ".join(texts), f"{len(variables) - 2} more"]
+    return texts
