@@ -16,7 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from trajstore import open_run  # noqa: E402
-from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers import capture, replay  # noqa: E402
 from trajstore.trainers.recording.device_to_host import bit_sums  # noqa: E402
 from trajstore.trainers.recording.passes import ForwardPass  # noqa: E402
