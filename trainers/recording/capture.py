@@ -64,7 +64,7 @@ class Recorder:
     on_step : callable, optional
         Called with the recorder after every step.
     must_write : path-like, optional
-        Path of the run, if a complete recording without a step is noted.
+        Path of the run, if a recording without a step is to be noted.
 
     Attributes
     ----------
@@ -262,6 +262,8 @@ class Recorder:
             If the disk fails or is full; or if the recording was closed.
         RunLocked
             If another process writes the file.
+        RunExists
+            If `path` is a folder.
         """
         self._check_open("checkpoint")
         self._hooks.call(self._commit)

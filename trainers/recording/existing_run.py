@@ -6,7 +6,7 @@ a `RunWriter`: it provides memory for a row and takes the filled row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from trajstore.trainers.recording.model_state import STATE
 from trajstore.trainers.recording.notes import resumed_provenance
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.values.native_types import narrow, native_type
+from trajstore.values.optimizer_rule import MOMENTS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,10 +55,10 @@ class ExistingRun:
         Class and hyperparameters of the optimizer that a replay builds.
     attributes : mapping
         Attributes of the root that change.
-    last_state : mapping of str to tensor
-        If the state of the model is recorded, the rest of the state in that row.
-    last_digests : tensor of int64, (parameter,), or None
-        Digests of the parameters in that row, if the run has them.
+    resumed_row : mapping of str to tensor
+        Values in the row of the step from which the training continues, which may be dropped: of
+        the matrix, the optimizer and, if it is recorded, the rest of the state. Without the row,
+        empty.
     compared : ComparedRun or None
         Set if the following rows are only compared with those of the run.
     """
@@ -72,8 +73,7 @@ class ExistingRun:
     hyperparameters: tuple[str, ...]
     optimizer: Mapping[str, Any]
     attributes: Mapping[str, Any]
-    last_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    last_digests: torch.Tensor | None = None
+    resumed_row: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compared: ComparedRun | None = None
 
     @classmethod
@@ -104,21 +104,23 @@ class ExistingRun:
         _check_options(planned, attributes.get("recording", {}), recorded)
         _check_matrix(planned, attributes["recording"]["vocabulary"], arrays)
         _check_coordinates(planned, arrays)
-        state: list[str] = []
         if planned.state is not None:
             planned.state.resume(attributes, recorded)
-            state = sorted(name for name in recorded if name in STATE or name not in VARIABLES)
         all_steps = np.asarray(arrays[STEP.name][...])
         steps, missing = _kept_steps(planned, all_steps)
         if missing and comparison is not None:
             raise _ends_early(planned, steps)
-        if missing:
-            _check_gap(planned, attributes, int(all_steps[-1]))
+        _check_gap(planned, attributes, int(all_steps[-1]))
         _check_change_norms(planned, recorded, int(steps[-1]))
         W = arrays["W" if "W" in recorded else "cells"]
         tokens = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = steps.size - 1
         names = arrays["hyperparameter"][...] if "hyperparameter" in arrays else ()
+        resumed = {}
+        for row in np.flatnonzero(all_steps == planned.recording.loop.first_step).tolist():
+            for name in ("W" if "W" in recorded else "cells", *_state_of_step(recorded)):
+                key = (row, tokens) if arrays[name].ndim == W.ndim else row
+                resumed[name] = _row(arrays[name], key)
         compared = None
         if comparison is not None:
             stored = resumed_run(planned.path, None, memory=planned.memory)
@@ -134,34 +136,43 @@ class ExistingRun:
             hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),
-            last_state={name: _row(arrays[name], last) for name in state},
-            last_digests=_row(arrays[name], last) if (name := "params_digest") in arrays else None,
+            resumed_row=resumed,
             compared=compared,
         )
 
-    def check(self, W: torch.Tensor) -> None:
+    def check(self, W: torch.Tensor, of_optimizer: Mapping[str, torch.Tensor]) -> None:
         """Check that the training continues with the weights of the run.
+
+        Another state of the optimizer is a note, unless the run has the state of the model.
 
         Parameters
         ----------
         W : tensor, (token, hidden)
             Weights of the recorded tokens, on the CPU.
+        of_optimizer : mapping of str to tensor
+            What the optimizer keeps of them, on the CPU.
 
         Raises
         ------
         NothingToResume
             If a bit differs, or one of the state of the model.
         """
-        if (step := self.planned.recording.loop.first_step) != self.last_step:
+        row, recording = self.resumed_row, self.planned.recording
+        step, is_compared = recording.loop.first_step, self.compared is not None
+        if not row or (is_compared and step != self.last_step):
             return
-        weights = "W" if "W" in self.variables else "cells"
+        weights = "W" if "W" in row else "cells"
         now = W if weights == "W" else W.to(torch.bfloat16)
-        different: tuple[str, ...] = () if same_bits(now, self.last_weights) else (weights,)
+        different: tuple[str, ...] = () if same_bits(now, row[weights]) else (weights,)
+        others = (weights, _COUNT, _DIGEST)
         if self.planned.state is not None:
-            different += self.planned.state.differing(self.last_state)
-        if self.last_digests is not None and self.planned.recording.digests is not None:
-            now = self.planned.recording.digests.of_parameters().cpu()
-            different += () if torch.equal(now, self.last_digests) else ("params_digest",)
+            state = {name: values for name, values in row.items() if name not in others}
+            different += self.planned.state.differing(state)
+        elif not is_compared:
+            self._compare_optimizer(of_optimizer, {*row} - {weights, _DIGEST})
+        if _DIGEST in row and recording.digests is not None:
+            now = recording.digests.of_parameters().cpu()
+            different += () if torch.equal(now, row[_DIGEST]) else (_DIGEST,)
         if different and self.compared is not None:
             comparison = self.compared.comparison
             difference = RowDifference(step=step, row=self.rows - 1, variables=different)
@@ -170,7 +181,23 @@ class ExistingRun:
             names = "the weights" if different == (weights,) else ", ".join(different)
             raise NothingToResume(
                 f"{names} of the training differ from {self.planned.path} at step {step}; load "
-                "the checkpoint of that step, or record a new run"
+                "the checkpoint of that step, correct first_step, or record a new run"
+            )
+
+    def _compare_optimizer(self, now: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        """Note values of the optimizer that differ; a NaN in the row is not known."""
+        different, notes = [], self.planned.recording.notes
+        for name in sorted(names):
+            before = self.resumed_row[name]
+            value = now[name].to(before.dtype) if name in now else torch.zeros_like(before)
+            if not (before.isnan().all() or same_bits(value, before)):
+                different.append(name)
+        if different:
+            notes.step = self.planned.recording.loop.first_step
+            notes.mention(
+                f"{', '.join(different)} of the optimizer differ from the run at step {notes.step},"
+                " so the training continues with another state; to continue with that of the run, "
+                "load the optimizer's state_dict before the recording"
             )
 
     def open(self) -> RunWriter | ComparedRun:
@@ -193,6 +220,15 @@ class ExistingRun:
             share=self.planned.share,
             lazy=True,
         )
+
+
+_COUNT, _DIGEST = "step_count", "params_digest"
+
+
+def _state_of_step(recorded: Iterable[str]) -> list[str]:
+    """Return the variables that a training has before a step, besides those of the matrix."""
+    kept = (*STATE, *MOMENTS, _COUNT, _DIGEST)
+    return sorted(name for name in recorded if name in kept or name not in VARIABLES)
 
 
 def _check_options(

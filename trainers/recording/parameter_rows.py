@@ -130,7 +130,10 @@ class ParameterRows:
         self._lengths: dict[str, int] = {} if examples is None else {"example": examples}
         self._existing = existing
         if existing is not None:
-            existing.check(self._first.W)
+            kept = kept_elements(self.parameter.tensor, self._state())
+            state = {name: self.recorded_tokens(value) for name, value in kept.items()}
+            state |= step_count(self._state())
+            existing.check(self._first.W, {name: value.cpu() for name, value in state.items()})
             self.watched = existing.variables
             self.variables = own_variables(planned.share, self.watched)
         names = planned.hyperparameters if existing is None else existing.hyperparameters

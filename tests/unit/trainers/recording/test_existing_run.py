@@ -181,12 +181,14 @@ def widen(model: Any) -> None:
         ({}, widen, r"bfloat16 of shape \(19, 8\) in the training, but bfloat16 of shape \(17, 8"),
         ({"parameter": "mix.weight"}, None, r"parameter: .* embedding\.weight, got mix\.weight"),
         ({"first_step": 4}, None, "the weights of the training differ from .* at step 4; load the"),
+        ({"first_step": 7, "every": 4}, None, "is complete and ends at step 5, but the training"),
+        ({"every": 4}, lambda model: model.embedding.weight.data.add_(1), "the weights .* step 5"),
     ],
-    ids=["step", "type", "shape", "parameter", "weights"],
+    ids=["step", "type", "shape", "parameter", "weights", "no row left out", "last row"],
 )  # fmt: skip
-def test_five_wrong_resumes(options: Any, change: Any, message: str, path: Path) -> None:
+def test_wrong_resumes(options: Any, change: Any, message: str, path: Path) -> None:
     loop = Loop()
-    loop.run(path, 0, 5)
+    loop.run(path, 0, 5, every=options.get("every", 1))
     before = content(path)
     if change is not None:
         change(loop.model)
@@ -194,6 +196,17 @@ def test_five_wrong_resumes(options: Any, change: Any, message: str, path: Path)
         capture(loop.model, loop.optimizer, path, variables=RECORD,
                 **{"resume": True, "first_step": 5, **options}).__enter__()  # fmt: skip
     assert content(path) == before
+
+
+def test_another_state_of_the_optimizer_is_noted(path: Path) -> None:
+    loop = Loop()
+    loop.run(path, 0, 3)
+    loop.run(path, 3, 4, resume=True, first_step=3)
+    loop.optimizer.state.clear()
+    loop.run(path, 4, 6, resume=True, first_step=4)
+    (note,) = (e["note"] for e in opened(path).attrs["notes"] if "differ from the run" in e["note"])
+    assert note.startswith("exp_avg, exp_avg_sq, step_count of the optimizer differ from the run ")
+    assert "at step 4" in note
 
 
 def test_a_gap_after_a_complete_recording_is_allowed(path: Path) -> None:
