@@ -109,7 +109,9 @@ class BackwardPass:
         if any(not isinstance(root, torch.Tensor) or root.numel() != 1 for root in roots):
             return cls()
         values = [
-            _number(root) if factor is None else _number(root) * _number(factor)
+            _number(root)
+            if factor is None
+            else _number(root, copy=False) * factor.detach().reshape(())
             for root, factor in zip(roots, factors, strict=True)
         ]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
@@ -182,10 +184,10 @@ def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | Non
     return loss if number == output else None
 
 
-def _number(value: torch.Tensor) -> torch.Tensor:
+def _number(value: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
     """Return a copy, which the loop cannot change, in float32 at least: 16 bits round a mean."""
     dtype = torch.promote_types(value.dtype, torch.float32)
-    return value.detach().reshape(()).to(dtype, copy=True)
+    return value.detach().reshape(()).to(dtype, copy=copy)
 
 
 class StepLoss:
