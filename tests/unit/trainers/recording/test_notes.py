@@ -95,7 +95,7 @@ def test_a_resumed_run_repeats_no_advice(path: Path) -> None:
     model = TinyModel(torch.bfloat16)
     train(model, path, on_note=received.append)
     train(model, path, on_note=received.append, resume=True, first_step=2)
-    assert len(received) == 1
+    assert sum(NEVER in note for note in received) == 1
     with pytest.raises(ConfigError, match="exp_avg_sq can never decay"):
         train(model, path, resume=True, first_step=4, strict_numerics=True)
     assert information(path)["committed_rows"] == 5
