@@ -18,8 +18,8 @@ RULE_ARRAYS = ("W", "exp_avg", "exp_avg_sq")
 
 def sample_part(sample: Path, path: Path, rows: int = 22, **options: Any) -> Path:
     """The first rows of the sample run in blocks of 8, of the encoding `compact`."""
-    options = {"block_rows": 8, "encoding": "compact"} | options
-    export(sample, path, steps=f"0:{rows}", **options)
+    options = {"block_rows": 8, "encoding": "compact", "steps": f"0:{rows}"} | options
+    export(sample, path, **options)
     return path
 
 
