@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ RULE_ARRAYS = ("W", "exp_avg", "exp_avg_sq")
 
 def sample_part(sample: Path, path: Path, rows: int = 22, **options: Any) -> Path:
     """The first rows of the sample run in blocks of 8, of the encoding `compact`."""
-    options = {"block_rows": 8, "encoding": "compact"} | options
-    export(sample, path, steps=f"0:{rows}", **options)
+    options = {"block_rows": 8, "encoding": "compact", "steps": f"0:{rows}"} | options
+    export(sample, path, **options)
     return path
 
 
@@ -31,7 +32,13 @@ def same_bits(one: Path, other: Path, rows: int | None = None) -> xr.Dataset:
     return ds
 
 
-def scheduled_run(path: Path, *, recorded: bool = True, **options: Any) -> Path:
+def scheduled_run(
+    path: Path,
+    *,
+    recorded: bool = True,
+    on_row: Callable[[RunWriter], None] = lambda run: None,
+    **options: Any,
+) -> Path:
     """A run of AdamW whose beta1 and weight_decay change; `recorded` if it holds them."""
     given = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     optimizer = {"class": "torch.optim.adamw.AdamW", "hyperparameters": given}
@@ -58,4 +65,5 @@ def scheduled_run(path: Path, *, recorded: bool = True, **options: Any) -> Path:
                 state = OptimizerRule.of(optimizer).next_row(state, grad, natives, rates)
             held = {"hyperparameters": values} if recorded else {}
             run.append(step, **state, grad=grad, lr=0.01, clip_coef=np.float32(1), **held)
+            on_row(run)
     return path

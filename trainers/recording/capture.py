@@ -409,7 +409,7 @@ def open_recorder(
         options=options,
         loop=loop,
         notes=notes,
-        on_note=on_note,
+        on_note=functools.cache(functools.partial(_report, on_note)),  # of several runs, once
     )
     planned = []
     shares = find_shares(model, parameters, options)

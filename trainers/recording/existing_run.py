@@ -219,6 +219,7 @@ class ExistingRun:
             fsync=self.planned.recording.options.fsync,
             share=self.planned.share,
             lazy=True,
+            on_note=self.planned.recording.on_note,
         )
 
 

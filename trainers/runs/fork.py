@@ -385,7 +385,9 @@ class _Source:
         def make_writer(rows: int) -> RunWriter:
             memory = self.config.recording.memory
             branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
-            return RunWriter.resume(retrained, memory=memory, commit_every=None, fsync=False)
+            return RunWriter.resume(
+                retrained, memory=memory, commit_every=None, fsync=False, on_note=lambda note: None
+            )
 
         reached = train_again(
             self.path,

@@ -208,7 +208,7 @@ def _complete(
         report_notes([note], on_note)
         return
     for run in point.runs:  # its configuration must stay that of its rows
-        RunWriter.resume(run, commit_every=None, fsync=fsync).close("complete")
+        RunWriter.resume(run, commit_every=None, fsync=fsync, on_note=on_note).close("complete")
 
 
 def _check_new(path: RunPath, config: RunConfig, *, overwrite: bool) -> Location:

@@ -403,7 +403,7 @@ class Decoder:
         Returns
         -------
         head : Head or None
-            None if `bits` are the rows themselves.
+            With the settings of these rows; None if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
             The rows, or the first row and the corrections of the rule's results.
 
@@ -418,7 +418,11 @@ class Decoder:
             out = np.empty(shape, self._chain.native.bits)
             self._decode_frame(frame[1:], window, out)
             return None, out
-        return self._head(frame)[0], self._corrections(frame, window)
+        (skips, numbers), _ = self._head(frame)
+        # Other arrays may still have this block with fewer rows, or already with more.
+        made = np.frombuffer(numbers).reshape(len(SETTINGS), -1)[:, : window[0].stop]
+        numbers = made.tobytes() if (made != made[:, :1]).any() else b""
+        return (skips, numbers), self._corrections(frame, window)
 
     def is_computed(self, data: bytes) -> bool:
         """True if a chunk needs the chunks of other arrays."""

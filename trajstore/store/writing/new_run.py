@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,11 @@ from trajstore.schema import (
     POPULATION,
     STEP,
     TRAJECTORIES,
+    VARIABLES,
+    Variable,
     along_token,
     coordinate,
+    entry_of,
     variable,
     variables_of,
 )
@@ -224,7 +227,7 @@ def check_encoding(encoding: str, *, shared: bool) -> None:
 def compact_rule(
     attributes: Mapping[str, Any] | None,
     variables: Mapping[str, str],
-    on_note: Callable[[str], None] | None = None,
+    on_note: Callable[[str], None],
 ) -> OptimizerRule | None:
     """Rule with which a run of the encoding ``compact`` computes W and the moments.
 
@@ -236,20 +239,20 @@ def compact_rule(
         Attributes of the root. ``optimizer`` and ``recording`` are used.
     variables : mapping of str to str
         Native type of each variable.
-    on_note : callable, optional
-        Called with the note (default: log it).
+    on_note : callable
+        Called with the note.
     """
     try:
         return _rule(attributes or {}, variables)
     except InvalidArgument as error:
-        note(f"W and the moments are stored as differences, not computed: {error}", on_note)
+        on_note(_not_computed("W", variables, error))
         return None
 
 
 def vector_rule(
     attributes: Mapping[str, Any] | None,
     variables: Mapping[str, str],
-    on_note: Callable[[str], None] | None = None,
+    on_note: Callable[[str], None],
 ) -> VectorRule | None:
     """Rule with which a run computes the vectors of all other parameters, as `compact_rule`.
 
@@ -261,16 +264,25 @@ def vector_rule(
         rule = VectorRule.of(attributes or {})
         _check((*rule.state, VECTORS[GRADIENT]), VECTOR_RATES[:2], attributes or {}, variables)
     except InvalidArgument as error:
-        names = f"{VECTORS['W']} and its moments"
-        note(f"{names} are stored as differences, not computed: {error}", on_note)
+        on_note(_not_computed(VECTORS["W"], variables, error))
         return None
     return rule
 
 
-def note(sentence: str, on_note: Callable[[str], None] | None) -> None:
-    """Pass a sentence to a function, or else to the logger of this module."""
-    report = on_note or partial(logger.warning, "%s")
-    report(sentence)
+def _not_computed(values: str, variables: Collection[str], error: InvalidArgument) -> str:
+    """Sentence about values, such as W, and the state that the optimizer keeps of them."""
+    like, entries = VARIABLES[values], {name: entry_of(name) for name in variables}
+    names = sorted(
+        name
+        for name, entry in entries.items()
+        if isinstance(entry, Variable) and (entry.dims, entry.state) == (like.dims, like.state)
+    )
+    return f"compact stores {', '.join(names) or 'all arrays'} as differences: {error}"
+
+
+def once(on_note: Callable[[str], None] | None) -> Callable[[str], None]:
+    """The function, or else the logger of this module, for each sentence once."""
+    return cache(on_note or partial(logger.warning, "%s"))
 
 
 def fallbacks(facts: Mapping[str, Any]) -> list[str]:
@@ -288,20 +300,18 @@ def fallbacks(facts: Mapping[str, Any]) -> list[str]:
     for name, rule in (("W", compact_rule), (VECTORS["W"], vector_rule)):
         if arrays.get(name, {}).get("kind") != "computed":
             rule(facts, types, notes.append)
-    stored = {name: _share_stored(array) for name, array in arrays.items()}
-    if named := [f"{name} ({share:.0%})" for name, share in stored.items() if share > 0.05]:
-        why = "" if "hyperparameters" in arrays else _UNKNOWN
+    if named := [name for name, array in arrays.items() if _share_stored(array) > 0.05]:
+        shares = [f"{1 / arrays[name]['ratio']:.0%}" for name in named]
+        known = "" if "hyperparameters" in arrays else "; the run does not hold hyperparameters"
+        if facts["steps"]["last"] - facts["steps"]["first"] >= arrays[STEP.name]["shape"][0]:
+            known = "; its steps are not consecutive"
         notes.append(
-            f"the rule of {facts['optimizer']['class']} does not give the rows of "
-            f"{', '.join(named)}, so differences are stored, in these shares of the uncompressed "
-            f"bytes{why}"
+            f"not all rows of {', '.join(named)} could be computed from the rows before, so these "
+            f"arrays take {', '.join(shares)} of their uncompressed bytes{known}"
         )
     return notes
 
 
-_UNKNOWN = (
-    "; the run does not hold hyperparameters, so each step is computed with those of the first"
-)
 _OVERHEAD = 4 << 10  # bytes of an object without its rows
 
 
@@ -449,7 +459,7 @@ def new_run(
     attributes: Mapping[str, Any] | None,
     encoding: str,
     share: TokenShare,
-    on_note: Callable[[str], None] | None,
+    on_note: Callable[[str], None],
     **sizes: Any,
 ) -> tuple[ResumedRun, dict[str, bytes]]:
     """Content of a run before its first row.
@@ -469,7 +479,7 @@ def new_run(
         One of `ENCODINGS`.
     share : TokenShare
         Tokens of this process.
-    on_note : callable or None
+    on_note : callable
         See `compact_rule`.
     **sizes
         Other arguments of `plan_shared`.

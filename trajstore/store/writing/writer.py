@@ -36,7 +36,7 @@ from trajstore.store.writing.new_run import (
     joined_run,
     name_coordinates,
     new_run,
-    note,
+    once,
     token_coordinates,
 )
 from trajstore.store.writing.resumed_run import (
@@ -83,6 +83,7 @@ class RunWriter:
         *,
         commit_every: float | None,
         fsync: bool,
+        on_note: Callable[[str], None],
     ) -> None:
         self.path = run.path
         self._metadata = run.metadata
@@ -95,7 +96,7 @@ class RunWriter:
         self._has_begun = self._is_new  # the run has changed
         self._remove_empty = False  # if it has no rows when it is closed
         self._status: Status = "recording"
-        self._on_note: Callable[[str], None] | None = None
+        self._on_note = on_note
 
     @property
     def rows(self) -> int:
@@ -227,8 +228,8 @@ class RunWriter:
             W and Adam's moments from it (docs/reference/format.md). It needs the attribute
             ``optimizer``.
         on_note : callable, optional
-            Called with the reason if ``compact`` stores differences instead, now and when the run
-            is closed (default: log it).
+            Called with the reason if ``compact`` stores differences instead, now or when the run
+            is closed, once for each sentence (default: log it).
 
         Raises
         ------
@@ -242,10 +243,10 @@ class RunWriter:
             If an argument is impossible.
         """
         check_commit_every(commit_every)
-        share = share or ALONE
+        share, on_note = share or ALONE, once(on_note)
         if not share.is_first:
             with joined_run(path, share) as joined:
-                return cls(joined, None, commit_every=None, fsync=fsync)
+                return cls(joined, None, commit_every=None, fsync=fsync, on_note=on_note)
         with ExitStack() as undo:
             with in_all_processes(share):
                 place = check_target(path, overwrite=overwrite)
@@ -281,8 +282,7 @@ class RunWriter:
                 create_folder(
                     place, new.metadata, chunks, digests, overwrite=overwrite, fsync=fsync
                 )
-                run = cls(new, lock, commit_every=commit_every, fsync=fsync)
-                run._on_note = on_note
+                run = cls(new, lock, commit_every=commit_every, fsync=fsync, on_note=on_note)
                 run._blocks.start()
             undo.callback(run._release, remove_empty=True)
             announce_run(share, new)
@@ -303,6 +303,7 @@ class RunWriter:
         fsync: bool = True,
         share: TokenShare | None = None,
         lazy: bool = False,
+        on_note: Callable[[str], None] | None = None,
     ) -> Self:
         """Open a run for more rows, after its last commit or after its first `rows` rows.
 
@@ -320,6 +321,8 @@ class RunWriter:
             See `create`. The size of the blocks does not change, and `memory` must hold two.
         lazy : bool
             Change the run with the next row. Without one, `close` leaves it as it was.
+        on_note : callable, optional
+            As for `create`, when the run is closed.
 
         Raises
         ------
@@ -334,7 +337,7 @@ class RunWriter:
             If another process of the run cannot resume it.
         """
         check_commit_every(commit_every)
-        share = share or ALONE
+        share, on_note = share or ALONE, once(on_note)
         with ExitStack() as undo:
             lock: RunLock | RemoteLock | None = None
             with in_all_processes(share):
@@ -350,7 +353,7 @@ class RunWriter:
                 kept = resumed_run(
                     place, rows, attributes=attributes, memory=memory, threads=threads, share=share
                 )
-                run = cls(kept, lock, commit_every=commit_every, fsync=fsync)
+                run = cls(kept, lock, commit_every=commit_every, fsync=fsync, on_note=on_note)
             if not lazy:
                 run.begin()
             undo.pop_all()
@@ -513,9 +516,9 @@ class RunWriter:
                 self._blocks.finish(status)
             self._status = status
             is_compact = self._metadata.attributes["encoding"] == "compact"
-            if self.rows and is_compact and isinstance(self.path, Path):
+            if self._has_begun and self.rows and is_compact and isinstance(self.path, Path):
                 for sentence in fallbacks(information(self.path)):
-                    note(sentence, self._on_note)
+                    self._on_note(sentence)
         finally:
             self._release(remove_empty=self._remove_empty)
 

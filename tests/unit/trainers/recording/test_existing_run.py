@@ -245,6 +245,20 @@ def test_a_resume_changes_the_run_with_its_first_row(options: Any, path: Path) -
     assert content(folder) != before
 
 
+def test_what_compact_does_not_compute_is_said_once_in_each_recording(path: Path) -> None:
+    loop, notes = Loop(), list[str]()
+    options: dict[str, Any] = {
+        "parameter": ["embedding.weight", "mix.weight"],
+        "variables": "weights",
+        "encoding": "compact",
+        "on_note": notes.append,
+    }
+    for first, last in ((0, 3), (3, 5), (5, 5)):  # the last one does not change the run
+        loop.run(path, first, last, resume=first > 0, first_step=first, **options)
+    said = "compact stores W as differences: the run does not hold exp_avg, exp_avg_sq, grad"
+    assert [note for note in notes if "differences" in note] == [said] * 2
+
+
 class Death:
     """Kills the process that saves it."""
 

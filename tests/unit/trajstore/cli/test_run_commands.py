@@ -66,9 +66,12 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
     notes: list[str] = []
     unknown = scheduled_run(tmp_path / "unknown.zarr", recorded=False, on_note=notes.append)
-    assert len(notes) == 1
-    assert "does not give the rows of W (" in notes[0]
-    assert "the run does not hold hyperparameters" in notes[0]
+    stored = information(unknown)["arrays"]
+    shares = ", ".join(f"{1 / stored[name]['ratio']:.0%}" for name in ("W", "exp_avg"))
+    assert notes == [
+        "not all rows of W, exp_avg could be computed from the rows before, so these arrays take "
+        f"{shares} of their uncompressed bytes; the run does not hold hyperparameters"
+    ]
     for command in ("info", "summary"):
         printed = CliRunner().invoke(main, [command, str(unknown)]).stdout
         assert f"Note: {notes[0]}." in " ".join(printed.split())
@@ -78,4 +81,7 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     ).close()
     printed = CliRunner().invoke(main, ["info", str(without)]).stdout
     assert "Computed from the gradient: nothing." in printed
-    assert "not computed: the run does not name its optimizer" in printed.replace("\n", " ")
+    assert "W as differences: the run does not name its optimizer" in printed.replace("\n", " ")
+    some = sample_part(path, tmp_path / "some.zarr", steps="0:22:2")
+    printed = CliRunner().invoke(main, ["info", str(some)]).stdout
+    assert "uncompressed bytes; its steps are not consecutive." in " ".join(printed.split())

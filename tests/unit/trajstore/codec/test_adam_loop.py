@@ -61,7 +61,7 @@ def test_the_loop_gives_the_bits_of_the_rule(
         monkeypatch.setattr(loop, "is_worth", lambda count, compiled=compiled: compiled)
         monkeypatch.setattr(adam_loop, "_LOOP", loop)
         out = {name: np.zeros_like(bits[name]) for name in unit.rule.state}
-        numbers = unit._rates(rates, 0)
+        numbers = unit._rates(unit.rule, rates, 0)
         unit._follow(bits, out, unit.rule.state, numbers)
         assert loop._ready or not compiled
         back = {name: bits[name].copy() for name in bits}

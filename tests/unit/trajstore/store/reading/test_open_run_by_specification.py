@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
-from compact_runs import RULE_ARRAYS, scheduled_run
+from compact_runs import RULE_ARRAYS, same_bits, scheduled_run
 from golden_runs import DATA, unpack
 from numcodecs import blosc
 
-from trajstore import RunWriter, open_run
+from trajstore import RunWriter, open_run, verify
 
 CHANGING = ("beta1", "beta2", "eps", "weight_decay", "momentum", "dampening")
 BITS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4", "float64": "<u8", "int64": "<u8"}
@@ -84,7 +85,9 @@ class Reader:
         )
         if self.attributes["trajstore_format"] not in (3, 4):
             raise ValueError("this reads formats 3 and 4")
-        self.changing: list[dict[str, np.ndarray]] = []  # of each block
+        # Of each block of W. If another process writes or died, they may differ in the number of
+        # rows from those of other arrays.
+        self.changing: list[dict[str, np.ndarray]] = []
 
     def settings(self, name: str) -> dict[str, Any]:
         """All that decides how bytes become values."""
@@ -344,6 +347,32 @@ def test_a_reader_by_the_specification_reads_changing_hyperparameters(tmp_path: 
         assert (reader.values(name) == values).all(), name
     attributes = reader.attributes
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
+
+
+@pytest.mark.parametrize("name", RULE_ARRAYS)
+def test_an_array_with_more_rows_of_a_block_than_the_others_is_read(
+    name: str, tmp_path: Path
+) -> None:
+    """As a process leaves it that died between the replacement of two objects."""
+    path = tmp_path / "run.zarr"
+
+    def keep(run: RunWriter) -> None:
+        if run.rows == 18:
+            run.commit()
+            shutil.copytree(run.path, path)
+
+    whole = scheduled_run(tmp_path / "whole.zarr", on_row=keep)
+    shutil.copy(whole / name / "c.2.0.0", path / name)
+    ds = same_bits(whole, path, 18)
+    for each in RULE_ARRAYS:
+        assert (Reader(path).values(each) == ds[each].values).all(), each
+    assert verify(path).clean
+    more = open_run(whole).isel(step=slice(18, None)).load()
+    with RunWriter.resume(path) as run:
+        for row, step in enumerate(more.step.values.tolist()):
+            run.append(step, **{each: more[each].values[row] for each in more.data_vars})
+    assert same_bits(whole, path).sizes["step"] == 20
+    assert verify(path).clean
 
 
 def test_a_reader_by_the_specification_reads_all_earlier_runs(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.sharing_writers import all_together
 from trajstore import RunWriter, open_run
 from trajstore.errors import InvalidArgument, RecordingError, RunExists
 from trajstore.integrity.verify import verify
+from trajstore.schema import OPTIMIZER_STATE
 from trajstore.store.metadata.metadata_form import CONTENT
 from trajstore.store.reading.run_info import information
 from trajstore.store.writing import blocks
@@ -52,24 +53,35 @@ def test_a_note_says_why_rows_are_stored_as_differences(
     held = {name: native for name, native in (TYPES | types).items() if native}
     notes: list[str] = []
     assert compact_rule(given, held, notes.append) is None
-    assert notes == [f"W and the moments are stored as differences, not computed: {reason}"]
+    state = [name for name in ("W", "exp_avg", "exp_avg_sq") if name in held]
+    assert notes == [f"compact stores {', '.join(state)} as differences: {reason}"]
 
 
-def test_without_a_function_the_note_is_logged(
+def test_the_note_is_logged_once_or_passed_to_a_function(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.zarr"
+    variables = {"W": "float32", "sum": "float32"}
+    values = dict.fromkeys(variables, np.ones((3, 2), np.float32))
     with (
         caplog.at_level(logging.WARNING),
         RunWriter.create(
-            path, token=range(3), hidden=2, variables={"W": "float32"}, encoding="compact"
+            path, token=range(3), hidden=2, variables=variables, encoding="compact",
+            attributes={OPTIMIZER_STATE: [{"name": "sum", "of": "element"}]},
         ) as run,
-    ):
-        run.append(0, W=np.ones((3, 2), np.float32))
-    assert "the run does not name its optimizer" in caplog.text
+    ):  # fmt: skip
+        run.append(0, **values)
+    note = "compact stores W, sum as differences: the run does not name its optimizer"
+    assert caplog.messages == [note]
     facts = information(path)
     assert facts["encoding"] == "compact"
     assert facts["arrays"]["W"]["kind"] == "delta"
+    notes: list[str] = []
+    RunWriter.resume(path, lazy=True, on_note=notes.append).close()
+    assert notes == []  # the run did not change
+    with RunWriter.resume(path, lazy=True, on_note=notes.append) as run:
+        run.append(1, **values)
+    assert (notes, caplog.messages) == ([note], [note])
 
 
 def test_several_processes_cannot_write_the_encoding_compact() -> None:
