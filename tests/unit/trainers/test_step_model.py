@@ -190,6 +190,9 @@ def test_the_weights_of_a_step_in_a_file(
 ) -> None:
     told = shutil.copytree(recorded.path, tmp_path / "told.zarr")
     CliRunner().invoke(main, ["annotate", str(told), "--tokenizer", "ascii"])
+    facts = json.loads((told / "zarr.json").read_text())
+    facts["attributes"]["config"] = {"data": {"target_offset": 2}}
+    (told / "zarr.json").write_text(json.dumps(facts))
     file = tmp_path / name
     assert checkout(own.path, file, step=4, constructor=OwnModel).strict
     words = ["checkout", str(own.path), "--at", "4", "-o", str(file), "--overwrite"]
@@ -206,6 +209,7 @@ def test_the_weights_of_a_step_in_a_file(
         assert file.stat().st_mode == other.stat().st_mode
     with pytest.raises(InvalidArgument, match=r"expected a folder, NAME\.pt or NAME\.safetensors"):
         checkout(own.path, tmp_path / "step.bin", step=4)
+    assert any("the token after next" in note for note in found.notes)
     if name == "step.PTH":
         assert "the file has no token_text" in found.notes[-1]
     else:
