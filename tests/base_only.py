@@ -30,10 +30,10 @@ COMMANDS = {
     "analyze gatsby.zarr speed --scheduler tcp://127.0.0.1:1": "cluster",
     "annotate gatsby.zarr --tokenizer ascii --overwrite": "",
     "annotate gatsby.zarr --tokenizer folder --overwrite": "train",
-    "checkout gatsby.zarr --at 1 -o checkout": "train",
+    "checkout gatsby.zarr --at 1 -o checkout": "torch",
     "develop gatsby.zarr --select step=1 -o part": "train",
     "compare gatsby.zarr gatsby.zarr": "",
-    "evaluate gatsby.zarr loss --text text.txt -o loss.zarr": "train",
+    "evaluate gatsby.zarr loss --text text.txt -o loss.zarr": "torch",
     "explore gatsby.zarr": "explore",
     "export gatsby.zarr -o gatsby.safetensors": "",
     "export gatsby.zarr -o gatsby.h5": "hdf5",
@@ -72,8 +72,8 @@ OTHERS = {
 
 
 OF_TORCH = {
-    "RoundedAdam", "RoundedAdamW", "RoundedSGD", "attach", "capture", "develop", "float32_products",
-    "optimizer_state_at", "replay", "restore",
+    "RoundedAdam", "RoundedAdamW", "RoundedSGD", "attach", "capture", "checkout", "develop",
+    "evaluate", "float32_products", "model_at", "models", "optimizer_state_at", "replay", "restore",
 }  # fmt: skip
 """Parts of `trainers` that an own loop uses."""
 

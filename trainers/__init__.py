@@ -75,8 +75,9 @@ _HOME = {
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 
-_OF_TORCH = ("attach", "capture", "develop", "float32_products", "optimizer_state_at", "replay",
-             "restore", "RoundedAdam", "RoundedAdamW", "RoundedSGD")  # fmt: skip
+_OF_TORCH = ("attach", "capture", "checkout", "develop", "evaluate", "float32_products", "model_at",
+             "models", "optimizer_state_at", "replay", "restore", "RoundedAdam", "RoundedAdamW",
+             "RoundedSGD")  # fmt: skip
 _EXTRAS = {**dict.fromkeys(_OF_TORCH, "torch"), "LightningCallback": "lightning"}
 """The extra that each name needs; the others need ``train``."""
 

@@ -150,7 +150,7 @@ class InitializationConfig(_Section):
     """Seed again, with training.seed, right before the embedding is drawn."""
     seed: int | None = Field(default=None, ge=0)
     """Seed again, with this seed, right before the embedding is drawn: several trainings from one
-    start."""
+    embedding."""
 
 
 class OptimizerConfig(_Section):

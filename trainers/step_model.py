@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
@@ -551,12 +551,15 @@ class Checkout:
         Name of its tokenizer.
     notes : tuple of str
         Limits of the folder or file, such as a missing tokenizer.
+    strict : bool
+        False if a model may have other buffers than the file: use ``strict=False`` to load it.
     """
 
     path: Path
     step: int
     tokenizer: str | None
     notes: tuple[str, ...]
+    strict: bool = True
 
 
 @checks_types
@@ -576,9 +579,10 @@ def checkout(
     one. ``AutoModelForCausalLM.from_pretrained(output)`` returns a model with the recorded bits.
     A model that is not of transformers is written as its state dict, ``model.pt``.
 
-    An `output` that ends in ``.pt`` or ``.safetensors`` is a file with the state dict of any model.
-    Without a constructor, it has the parameters, under all names of tied ones, and the recorded
-    buffers. The metadata of a safetensors file have ``token_text``, a JSON list, if the run has it.
+    An `output` that ends in ``.pt``, ``.pth`` or ``.safetensors`` is a file with the state dict. Of
+    a model that is not of transformers, without a constructor, it has the parameters, under all
+    names of tied ones, and the recorded buffers. The metadata of a safetensors file have
+    ``token_text``, a JSON list, if the run has it.
 
     Parameters
     ----------
@@ -614,7 +618,8 @@ def checkout(
     StepNotFound
         If the run does not hold the step.
     InvalidArgument
-        As for `model_at`; or if `optimizer` or `tokenizer` is given with a file.
+        As for `model_at`; or if `optimizer` or `tokenizer` is given with a file, or `output` ends
+        in ``.bin``.
 
     Examples
     --------
@@ -623,10 +628,13 @@ def checkout(
     >>> found.tokenizer, AutoModelForCausalLM.from_pretrained(found.path).dtype
     ('ascii', torch.bfloat16)
     """
-    if Path(output).suffix in (".pt", ".safetensors"):
+    ending = Path(output).suffix.lower()
+    if ending == ".bin":
+        raise InvalidArgument(f"got {output}, expected a folder, NAME.pt or NAME.safetensors")
+    if ending in (".pt", ".pth", ".safetensors"):
         if optimizer or tokenizer is not None:
             raise InvalidArgument(f"{output} is a file, which has weights only; give a folder")
-        return _weights_file(run, Path(output), step, constructor, overwrite=overwrite)
+        return _weights_file(run, local_path(output), step, constructor, overwrite=overwrite)
     check_new_folder(output, overwrite=overwrite)
     with rows_of(run, [step]) as rows:
         stored = RunParameters(rows)
@@ -657,20 +665,26 @@ def _weights_file(
     notes = []
     with rows_of(run, [step]) as rows, staged_file(output, overwrite=overwrite) as new:
         stored, group = RunParameters(rows), open_group(rows)
-        if constructor is None:
-            weights = _stored_weights(stored, step)
-            notes.append("the file lacks constant buffers; if the model has some, use strict=False")
-        else:
+        exact_model = constructor is not None or "model_config" in stored.attributes
+        if exact_model:
             weights = model_at(rows, step, constructor=constructor).state_dict()
+        else:  # the run does not say which buffers the model has
+            weights = _stored_weights(stored, step)
+            notes.append(
+                "the file has the parameters and the recorded buffers; it lacks buffers that never "
+                "changed, and may have non-persistent ones: load it with strict=False, or give "
+                + argument("constructor")
+            )
+        notes += _target_notes(stored)
         texts = whole(rows, group, "token_text").tolist() if "token_text" in group else None
-        if output.suffix == ".pt":
+        if output.suffix.lower() != ".safetensors":
             torch.save(weights, new)
             if texts:
                 notes.append("the file has no token_text; a .safetensors file would have it")
-        else:  # whose tensors share no memory
+        else:  # whose tensors share no memory; save_file would ignore the umask
             weights = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
-            save_file(weights, new, {"token_text": json.dumps(texts)} if texts else None)
-    return Checkout(path=output, step=step, tokenizer=None, notes=tuple(notes))
+            new.write_bytes(save(weights, {"token_text": json.dumps(texts)} if texts else None))
+    return Checkout(path=output, step=step, tokenizer=None, notes=tuple(notes), strict=exact_model)
 
 
 def _stored_weights(stored: RunParameters, step: int) -> dict[str, torch.Tensor]:
@@ -720,14 +734,18 @@ def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
         yield "the run has no tokenizer, so the folder has none; to add one, give " + argument(
             "tokenizer"
         )
-    if attribute(stored.attributes, "config", "data", "target_offset") == 2:
-        yield (
-            "the model predicts the token after next (data.target_offset = 2), so model.generate "
-            "skips a token; use: trajstore evaluate RUN generation"
-        )
+    yield from _target_notes(stored)
     types = {parameter.native.name for parameter in stored.parameters}
     if len(types) > 1 and "model_config" in stored.attributes:
         yield (
             f"the parameters have several types ({', '.join(sorted(types))}), and from_pretrained "
             "converts them to one; use trajstore.trainers.model_at"
+        )
+
+
+def _target_notes(stored: RunParameters) -> Iterator[str]:
+    if attribute(stored.attributes, "config", "data", "target_offset") == 2:
+        yield (
+            "the model predicts the token after next (data.target_offset = 2), so model.generate "
+            "skips a token; use: trajstore evaluate RUN generation"
         )

@@ -25,7 +25,7 @@ from trajstore.analysis.scan.result_variables import (
 )
 from trajstore.analysis.scan.rows import with_lattice_attributes
 from trajstore.analysis.scan.scan import Scan
-from trajstore.arguments import Count
+from trajstore.arguments import ANY, Count, exact
 from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.populations import chosen_populations, one_population
 from trajstore.values.native_types import ordinal
@@ -59,7 +59,8 @@ def _nearest(vectors: Wide, k: int, of: Numbers) -> tuple[Numbers, Wide]:
     others, distances = np.empty((of.size, max(k, 0)), np.int64), np.empty((of.size, max(k, 0)))
     if k < 1:
         return others, distances
-    about = vectors - vectors.mean(0)
+    about = np.ldexp(vectors, -_exponents(vectors))  # whose squares are finite
+    about -= about.mean(0)
     squares = (about * about).sum(1)
     # The error of each sum is at most its length times its largest term, times epsilon.
     slack = 4 * (about.shape[1] + 4) * np.finfo(np.float64).eps * squares.max()
@@ -87,8 +88,15 @@ def _distances(vectors: Wide, of: Numbers, others: Numbers) -> Wide:
     for at in range(0, of.size, most):
         pairs = slice(at, at + most)
         difference = vectors[of[pairs]] - vectors[others[pairs]]
-        result[pairs] = np.sqrt((difference * difference).sum(1))
+        exponents = _exponents(difference, axis=1)
+        difference = np.ldexp(difference, -exponents)
+        result[pairs] = np.ldexp(np.sqrt((difference * difference).sum(1)), exponents[:, 0])
     return result
+
+
+def _exponents(values: Wide, axis: int | None = None) -> Any:
+    """Exponents of the largest absolute values: a scale by powers of two, which rounds nothing."""
+    return np.frexp(np.abs(values).max(axis, keepdims=True, initial=0))[1]
 
 
 def _entropy(distances: Wide, hidden: int) -> float:
@@ -229,7 +237,7 @@ def nearest_tokens(
     ds : Dataset
         With ``W`` (step, token, hidden).
     k : int
-        Number of nearest tokens, at least 1.
+        Number of nearest tokens.
     tokens : int or sequence of int, optional
         Tokens whose nearest are found; default: all.
     steps : int or sequence of int, optional
@@ -249,7 +257,8 @@ def nearest_tokens(
     Raises
     ------
     InvalidArgument
-        For k below 1, an unknown population, or a token that the run does not hold.
+        If k is not from 1 to the number of tokens; for a token that the run does not hold, or an
+        unknown population or one of fewer than two tokens.
     StepNotFound
         If a step was not recorded.
 
@@ -261,9 +270,16 @@ def nearest_tokens(
     """
     group = one_population(scan.ds, population)
     labels = token_labels(scan.ds)
-    asked = labels if tokens is None else np.atleast_1d(tokens).astype(np.int64)
+    if (size := np.count_nonzero(group)) < 2:
+        raise InvalidArgument(
+            f"the population {population} has {size} of these tokens, expected at least 2; "
+            "name the tokens by tokens=, not by a selection"
+        )
+    asked = labels if tokens is None else exact("tokens", np.atleast_1d(tokens), "int64", least=ANY)
     if missing := sorted(set(asked.tolist()) - set(labels.tolist())):
         raise InvalidArgument(f"got tokens={missing[0]}, expected tokens of the run")
+    if k > labels.size:
+        raise InvalidArgument(f"got k={k}, expected 1 to {labels.size}, the number of tokens")
     by_label = np.argsort(labels)
     places = by_label[np.searchsorted(labels, asked, sorter=by_label)]
     rows = input_checks.rows_of_steps(scan.ds, steps)

@@ -157,6 +157,7 @@ def analyze(
       trajstore analyze whole.zarr freeze --parameter transformer.h.0.mlp.c_fc.weight
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
+      trajstore analyze gatsby.zarr nearest_tokens --set tokens=101 --set steps=0,300 -o near.csv
       trajstore analyze runs/*.zarr divergence -o divergence.nc
       trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
@@ -255,19 +256,28 @@ def print_description(facts: dict[str, Any]) -> None:
         print_table("Categories and special values", columns, flags, words=(0, 1))
     for name, fact in facts.items():
         if "values" in fact:
-            _print_counts(name, fact["labels"], fact["values"])
+            _print_values(name, fact)
+    ranked = [name for name, fact in facts.items() if "rank" in fact["sizes"]]
+    left = [n for n in ranked if not facts[n]["populations"] and "values" not in facts[n]]
+    if left:
+        print_notes([f"-o FILE.csv writes the values of {', '.join(left)}, too many to print"])
 
 
-def _print_counts(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
-    """Print a table of counts. Its columns are the labels of the last dimension."""
+def _print_values(name: str, fact: dict[str, Any]) -> None:
+    """Print a table of counts or of a ranking. Its columns are the labels of the last dimension."""
     import numpy as np
 
+    labels, texts = fact["labels"], fact.get("texts")
     *dims, last = labels
-    counts = np.reshape(values, (-1, len(labels[last])))
-    rows = [
-        (*named, *(f"{count:,}" for count in row))
-        for named, row in zip(
-            itertools.product(*(labels[dim] for dim in dims)), counts, strict=True
-        )
+    form = "{}" if last == "rank" else "{:,}"
+    cells = [
+        f"{value:.6g}" if isinstance(value, float) else form.format(value)
+        for value in np.ravel(fact["values"]).tolist()
     ]
+    if texts is not None:
+        named = np.ravel(np.array(texts, object))
+        cells = [f"{cell} '{text}'" for cell, text in zip(cells, named, strict=True)]
+    lines = np.reshape(np.array(cells, object), (-1, len(labels[last])))
+    of_lines = itertools.product(*(labels[dim] for dim in dims))
+    rows = [(*of_line, *line) for of_line, line in zip(of_lines, lines, strict=True)]
     print_table(name, (*dims, *labels[last]), rows, words=(0, *range(len(dims))))

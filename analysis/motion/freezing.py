@@ -62,7 +62,7 @@ def _by_last_row(
 
 def last_start(steps: npt.NDArray[np.int64], min_unchanged: int) -> int:
     """Last step at which a token can begin to be frozen; −1 if the run is too short."""
-    return int(_by_last_row(steps, min_unchanged)[1].max())
+    return int(_by_last_row(steps, min_unchanged)[1].max()) if steps.size else -1
 
 
 def _facts_of_tokens(

@@ -36,7 +36,7 @@ _IN_MEMORY = 1 << 20
 """Maximum values of a variable that is described in one task, with all values in memory."""
 
 _MOST_COUNTS = 1000
-"""Maximum values of a table of counts that is shown completely."""
+"""Maximum values of a table that is shown completely."""
 
 
 def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, dict[str, Any]]:
@@ -55,8 +55,9 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
         Per variable: ``sizes``, ``units``, ``long_name``, ``flags`` (the count of each category or
         special value, by meaning), ``nan`` (the count of NaN), and ``min``, ``mean`` and ``max`` of
         the other values, NaN if there are none. A variable along population also has
-        ``populations``, with the same for each population. A small table of counts also has
-        ``values``, and ``labels`` along each dimension.
+        ``populations``, with the same for each population. A small table of counts, or of the first
+        by rank, also has ``values``, and ``labels`` along each dimension; one of numbers of tokens
+        ``texts``, if the result has them.
     """
     facts = {
         str(name): _facts(array) if array.size > _IN_MEMORY else dask.delayed(_facts)(array)
@@ -79,9 +80,12 @@ def _facts(array: xr.DataArray) -> dict[str, Any]:
         **_numbers(array),
         "populations": {name: _numbers(part) for name, part in parts.items()},
     }
-    if _are_counts(array):
+    if array.size <= _MOST_COUNTS and (_are_counts(array) or _are_ranked(array)):
         labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}
         facts |= {"values": array, "labels": labels}
+        texts = [c for c in array.coords.values() if c.dims == array.dims and c.dtype.kind in "UTO"]
+        if texts and array.dtype.kind in "iu":
+            facts["texts"] = texts[0]
     return facts
 
 
@@ -91,7 +95,9 @@ def _numbers(array: xr.DataArray) -> dict[str, Any]:
         meaning: (array == value).sum() if array.size else 0 for value, meaning in flags.items()
     }
     numbers: dict[str, Any] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
-    if array.size and not is_category(array):
+    # Along rank, whole numbers are names, such as tokens.
+    is_name = is_category(array) or (_are_ranked(array) and array.dtype.kind in "iu")
+    if array.size and not is_name:
         known = array.where(~array.isin([*flags])) if flags else array
         numbers = {
             "min": known.min(),
@@ -110,9 +116,14 @@ def _computed(facts: Any) -> Any:
 
 
 def _are_counts(array: xr.DataArray) -> bool:
-    """True for a small table of counts whose dimensions all have text labels."""
+    """True for a table of counts whose dimensions all have text labels."""
     labelled = all(dim in array.coords and array[dim].dtype.kind in "UTO" for dim in array.dims)
-    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _MOST_COUNTS
+    return array.dtype.kind in "iu" and array.ndim > 1 and labelled
+
+
+def _are_ranked(array: xr.DataArray) -> bool:
+    """True for the first of a ranking, such as the nearest tokens; statistics have populations."""
+    return "rank" in array.dims and "population" not in array.dims
 
 
 def write_result(

@@ -249,6 +249,20 @@ def test_counts_are_printed() -> None:
     assert ["lr", "1", "2,000"] in lines
 
 
+def test_a_ranking_is_printed_and_its_tokens_are_not_averaged() -> None:
+    near = xr.DataArray([[1000, 3], [7, -1]], {"step": [0, 9], "rank": [1, 2]}, ["step", "rank"])
+    found = xr.Dataset({"nearest": near, "distance": near / 2})
+    texts = np.array([["a", " b"], ["'", ""]])
+    with out.capture() as captured:
+        print_description(describe(found.assign_coords(text=(near.dims, texts))))
+        print_description(describe(found.isel(rank=[0] * 999)))
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert ["0", "1000", "'a'", "3", "'", "b'"] in lines
+    assert ["9", "3.5", "-0.5"] in lines
+    assert captured.get().count("writes the values of nearest, distance, too many") == 1
+    assert np.isnan(describe(found)["nearest"]["mean"])
+
+
 def record(
     path: Path, rows: int, changed: tuple[int, int] | None = None, parameter: str = "W"
 ) -> Path:

@@ -157,7 +157,7 @@ def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:
 @RUN_TOKENIZER
 @CONSTRUCTOR
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder or file.")
-@needs_extra("checkout", "train")
+@needs_extra("checkout", "torch")
 def checkout(run: str, output: str, constructor: str | None, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads, or to a file.
 
@@ -165,8 +165,9 @@ def checkout(run: str, output: str, constructor: str | None, **options: Any) -> 
     bits.
     AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
     tokenizer, if the run has one. Of a model that is not of transformers, which needs
-    --constructor, the folder has model.pt, its state dict. A path that ends in .pt or .safetensors
-    is a file with the state dict; it needs no --constructor.
+    --constructor, the folder has model.pt, its state dict. A path that ends in .pt, .pth or
+    .safetensors is a file with the state dict; without --constructor, it has the parameters and the
+    recorded buffers.
 
     \b
     Example:
@@ -197,8 +198,10 @@ def checkout(run: str, output: str, constructor: str | None, **options: Any) -> 
     if of_transformers:
         out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")
     else:
-        load = "torch.load" if weights.suffix == ".pt" else "safetensors.torch.load_file"
-        out.print(f"Load it with: model.load_state_dict({load}({str(weights)!r}))")
+        is_safe = weights.suffix.lower() == ".safetensors"
+        load = "safetensors.torch.load_file" if is_safe else "torch.load"
+        strict = "" if folder.strict else ", strict=False"
+        out.print(f"Load it with: model.load_state_dict({load}({str(weights)!r}){strict})")
 
 
 @click.command()

@@ -107,16 +107,16 @@ def export(
 
 def _format_of(output: str) -> str:
     """Format for the extension of a file name."""
-    endings = {"": "safetensors", ".safetensors": "safetensors", ".h5": "hdf5", ".hdf5": "hdf5",
-               ".zarr": "zarr"}  # fmt: skip
+    from trajstore.exchange.export import ENDINGS
+
     suffix = Path(output).suffix.lower()
-    if suffix not in endings:
+    if suffix and suffix not in ENDINGS:
         raise InvalidArgument(
             f"unknown extension {suffix} of {output}; use "
-            f"{', '.join(filter(None, endings))}, or --format safetensors, hdf5, zarr or run; for "
+            f"{', '.join(ENDINGS)}, or --format safetensors, hdf5, zarr or run; for "
             "the weights of one step: trajstore checkout RUN --at STEP -o NAME.pt"
         )
-    return endings[suffix]
+    return ENDINGS.get(suffix, "safetensors")
 
 
 @click.command(name="import")

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 else:  # importing xarray takes longer than a small export
     Run = str | os.PathLike[str] | Iterable
 FORMATS = ("safetensors", "hdf5", "zarr", "run")
-
+ENDINGS = {".safetensors": "safetensors", ".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
+"""Formats that the names of files show."""
 
 Array = npt.NDArray[Any]
 
@@ -333,6 +334,7 @@ def export(
         If `file` exists and `overwrite` is not set, or it is of another kind.
     InvalidArgument
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
+        If `file` has the ending of another format.
         If `fill_damaged` is set, and the format is not ``run``, or the run is a Dataset.
         If there are several runs, and the layout holds one, or they have other steps or tokens.
         If `memory` does not hold the rows of a block or a chunk.
@@ -360,6 +362,13 @@ def export(
     is_one = isinstance(given, (str, os.PathLike, imported("xarray", "Dataset")))
     described = layout_of(layout)
     format = _format_of(format, described, encoding)
+    ending = Path(file).suffix.lower()
+    if ENDINGS.get(ending, format) not in (format, format.replace("run", "zarr")):
+        fitting = next(name for name in ENDINGS if ENDINGS[name] == format.replace("run", "zarr"))
+        raise InvalidArgument(
+            f"got {file}, whose ending is that of {ENDINGS[ending]}, but layout {described.name} "
+            f"is written as {format}; name it NAME{fitting}, or choose another layout or format"
+        )
     request = _Request(
         runs=[given] if is_one else list(given),
         file=file,

@@ -439,6 +439,9 @@ def _notes(
     for key in {*layout.marks} - {*marks, *keys}:
         why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"
         yield f"{key} omitted: {why}"
+    ids = part.coordinates["token"]
+    if not layout.columns and not layout.only and not np.array_equal(ids, np.arange(len(ids))):
+        yield f"the masks are of the {len(ids)} tokens of the export only, not the vocabulary"
     written = [column for column in layout.columns if column.key in columns]
     late = [column.key for column in written if column.first_row]
     if late and part.steps[0] != 0:

@@ -38,13 +38,13 @@ from trajstore.store.writing.create import link_run
 from trajstore.store.writing.new_run import check_variables, compact_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.store.writing.writer import RunWriter
-
-if TYPE_CHECKING:
-    import xarray as xr  # takes long
 from trajstore.strict_json import utc_now
 from trajstore.threads import Progress, in_parallel
 from trajstore.units import parse_bytes
 from trajstore.values.native_types import native_type, widen
+
+if TYPE_CHECKING:
+    import xarray as xr  # takes long
 
 Array = npt.NDArray[Any]
 

@@ -338,6 +338,7 @@ WRONG_VALUES = [
     ("heatmap", "of", "speed"),
     ("lattice_displacement", "metric", "miles"),
     ("nearest_tokens", "k", 0),
+    ("nearest_tokens", "k", 10**9),
     ("nearest_tokens", "tokens", 77),
     ("pca", "first", "grad"),
     ("radial_tangential", "about", "sun"),

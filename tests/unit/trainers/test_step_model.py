@@ -184,21 +184,33 @@ def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None
     assert same(dict(model.state_dict()), dict(own.models[4]))
 
 
-@pytest.mark.parametrize("name", ["step.pt", "step.safetensors"])
+@pytest.mark.parametrize("name", ["step.PTH", "step.safetensors"])
 def test_the_weights_of_a_step_in_a_file(
     name: str, own: Any, recorded: Any, tmp_path: Path
 ) -> None:
     told = shutil.copytree(recorded.path, tmp_path / "told.zarr")
     CliRunner().invoke(main, ["annotate", str(told), "--tokenizer", "ascii"])
+    facts = json.loads((told / "zarr.json").read_text())
+    facts["attributes"]["config"] = {"data": {"target_offset": 2}}
+    (told / "zarr.json").write_text(json.dumps(facts))
     file = tmp_path / name
-    for run, kept, model in (
-        (own.path, own.models[4], OwnModel()),  # with buffers
-        (told, recorded.models[4], gpt2()),  # with tied weights
+    assert checkout(own.path, file, step=4, constructor=OwnModel).strict
+    words = ["checkout", str(own.path), "--at", "4", "-o", str(file), "--overwrite"]
+    assert ", strict=False)" in CliRunner().invoke(main, words).stdout
+    for run, kept, model, strict in (
+        (own.path, own.models[4], OwnModel(), False),  # with buffers
+        (told, recorded.models[4], gpt2(), True),  # with tied weights
     ):
         found = checkout(run, file, step=4, overwrite=True)
-        model.load_state_dict(torch.load(file) if name == "step.pt" else load_file(file))
+        model.load_state_dict(torch.load(file) if name == "step.PTH" else load_file(file))
         assert same(dict(model.state_dict()), dict(kept))
-    if name == "step.pt":
+        assert found.strict == strict == (not any("never changed" in n for n in found.notes))
+        (other := tmp_path / "other").touch()
+        assert file.stat().st_mode == other.stat().st_mode
+    with pytest.raises(InvalidArgument, match=r"expected a folder, NAME\.pt or NAME\.safetensors"):
+        checkout(own.path, tmp_path / "step.bin", step=4)
+    assert any("the token after next" in note for note in found.notes)
+    if name == "step.PTH":
         assert "the file has no token_text" in found.notes[-1]
     else:
         with safe_open(file, "pt") as opened:

@@ -178,9 +178,13 @@ def test_nearest_distance(ds: xr.Dataset) -> None:
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
 @given(near_histories(), st.integers(1, 6))
 def test_nearest_tokens(ds: xr.Dataset, k: int) -> None:
-    labels = ds.token.values
+    labels, k = ds.token.values, min(k, ds.sizes["token"])
     ds = ds.assign_coords(token_text=("token", [f"<{label}>" for label in labels]))
     for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
+        if members.sum() < 2:
+            with pytest.raises(InvalidArgument, match=r"expected at least 2; name the tokens by"):
+                analysis.nearest_tokens(ds, k, population=population)
+            continue
         got = analysis.nearest_tokens(ds, k, labels[::-1], population=population)
         got = got.compute(scheduler="sync")
         assert got.token.values.tolist() == labels[::-1].tolist()
@@ -216,6 +220,18 @@ def test_the_nearest_of_many_that_products_cannot_tell_apart(make_run) -> None:
     W[0, 0] = -1000  # the squares are large, and the mean is far away
     got = analysis.nearest_distance(make_run(W, native="float64")).compute()
     np.testing.assert_allclose(got.nearest_distance[0], distances_by_hand(W[0]), rtol=1e-12)
+
+
+def test_numbers_beyond_their_type(make_run) -> None:
+    W = np.array([[[1.0, 0], [2, 0], [5, 0], [4, 0]]])
+    found, huge = (
+        analysis.nearest_tokens(make_run(W * scale, native="float64"), 3).compute()
+        for scale in (1.0, 2.0**1000)
+    )
+    np.testing.assert_array_equal(huge.nearest_token, found.nearest_token)
+    np.testing.assert_array_equal(huge.distance, found.distance * 2.0**1000)
+    with pytest.raises(InvalidArgument, match=r"tokens: got 11\d+ at position 0, expected whole"):
+        analysis.nearest_tokens(make_run(W), tokens=2**70)
 
 
 def test_steps_of_choice_of_nearest_vectors(make_run, walk) -> None:

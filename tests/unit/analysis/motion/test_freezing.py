@@ -5,6 +5,7 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
+from trajstore.analysis.motion.freezing import last_start
 from trajstore.errors import VariableNotRecorded
 
 
@@ -76,6 +77,10 @@ def test_a_stored_summary_answers_without_the_weights(bits, make_run):
     got, expected = analysis.freeze(stored).compute(), analysis.freeze(ds).compute()
     for name in expected:
         np.testing.assert_array_equal(got[name], expected[name])
+
+
+def test_a_run_without_rows_is_too_short_to_freeze():
+    assert last_start(np.array([], np.int64), 3) == -1
 
 
 def test_freeze_of_each_element(bits, chunks, make_run):

@@ -62,6 +62,21 @@ def test_a_changed_dataset_is_exported_as_it_is(small_run: SmallRun, tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "fitting"),
+    [
+        ("a.safetensors", {"layout": "thimble-7"}, r"layout thimble-7 is .* hdf5; .* NAME\.h5"),
+        ("a.zarr", {"layout": "15.1a"}, r"NAME\.safetensors"),
+        ("A.H5", {"encoding": "compact"}, r"NAME\.zarr"),
+    ],
+)
+def test_the_ending_of_another_format(
+    name: str, options: Any, fitting: str, small_run: SmallRun, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidArgument, match=fitting):
+        trajstore.export(small_run[0], tmp_path / name, **options)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"format": "csv"}, "cannot export to 'csv'"),

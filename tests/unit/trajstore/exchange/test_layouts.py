@@ -560,6 +560,9 @@ def test_masks_label_the_tokens_of_an_import(run: Any, tmp_path: Path, layout: s
     masks = tmp_path / f"masks_{layout}"
     done = trajstore.export(path, masks, layout=layout)
     assert (done.rows, done.notes) == (0, ())
+    if not LAYOUTS[layout].only:
+        (note,) = trajstore.export(path, tmp_path / "some", layout=layout, tokens=DEAD).notes
+        assert f"of the {len(DEAD)} tokens of the export only" in note
     file = load_file(masks)
     assert {*file} == {*LAYOUTS[layout].marks, *LAYOUTS[layout].numbers}
     if layout == "token-counts":
