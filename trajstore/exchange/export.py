@@ -355,6 +355,7 @@ def export(
     118
     >>> export("gatsby.zarr", "few.zarr", format="zarr", steps="::10", variables="W").rows
     3
+    >>> import xarray as xr
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
