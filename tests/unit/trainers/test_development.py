@@ -604,7 +604,7 @@ def test_a_loop_continues_with_the_parameters_of_its_run(tmp_path: Path) -> None
     loop.train(path, last=2)
     with torch.no_grad():
         loop.model[2].bias += 1
-    with pytest.raises(NothingToResume, match="params_digest of the training differ"):
+    with pytest.raises(NothingToResume, match="params of the training differ"):
         loop.train(path, first=2, resume=True)
 
 
