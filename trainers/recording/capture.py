@@ -470,11 +470,13 @@ def open_recorder(
 
 
 def _keyframes(planned: PlannedRun) -> ParameterRows:
-    """Return the rows of keyframes, which resume those that exist; a fork begins without."""
-    options = planned.recording.options.resumed_or_new([planned.path])
-    if options.resume:
-        return ParameterRows(planned, ExistingRun.find(planned))
-    return ParameterRows(replace(planned, recording=replace(planned.recording, options=options)))
+    """Return the rows of keyframes, which resume those that exist; a fork begins without.
+
+    The last step may have no keyframe, so the rows of the matrix decide about a gap.
+    """
+    options = replace(planned.recording.options.resumed_or_new([planned.path]), allow_gap=True)
+    planned = replace(planned, recording=replace(planned.recording, options=options))
+    return ParameterRows(planned, ExistingRun.find(planned) if options.resume else None)
 
 
 def _report(on_note: Callable[[str], None] | None, sentence: str) -> None:

@@ -112,13 +112,14 @@ class ExistingRun:
             raise _ends_early(planned, steps)
         _check_gap(planned, attributes, int(all_steps[-1]))
         _check_change_norms(planned, recorded, int(steps[-1]))
-        W = arrays["W" if "W" in recorded else "cells"]
+        weights = "W" if "W" in recorded else "cells"
+        W, is_last = arrays[weights], int(steps[-1]) == planned.recording.loop.first_step
         tokens = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = steps.size - 1
         names = arrays["hyperparameter"][...] if "hyperparameter" in arrays else ()
         resumed = {}
         for row in np.flatnonzero(all_steps == planned.recording.loop.first_step).tolist():
-            for name in ("W" if "W" in recorded else "cells", *_state_of_step(recorded)):
+            for name in (weights, *_state_of_step(recorded)):
                 key = (row, tokens) if arrays[name].ndim == W.ndim else row
                 resumed[name] = _row(arrays[name], key)
         compared = None
@@ -132,7 +133,7 @@ class ExistingRun:
             last_step=int(steps[-1]),
             missing_steps=missing,
             is_dead=arrays["is_dead"][...] if "is_dead" in arrays else None,
-            last_weights=_row(W, (last, tokens)),
+            last_weights=resumed[weights] if is_last else _row(W, (last, tokens)),
             hyperparameters=tuple(map(str, names)),
             optimizer=attributes.get("optimizer", {}),
             attributes=_changed_attributes(planned, attributes),

@@ -224,8 +224,8 @@ class StoredArray:
         form = block_form(group["W"]) if {"W", "hyperparameters"} <= {*group} else None
         if form is None:
             return {}
-        names, values = (whole(self.path, group, f"hyperparameter{end}") for end in ("", "s"))
-        return changing_settings(form.chain.rule, names.tolist(), values[rows])
+        names = whole(self.path, group, "hyperparameter").tolist()
+        return changing_settings(form.chain.rule, names, group["hyperparameters"][rows])
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = ArraySelection.of(key, self.shape)
