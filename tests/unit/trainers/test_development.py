@@ -597,6 +597,8 @@ def test_other_buffers_at_the_end_are_no_keyframe(tmp_path: Path) -> None:
         loop.model(torch.arange(5))
     assert any("no keyframe of its last step" in note for note in run.notes())
     assert open_run(tmp_path / "run.zarr/keyframes").step.values.tolist() == [0, 1]
+    loop.train(tmp_path / "run.zarr", first=2, last=3, resume=True)
+    assert open_run(tmp_path / "run.zarr").step.values.tolist() == [0, 1, 2, 3]
 
 
 def test_a_loop_continues_with_the_parameters_of_its_run(tmp_path: Path) -> None:
