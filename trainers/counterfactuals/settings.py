@@ -16,8 +16,8 @@ from trajstore.errors import ConfigError, argument, config_field
 from trajstore.store.metadata.metadata_form import SEGMENTS, listed_segments
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
+from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.recording.notes import class_path
-from trajstore.trainers.recording.step_gradients import clip_coefficient
 from trajstore.trainers.replays.recorded_rows import RecordedRows, tensor_of
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS

@@ -24,6 +24,7 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ModelParameters
 from trajstore.trainers.recording.digests import StepDigests
 from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, ExistingRun
+from trajstore.trainers.recording.listeners import Listeners
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
@@ -36,7 +37,6 @@ from trajstore.trainers.recording.parameters import (
 )
 from trajstore.trainers.recording.planned_run import PlannedRun, Recording, plan_runs, run_paths
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
-from trajstore.trainers.recording.step_hooks import StepHooks
 from trajstore.trainers.recording.step_inputs import StepInputs
 
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ class Recorder:
         self._notes = recording.notes
         self._must_write = must_write
         self.has_failed = False
-        self._hooks = StepHooks(
+        self._hooks = Listeners(
             recording,
             self._rows,
             multiplied,

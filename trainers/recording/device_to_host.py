@@ -124,25 +124,23 @@ class JoinedVector:
             place.mul_(self.factor)
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors have one type, shape and bit patterns."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    ratio = 8 // a.itemsize
-    a, b = a.contiguous().flatten(), b.contiguous().flatten()
-    wide = not (len(a) % ratio or a.storage_offset() % ratio or b.storage_offset() % ratio)
-    kind = torch.int64 if wide else torch.uint8  # whole words are compared seven times as fast
+    kind = torch.int64 if _has_words(a) and _has_words(b) else _INTEGERS[a.itemsize]
     return torch.equal(a.view(kind), b.view(kind))
 
 
-def bit_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the sums of the bit patterns of each tensor, and of their squares, modulo 2⁶⁴."""
-    sums = []
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().flatten()
-        words = flat.view(getattr(torch, f"int{8 * min(flat.itemsize, 8)}")).to(torch.int64)
-        sums.append((int(words.sum()), int((words * words).sum())))
-    return sums
+def _has_words(tensor: torch.Tensor) -> bool:
+    """Return True if the rows of a tensor are whole words, which are compared twice as fast."""
+    words = 8 // tensor.itemsize or 1
+    if not tensor.ndim or tensor.shape[-1] % words or tensor.storage_offset() % words:
+        return False
+    return tensor.is_contiguous()
 
 
 class RowTarget(Protocol):

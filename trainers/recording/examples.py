@@ -19,10 +19,14 @@ from trajstore.errors import InvalidArgument, RecordingError, did_you_mean
 from trajstore.installation import imported
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.device_to_host import type_name
-from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
+from trajstore.trainers.recording.forward_values import (
+    ForwardPass,
+    ForwardPasses,
+    logits_of,
+    loss_of,
+)
 from trajstore.trainers.recording.hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import as_float64
-from trajstore.trainers.recording.passes import ForwardPass
 from trajstore.trainers.recording.sharding import is_distributed
 
 EXAMPLE_INDEX = "example_index"

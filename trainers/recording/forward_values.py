@@ -1,33 +1,25 @@
-"""Values from the forward passes of a step: loss, logits, mean and spread of the hidden states.
+"""Values from the forward passes of a step: logits, mean and spread of the hidden states.
 
 A step may have several micro-batches, each with a forward and a backward pass. `ForwardPasses`
 takes the values of each forward pass when its hooks run. It uses those of the passes that the
 backward passes of the step went through, when the step ends. A pass that no backward pass goes
-through is forgotten with its graph: nothing else refers to it. Values that the loop observes belong
-to the forward passes before them, so those of a dropped batch are not used either.
+through is forgotten with its graph: nothing else refers to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
+from trajstore.trainers.recording.graphs import mark_loss, tensors_of
 from trajstore.trainers.recording.hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import last_layers, makes_logits
-from trajstore.trainers.recording.passes import (
-    BackwardPass,
-    ForwardPass,
-    StepLoss,
-    mark_loss,
-    tensors_of,
-)
 from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
 
 LogitsMode = Literal["last", "mean"]
@@ -39,24 +31,36 @@ _OF_LAYERS = re.compile(
 """Found in the names of nodes of layers, and of any code: no logits enter them."""
 
 
-class Observation(NamedTuple):
-    """Values that the loop has passed for a micro-batch.
+class ForwardPass:
+    """What the hooks of one forward pass have seen."""
 
-    Attributes
-    ----------
-    number : int
-        Number of the first forward pass after it.
-    deliver : dict of str to callable
-        Called if the step uses the values; by the names of the values.
-    """
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.head_calls = 0
+        self.head_inputs = 0
+        self.head_logits: torch.Tensor | None = None
+        self.last_layer: torch.nn.Module | None = None
+        self.last_node: torch.autograd.graph.Node | None = None
+        self._kept: list[tuple[str, Callable[[], None]]] = []
 
-    number: int
-    deliver: dict[str, Callable[[], None]]
+    def keep(self, name: str, deliver: Callable[..., None], *values: Any) -> None:
+        """Call a function with the values when the step ends, if the step uses this pass.
+
+        That is left out if the loop has passed other values under the name.
+        """
+        self._kept.append((name, functools.partial(deliver, *values)))
+
+    def deliver(self, observed: Set[str]) -> None:
+        """Call the functions once; values from the loop are `observed` under some names."""
+        kept, self._kept = self._kept, []
+        for name, call in kept:
+            if name not in observed:
+                call()
 
 
 @dataclass(kw_only=True, eq=False)
 class ForwardPasses:
-    """Loss, logits, mean and spread of the hidden states of the optimizer step in progress.
+    """Logits, mean and spread of the hidden states of the optimizer step in progress.
 
     Parameters
     ----------
@@ -73,7 +77,10 @@ class ForwardPasses:
     ----------
     current : ForwardPass or None
         Pass of the model that runs now, if it may be differentiated.
-    loss : StepLoss
+    number : int
+        Number of the next pass.
+    watched : set of int
+        Passes of the step whose use a backward pass tells, by their numbers.
     autocast_types : set of torch.dtype
         Types that autocast has chosen on the CPU.
     """
@@ -88,15 +95,13 @@ class ForwardPasses:
         self.autocast_types: set[torch.dtype] = set()
         self._vocabularies = frozenset(vocabularies)
         self._variables: frozenset[str] = frozenset()
-        self._number = 0  # of the next pass
+        self.number = 0
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
-        self._events: list[Observation | BackwardPass] = []
-        self._first = self._number
-        self._watched: set[int] = set()  # passes whose use a backward pass tells
-        self.loss = StepLoss()
+        self.first = self.number
+        self.watched: set[int] = set()
         self._logits = WeightedMean()
         self._hidden = WeightedMean()
         self._spread: HiddenSpread | None = None
@@ -150,69 +155,9 @@ class ForwardPasses:
             yield alone
             self._watch_graph(alone, output)
 
-    def observe(
-        self,
-        *,
-        loss: torch.Tensor | None,
-        logits: torch.Tensor | None,
-        others: Mapping[str, Callable[[], None]],
-    ) -> None:
-        """Use values from the loop in place of those from the hooks, if the step uses their pass.
-
-        `others` deliver further values of the same micro-batch. Several calls may pass different
-        values of it.
-        """
-        deliver = dict(others)
-        if loss is not None:
-            deliver["loss"] = self.loss.observed(loss)
-        if logits is not None:
-            deliver["logits"] = functools.partial(self._add_logits, *self._last_logits(logits))
-        if not deliver:
-            return
-        last = self._events[-1] if self._events else None
-        is_other = isinstance(last, Observation) and last.deliver.keys().isdisjoint(deliver)
-        if isinstance(last, Observation) and is_other and last.number == self._number:
-            last.deliver.update(deliver)
-        else:
-            self._events.append(Observation(self._number, deliver))
-
-    def end_backward(self, backward: BackwardPass) -> None:
-        """Take note of the place of a backward pass among the observed values."""
-        self._events.append(backward)
-
-    def deliver(self, passes: Collection[ForwardPass], used: Set[int]) -> None:
-        """Deliver the values of some passes, and the observed ones.
-
-        An observed value is left out if backward passes have gone through the passes `used`, given
-        by their numbers, but through none of its own. If its own are not known, its neighbors among
-        the backward passes decide.
-        """
-        observed: set[str] = set()
-        observations = [event for event in self._events if isinstance(event, Observation)]
-        bounds = [self._first, *(event.number for event in observations), self._number]
-        for event, before, end in zip(observations, bounds, bounds[2:], strict=False):
-            numbers = range(before, event.number) or range(event.number, end)
-            watched = self._watched.intersection(numbers)
-            if watched & used if used and watched else self._is_next_to_use(event):
-                observed |= event.deliver.keys()
-                for call in event.deliver.values():
-                    call()
-        for forward in sorted(passes, key=lambda forward: forward.number):
-            forward.deliver(observed)
-
-    def _is_next_to_use(self, observation: Observation) -> bool:
-        """Return True if the backward pass after an observation is used, or that before it.
-
-        It is that before it in a loop that observes after the backward pass.
-        """
-        events, place = self._events, self._events.index(observation)
-        after = isinstance(events[0], BackwardPass)
-        side = reversed(events[:place]) if after else iter(events[place + 1 :])
-        near = list(itertools.takewhile(lambda event: isinstance(event, BackwardPass), side))
-        backwards = [event for event in events if isinstance(event, BackwardPass)]
-        if not near:  # a pass for each, in another order, or none that was seen
-            return not backwards or len(events) <= 2 * len(backwards)
-        return not all(event.is_dropped for event in near if isinstance(event, BackwardPass))
+    def observed_logits(self, logits: torch.Tensor) -> Callable[[], None]:
+        """Return a function that uses the logits of a micro-batch from the loop."""
+        return functools.partial(self._add_logits, *self._last_logits(logits))
 
     def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
         """Reduce the hidden states of a micro-batch, (…, hidden); the result adds them."""
@@ -231,11 +176,10 @@ class ForwardPasses:
 
         return add
 
-    def values(self, backwards: Sequence[BackwardPass]) -> dict[str, torch.Tensor | None]:
+    def values(self) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""
         spread = self._spread
         return {
-            "loss": self.loss.value(backwards),
             "logits": self._logits.mean,
             "hidden_mean": self._hidden.mean,
             "hidden_trace": spread and spread.trace,
@@ -249,8 +193,8 @@ class ForwardPasses:
         self.current = self._new_pass() if counts else None
 
     def _new_pass(self) -> ForwardPass:
-        self._number += 1
-        return ForwardPass(self._number - 1)
+        self.number += 1
+        return ForwardPass(self.number - 1)
 
     def _end(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         forward, self.current = self.current, None
@@ -258,9 +202,8 @@ class ForwardPasses:
             return
         self._watch_graph(forward, output)
         loss, logits = loss_of(output), logits_of(output)
-        is_share = kwargs.get("num_items_in_batch") is not None
-        if loss is not None and not is_share:
-            mark_loss(loss)
+        if loss is not None:
+            mark_loss(loss, is_share=kwargs.get("num_items_in_batch") is not None)
         if forward.last_layer is not None and not _ends_in(output, forward.last_node):
             forward.head_calls = 0
         if forward.head_calls == 1 and forward.head_logits is not None:
@@ -312,7 +255,7 @@ class ForwardPasses:
         """Note when a backward pass goes through an output of the pass."""
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                self._watched.add(forward.number)
+                self.watched.add(forward.number)
                 tensor.grad_fn.register_prehook(functools.partial(self._use, forward))
 
     def _use(self, forward: ForwardPass, gradients: Any) -> None:

@@ -37,7 +37,7 @@ from trajstore.trainers.recording.parameters import (
     rate_of,
 )
 from trajstore.trainers.recording.sharding import is_sharded
-from trajstore.trainers.recording.torch_internals import is_compiled_call, name_outside_compile
+from trajstore.trainers.recording.torch_internals import name_outside_compile
 
 _MOST_RANGES = 1000
 """Maximum number of ranges of a note, which every commit writes; the last one then grows."""
@@ -160,10 +160,10 @@ _COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
 """Optimizers that first add the rows of a sparse gradient."""
 
 
-def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
+def why_unproven(optimizer: Optimizer, parameter: torch.Tensor, *, is_compiled: bool) -> str | None:
     """Return a sentence if a step does not follow bit for bit from the recorded gradient."""
     gradient: Any = parameter.grad
-    if is_compiled_call():
+    if is_compiled:
         return "optimizer.step() is compiled, so it rounds otherwise than torch's own"
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     if is_sharded(parameter):

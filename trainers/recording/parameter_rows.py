@@ -362,8 +362,9 @@ class ParameterRows:
         if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
         now = self.recorded_tokens(self.parameter.tensor).cpu()
-        # Another type ends the recording with an error of its own.
-        return now.dtype != before.dtype or same_bits(now, before.cpu())
+        if now.dtype != before.dtype:  # that ends the recording with an error of its own
+            return not waits
+        return same_bits(now, before.cpu())
 
     # Rows ----------------------------------------------------------------------------------------
 

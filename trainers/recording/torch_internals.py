@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
@@ -110,15 +111,17 @@ def own_parameter(module: torch.nn.Module, name: str = "weight") -> torch.nn.Par
     return module._parameters.get(name)
 
 
-def outside_compile(hook: Hook) -> Hook:
+def outside_compile(hook: Hook, *, recursive: bool = True) -> Hook:
     """Exclude a hook from compilation; in a model's graph it could not copy anything.
+
+    Without `recursive`, what the hook calls is compiled.
 
     `torch.compiler.disable` imports the compiler, which takes seconds. Without that import nothing
     is compiled, and there is no public function to check.
     """
     if "torch._dynamo" not in sys.modules:
         return hook
-    disabled: Hook = torch.compiler.disable(hook)
+    disabled: Hook = torch.compiler.disable(hook, recursive=recursive)
     return disabled
 
 
@@ -128,25 +131,47 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor:
     return scale
 
 
-def call_last(optimizer: Optimizer, hook: RemovableHandle) -> None:
-    """Make a pre-hook of a step the last one, so that it sees what the others have changed.
+def order_hooks(optimizer: Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
+    """Make a hook the last one before a step, and another the first one after it.
 
     torch calls hooks in the order of their registration.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks
-    if next(reversed(hooks)) != hook.id:
-        hooks.move_to_end(hook.id)
+    if next(reversed(hooks)) != before.id:
+        hooks.move_to_end(before.id)
+    hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(hooks)) != after.id:
+        hooks.move_to_end(after.id, last=False)
 
 
-def call_first(optimizer: Optimizer, hook: RemovableHandle) -> None:
-    """Make a hook after a step the first one, so that it sees the update alone."""
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(hook.id, last=False)
+def has_hooks(optimizer: Any) -> bool:
+    """Return True if the step of an object calls the hooks that it holds."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(
+        type(optimizer).step, "hooked", False
+    )
 
 
-def has_other_hooks(optimizer: Optimizer, *, expected: int) -> bool:
-    """Return True if an optimizer has more hooks after a step than `expected`."""
-    return len(optimizer._optimizer_step_post_hooks) > expected
+def call_hooks_of(base: type[Optimizer]) -> None:
+    """Let the step of a class call hooks, as torch does when it makes an object of the class.
+
+    The step of a subclass may call it, which may never have had an object of its own.
+    """
+    own: Any = vars(base)["step"]
+    if not getattr(own, "hooked", False):
+        own = Optimizer.profile_hook_step(own)
+        own.hooked = True
+        setattr(base, "step", own)  # noqa: B010  (mypy knows it as overloaded)
+
+
+def has_other_hooks(optimizer: Any) -> bool:
+    """Return True if another hook than ours runs after a step."""
+    own = getattr(optimizer, "_optimizer_step_post_hooks", ())
+    return len(own) > 1 or bool(_global_optimizer_post_hooks)
+
+
+def divides_in_step(optimizer: Optimizer) -> bool:
+    """Return True if a fused step divides the gradients by the factor of a gradient scaler."""
+    return getattr(optimizer, "grad_scale", None) is not None
 
 
 def scale_in_step(optimizer: Optimizer) -> float | None:
@@ -158,19 +183,22 @@ def scale_in_step(optimizer: Optimizer) -> float | None:
     return None if scale is None else float(scale)
 
 
-def is_compiled_call() -> bool:
-    """Return True if a compiled function has called this one, such as a compiled `step`.
+def running_compiler() -> Callable[[], Any]:
+    """Return a function that tells what compiles the functions that its caller calls, if any.
 
-    Its hooks run as always, so only the callers tell. The wrapper of the compiler refers to a
-    callback, that of `torch.compiler.disable` does not.
+    Only a private name tells it, and without the compiler nothing is compiled.
     """
-    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
-    while frame is not None:
-        is_wrapper = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        if is_wrapper and "callback" in frame.f_code.co_freevars:
-            return True
-        frame = frame.f_back
-    return False
+    if "torch._dynamo" not in sys.modules:
+        return lambda: None
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return get_eval_frame_callback
+
+
+def is_compiled(function: Any) -> bool:
+    """Return True for a result of `torch.compile`, and not of `torch.compiler.disable`."""
+    is_wrapped = hasattr(function, "_torchdynamo_orig_callable")
+    return is_wrapped and not getattr(function, "_torchdynamo_disable", False)
 
 
 def found_overflow(optimizer: Optimizer) -> bool:

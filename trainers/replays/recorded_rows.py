@@ -24,7 +24,7 @@ import torch
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
-from trajstore.trainers.recording.step_gradients import clip_coefficient
+from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.replays.replay_result import (
     CannotReplay,
     Compared,
