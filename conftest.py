@@ -19,7 +19,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 # Its modules cannot be imported, so neither can their examples. The folder itself is among
 # `testpaths`, and what is named there is collected whatever this says; what it holds is not.
 collect_ignore_glob = (
-    [] if HAS_TORCH else ["trajstore/trainers/*", "tests/independent_trainings.py"]
+    [] if HAS_TORCH else ["trajstore/trainers/*", "tests/independent_trainings.py", "tests/loops/*"]
 )
 if importlib.util.find_spec("lightning") is None:
     collect_ignore_glob.append("trajstore/trainers/recording/lightning_callback.py")

@@ -1,7 +1,9 @@
-"""A tiny model, and a second recorder that keeps plain lists, to compare with."""
+"""A tiny model, a plain loop, and a second recorder that keeps plain lists, to compare with."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,46 @@ def batches(count: int, seed: int = 0) -> list[dict[str, Any]]:
         ids = torch.randint(0, 13, (BATCH, CONTEXT + 1), generator=generator)
         made.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
     return made
+
+
+def adamw(model: Any, lr: Any = 0.01, **options: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=lr, **options)
+
+
+def steps(
+    model: Any,
+    optimizer: Any,
+    count: int = 3,
+    *,
+    lists: Any = None,
+    clip: float = 0,
+    seed: int = 0,
+    accumulate: int = 1,
+) -> Iterator[Any]:
+    """A plain loop; yields the output of the model after each backward pass.
+
+    Lists keep what each step got and did.
+    """
+    for number in range(count):
+        optimizer.zero_grad()
+        for batch in batches(accumulate, seed + number):
+            output = model(**batch)
+            (output["loss"] / accumulate if accumulate > 1 else output["loss"]).backward()
+        if lists is not None:
+            lists.add(grad=lists.parameter.grad, loss=output["loss"])
+            lists.add(logits=output["logits"][0, -1])
+        yield output
+        if clip:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if lists is not None:
+                lists.add(grad_norm=norm)
+        optimizer.step()
+        if lists is not None:
+            lists.after_step(optimizer)
+
+
+def take_steps(model: Any, optimizer: Any, count: int = 3, **options: Any) -> None:
+    deque(steps(model, optimizer, count, **options), maxlen=0)
 
 
 class Lists:

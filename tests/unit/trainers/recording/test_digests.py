@@ -12,7 +12,7 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import TinyModel, batches  # noqa: E402
+from list_recorder import TinyModel, steps  # noqa: E402
 
 from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording.digests import ROW, StepDigests, digests  # noqa: E402
@@ -138,12 +138,6 @@ def test_every_flip_of_one_bit_changes_the_digest(dtype: Any) -> None:
     assert all_differ(values, *(flipped(values, place) for place in flips))
 
 
-def test_flips_in_several_rows_change_the_digest() -> None:
-    values, rng = draw(5 * ROW), random.Random(4)
-    flips = {(rng.randrange(5 * ROW), rng.randrange(32)) for _ in range(100)}
-    assert all_differ(values, *(flipped(values, place) for place in flips))
-
-
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_swap_of_two_elements_changes_the_digest(dtype: Any) -> None:
     values = torch.arange(1, 33).to(dtype)
@@ -182,10 +176,13 @@ def test_no_two_pairs_of_changed_signs_have_one_digest(dtype: Any) -> None:
     assert all_differ(values, *changed)
 
 
-def test_random_pairs_of_changed_signs_in_several_rows() -> None:
+def test_flips_in_several_rows_change_the_digest() -> None:
+    """One, or two of the highest bit."""
     values, rng = draw(3 * ROW, torch.float64), random.Random(5)
+    flips = {((rng.randrange(3 * ROW), rng.randrange(64)),) for _ in range(100)}
     pairs = {tuple(sorted(rng.sample(range(3 * ROW), 2))) for _ in range(100)}
-    assert all_differ(values, *(flipped(values, *((at, 63) for at in pair)) for pair in pairs))
+    flips |= {tuple((at, 63) for at in pair) for pair in pairs}
+    assert all_differ(values, *(flipped(values, *places) for places in flips))
 
 
 def test_threads_do_not_change_a_digest() -> None:
@@ -222,32 +219,17 @@ def test_the_gradients_of_several_optimizers_have_one_digest() -> None:
     assert int(step.after_step()["step_digest"]) == 0  # of the next step
 
 
-def test_two_exchanged_gradients_change_the_digest() -> None:
-    parameters = [torch.nn.Parameter(draw(6)) for _ in range(2)]
-    found = []
-    for shift in (0, 1):
-        step = StepDigests(torch.nn.ParameterList(parameters))
-        for number, parameter in enumerate(parameters):
-            parameter.grad = draw(6) + (number + shift) % 2
-        step.add_gradients([{"params": parameters}])
-        found.append(int(step.after_step()["step_digest"]))
-    assert found[0] != found[1]
-
-
 def test_the_rows_of_a_run_have_the_digests_of_the_loop(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    of_parameters = [[*map(plain_digest, model.parameters())]]
-    of_gradients = [0]
+    of_parameters, of_gradients = [], [0]
     with capture(model, optimizer, tmp_path / "run.zarr", variables="keyframes"):
-        for batch in batches(3):
-            optimizer.zero_grad()
-            model(**batch)["loss"].backward()
+        for _ in steps(model, optimizer):
+            of_parameters.append([*map(plain_digest, model.parameters())])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             of_gradients.append(plain_gradient_digest([p.grad for p in model.parameters()]))
-            optimizer.step()
-            of_parameters.append([*map(plain_digest, model.parameters())])
+    of_parameters.append([*map(plain_digest, model.parameters())])
     ds = xr.open_zarr(tmp_path / "run.zarr", chunks=None)
     assert ds.params_digest.dtype == ds.step_digest.dtype == np.int64
     assert ds.params_digest.values.view(np.uint64).tolist() == of_parameters

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import HIDDEN, Lists, TinyModel, batches  # noqa: E402  # noqa: E402
+from list_recorder import HIDDEN, Lists, TinyModel, adamw, batches  # noqa: E402  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
@@ -149,29 +149,26 @@ def test_the_head_takes_the_states_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_no_hidden_state_is_refused(path: Path) -> None:
+    def refused(
+        message: str, model: Any, parameter: str = "embedding.weight", **given: Any
+    ) -> None:
+        with pytest.raises((InvalidArgument, RecordingError), match=message):
+            step_of(model, path, parameter=parameter, **given)
+
     model = OwnModel()
-    of_W = {"parameter": "embedding.weight"}
-    with pytest.raises(InvalidArgument, match=r"hidden: got float32 of shape \(5, 8\), expected f"):
-        step_of(model, path, passed=torch.ones(5, 8), **of_W)
-    with pytest.raises(RecordingError, match=r"no such module \(did you mean 'encoder'\?\)"):
-        step_of(model, path, hidden_from="encode", **of_W)
-    with pytest.raises(RecordingError, match=r"hidden_from='position': got float32 of shape \(5"):
-        step_of(model, path, hidden_from="position", strict=True, **of_W)
-    with pytest.raises(RecordingError, match=r"batch_first=False.*observe\(hidden=output\.trans"):
-        step_of(OwnModel(batch_first=False), path, hidden_from="encoder", **of_W)
-    with pytest.raises(RecordingError, match="hidden_mean not recorded"):
-        step_of(
-            OwnMatrix(), path, parameter="W", strict=True
-        )  # its inputs are as many ids as W is wide
+    refused(r"hidden: got float32 of shape \(5, 8\), expected f", model, passed=torch.ones(5, 8))
+    refused(r"no such module \(did you mean 'encoder'\?\)", model, hidden_from="encode")
+    words = r"hidden_from='position': got float32 of shape \(5"
+    refused(words, model, hidden_from="position", strict=True)
+    words = r"batch_first=False.*observe\(hidden=output\.trans"
+    refused(words, OwnModel(batch_first=False), hidden_from="encoder")
+    # Its inputs are as many ids as W is wide.
+    refused("hidden_mean not recorded", OwnMatrix(), "W", strict=True)
     assert not path.exists()
 
 
 SEEN = ("W", "hidden_mean", "hidden_trace", "hidden_cosine", "batch", "example_loss")
 ALL = (*SEEN, "hidden_states")
-
-
-def optimizer_of(model: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -180,7 +177,7 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
     model = TinyModel(dtype)
     states: list[Any] = []
     model.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach().float()))
-    optimizer = optimizer_of(model)
+    optimizer = adamw(model)
     told: list[tuple[Any, Any]] = []
     with capture(model, optimizer, tmp_path / "run.zarr", variables=ALL) as run:
         for step in range(4):
@@ -223,7 +220,7 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
 
 def test_losses_of_a_causal_language_model(tmp_path: Path) -> None:
     model = tiny_gpt2()
-    optimizer = optimizer_of(model)
+    optimizer = adamw(model)
     expected, losses = [], []
     with capture(model, optimizer, tmp_path / "run.zarr", variables=("W", "loss", *ALL)):
         for number, batch in enumerate(batches(3)):
@@ -260,14 +257,13 @@ def test_a_loss_that_is_another_one_is_not_guessed(path: Path) -> None:
     (batch,) = batches(1)
     with (
         pytest.raises(RecordingError, match=r"observe\(example_loss=…\)"),
-        capture(model, optimizer_of(model), path, variables=("W", "example_loss"), strict=True),
+        capture(model, adamw(model), path, variables=("W", "example_loss"), strict=True),
     ):
         model(**batch)
     assert not path.exists()
 
 
-def test_losses_that_were_not_observed_are_an_error(tiny: Any, path: Path) -> None:
-    optimizer = optimizer_of(tiny)
+def test_losses_that_were_not_observed_are_an_error(tiny: Any, optimizer: Any, path: Path) -> None:
     tiny(**batches(1)[0])["loss"].backward()
     message = r"example_loss not recorded.*not a causal language model .* observe\(example_loss=…\)"
     with (
@@ -278,31 +274,21 @@ def test_losses_that_were_not_observed_are_an_error(tiny: Any, path: Path) -> No
     assert not path.exists()
 
 
-def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, path: Path) -> None:
-    optimizer = optimizer_of(tiny)
+def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, optimizer: Any, path: Path) -> None:
     notes: list[str] = []
     variables = ("W", "batch", "example_loss")
     with capture(tiny, optimizer, path, variables=variables, on_note=notes.append) as run:
-        with pytest.raises(InvalidArgument, match=r"batch: got torch.float32 of shape"):
-            run.observe(batch=torch.rand(3))
         with pytest.raises(InvalidArgument, match=r"example_loss: got .* of shape \(1, 1\)"):
             run.observe(example_loss=[[0.5]])
-        for given in (
-            {"loss": 0.5},
-            {"loss": torch.ones(2)},
-            {"loss": torch.ones((), dtype=torch.int64)},
-            {"logits": [[0.5]]},
-            {"batch": [True, False]},
-            {"batch": [1.5, 2]},
-            {"batch": ["1", "2"]},
-            {"batch": [2**53 + 1]},
-            {"example_loss": [0.1]},
-            {"example_loss": torch.tensor([0.1], dtype=torch.float64)},
-            {"example_loss": [1, 2]},
-            {"example_loss": ["0.5"]},
-        ):
-            with pytest.raises(InvalidArgument, match=f"{next(iter(given))}: got"):
-                run.observe(**given)
+        wrong = {
+            "loss": [0.5, torch.ones(2), torch.ones((), dtype=torch.int64)],
+            "logits": [[[0.5]]],
+            "batch": [torch.rand(3), [True, False], [1.5, 2], ["1", "2"], [2**53 + 1]],
+            "example_loss": [[0.1], torch.tensor([0.1], dtype=torch.float64), [1, 2], ["0.5"]],
+        }
+        for name, given in ((name, value) for name, values in wrong.items() for value in values):
+            with pytest.raises(InvalidArgument, match=f"{name}: got"):
+                run.observe(**{name: given})
         tiny(**batches(1)[0])["loss"].backward()
         run.observe(batch=[1, 2, 3], example_loss=[0.25, 0.5, 0.75])
         optimizer.step()

@@ -18,7 +18,7 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from crashing import killed  # noqa: E402
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import TinyModel, batches  # noqa: E402
+from list_recorder import TinyModel, take_steps  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked  # noqa: E402
@@ -45,10 +45,7 @@ class Loop:
             self.train(first, last)
 
     def train(self, first: int, last: int) -> None:
-        for batch in batches(STEPS)[first:last]:
-            self.optimizer.zero_grad()
-            self.model(**batch)["loss"].backward()
-            self.optimizer.step()
+        take_steps(self.model, self.optimizer, last - first, seed=first)
 
     def checkpoint(self) -> dict[str, Any]:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -369,11 +366,6 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
     assert not any("there are no rows" in note["note"] for note in ds.attrs["notes"])
 
 
-def is_unlocked(run: Path) -> bool:
-    RunLock.acquire(run).release()
-    return True
-
-
 def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,32 +374,31 @@ def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(
     two: dict[str, Any] = {"parameter": names, "variables": "weights"}
     loop.run(path, 0, 5, **two)
     before = [(run / "zarr.json").read_bytes() for run in (first, second)]
-    fits = loop.checkpoint()
-    with torch.no_grad():
-        loop.model.mix.weight += 1
-    with pytest.raises(NothingToResume, match=r"differ from .*mix\.weight\.zarr at step 5"):
-        loop.run(path, 5, 6, resume=True, first_step=5, **two)
-    loop.restore(fits)
-    adam, loop.optimizer = loop.optimizer, torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
-    with pytest.raises(RecordingError, match=r"mix\.weight is not in the optimizer"):
-        loop.run(path, 5, 6, resume=True, first_step=5, **two)
-    assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
-    assert is_unlocked(first)
-    loop.optimizer = adam
-    with RunLock.acquire(second), pytest.raises(RunLocked):
-        loop.run(path, 5, 6, resume=True, first_step=5, **two)
-    assert is_unlocked(first)
+    two |= {"resume": True, "first_step": 5}
+
+    def refused(error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            loop.run(path, 5, 6, **two)
+        assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
+        RunLock.acquire(first).release()
 
     def refuse(*arguments: Any) -> None:
         raise RecordingError("no memory can be pinned")
 
+    fits = loop.checkpoint()
+    with torch.no_grad():
+        loop.model.mix.weight += 1
+    refused(NothingToResume, r"differ from .*mix\.weight\.zarr at step 5")
+    loop.restore(fits)
+    adam, loop.optimizer = loop.optimizer, torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
+    refused(RecordingError, r"mix\.weight is not in the optimizer")
+    loop.optimizer = adam
+    with RunLock.acquire(second):
+        refused(RunLocked, "lock|writ")
     with monkeypatch.context() as patch:
         patch.setattr("trajstore.trainers.recording.parameter_rows.open_transfer", refuse)
-        with pytest.raises(RecordingError, match="pinned"):
-            loop.run(path, 5, 6, resume=True, first_step=5, **two)
-    assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
-    assert is_unlocked(first)
-    loop.run(path, 5, 6, resume=True, first_step=5, **two)
+        refused(RecordingError, "pinned")
+    loop.run(path, 5, 6, **two)
     assert [opened(run).step.values[-1] for run in (first, second)] == [6, 6]
 
 

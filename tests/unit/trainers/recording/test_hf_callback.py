@@ -79,13 +79,8 @@ def test_every_row_equals_that_of_lists(
 ) -> None:
     torch.manual_seed(1)
     # 11 examples in batches of 3: epochs end in short batches and in short groups of them.
-    trainer = trained(
-        TinyModel(dtype),
-        path,
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=0.3,
-        bf16=dtype is torch.bfloat16,
-    )
+    options = {"max_grad_norm": 0.3, "bf16": dtype is torch.bfloat16}
+    trainer = trained(TinyModel(dtype), path, gradient_accumulation_steps=accumulation, **options)
     ds = trainer.lists.agree_with(path)
     assert f"Recorded 8 rows to {path}\n" in capsys.readouterr().out
     assert ds.step.values.tolist() == list(range(8))
@@ -327,10 +322,13 @@ def transformed() -> Any:
         (transformed, "its data set has a transform"),
         (lambda: Failing([0]), "has the class Failing"),
         (lambda: Subset(Examples(), [0]), "has the class Examples"),
+        (lambda: EXAMPLES, "takes more than"),
+        (lambda: EXAMPLES, "several processes train"),
     ],
 )
 def test_what_cannot_be_counted_is_reported(made: Any, reason: str) -> None:
-    facts = facts_of(made())
+    seconds = -1.0 if reason == "takes more than" else 60.0
+    facts = facts_of(made(), processes=1 + reason.startswith("several"), seconds=seconds)
     assert not facts.options
     (note,) = facts.notes
     assert reason in note
@@ -350,14 +348,6 @@ def test_a_module_of_the_users_may_be_called_as_the_library(
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Examples))
     assert facts_of(EXAMPLES).options["token_count"].tolist() == COUNTS
     assert "has the class Examples" in facts_of(Examples()).notes[0]
-
-
-def test_a_data_set_that_takes_too_long_is_not_counted() -> None:
-    assert "takes more than" in facts_of(EXAMPLES, seconds=-1.0).notes[0]
-
-
-def test_several_processes_do_not_count() -> None:
-    assert "several processes train" in facts_of(EXAMPLES, processes=2).notes[0]
 
 
 def test_given_labels_take_precedence_over_counted_ones() -> None:
@@ -414,13 +404,10 @@ class Untied(TinyModel):
 @pytest.mark.parametrize(
     ("parameter", "known"),
     [
-        ("head.weight", True),
-        ("embedding.weight", True),
-        (["head.weight", "mix.weight"], True),
-        ("square.weight", False),
-        (["head.weight", "square.weight"], False),
+        ("head.weight", True), ("embedding.weight", True), (["head.weight", "mix.weight"], True),
+        ("square.weight", False), (["head.weight", "square.weight"], False),
     ],
-)
+)  # fmt: skip
 def test_only_rows_of_embeddings_are_tokens(parameter: Any, known: bool) -> None:
     facts = facts_of(EXAMPLES, model=Untied(), parameter=parameter)
     assert bool(facts.options) is known

@@ -15,12 +15,9 @@ from list_recorder import BATCH, CONTEXT, Lists, TinyModel  # noqa: E402
 
 from trajstore.errors import RunExists  # noqa: E402
 from trajstore.trainers import LightningCallback  # noqa: E402
-from trajstore.trainers.recording.step_gradients import clip_coefficient  # noqa: E402
+from trajstore.trainers.recording.gradient import clip_coefficient  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:GPU available but not used")]
 
 EPOCH = 4
 

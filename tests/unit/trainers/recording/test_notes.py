@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import VOCAB, TinyModel  # noqa: E402
-from loops_of_others import take_steps  # noqa: E402
+from list_recorder import (  # noqa: E402
+    VOCAB,
+    TinyModel,
+    take_steps,
+)
 
 from trajstore.errors import ConfigError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402

@@ -108,10 +108,7 @@ def test_named_variables_are_required_and_those_of_tiers_optional() -> None:
     ("counts", "told"),
     [
         (np.ones(4, int), r"got shape \(4,\), expected one value for each of the 17 rows of emb"),
-        (
-            np.ones(4),
-            "at position 0 of 4 values of float64, .* each of the 17 rows of emb",
-        ),
+        (np.ones(4), "at position 0 of 4 values of float64, .* each of the 17 rows of emb"),
     ],
 )
 def test_labels_of_another_vocabulary_are_refused_before_a_step(

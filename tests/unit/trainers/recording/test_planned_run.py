@@ -13,8 +13,11 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from hf_trainings import tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
-from loops_of_others import take_steps  # noqa: E402
+from list_recorder import (  # noqa: E402
+    VOCAB,
+    TinyModel,
+    take_steps,
+)
 from small_trainings import TEXT, small_config  # noqa: E402
 
 from trajstore import (  # noqa: E402
@@ -38,13 +41,9 @@ def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16, **m
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"is_dead": DEAD, "block_rows": 4, "log": log, "log_every": 2} | more
-    parts = [slice(None)] if "every" not in more else [slice(0, 6), slice(6, None)]
-    for part in parts:  # the second one resumes inside a block
+    for count in [steps] if "every" not in more else [6, steps - 6]:  # resumes inside a block
         with capture(model, optimizer, path, **options) as recorder:
-            for batch in batches(steps)[part]:
-                optimizer.zero_grad()
-                model(**batch)["loss"].backward()
-                optimizer.step()
+            take_steps(model, optimizer, count, seed=options.get("first_step", 0))
         options |= {"resume": True, "first_step": recorder.step, "is_dead": None}
 
 

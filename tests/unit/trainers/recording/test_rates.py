@@ -1,4 +1,4 @@
-"""Hyperparameters that a schedule changes are those of each step, in all that uses them."""
+"""Rates and hyperparameters that a schedule changes are those of each step, wherever used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
+from list_recorder import adamw as adamw_of  # noqa: E402
+from list_recorder import steps, take_steps  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.analysis import adam_update, moment_error  # noqa: E402
@@ -33,9 +35,11 @@ def cycled(optimizer: Any) -> Callable[[int], None]:
     return lambda step: schedule.step() if step else None
 
 
-def varied(key: str, values: Callable[[int], Any]) -> Callable[[Any], Callable[[int], None]]:
-    """Change of a setting of the first group before each step."""
-    return lambda optimizer: lambda step: optimizer.param_groups[0].update({key: values(step)})
+def varied(
+    key: str, values: Callable[[int], Any], group: int = 0
+) -> Callable[[Any], Callable[[int], None]]:
+    """Change of a setting of a group before each step."""
+    return lambda optimizer: lambda step: optimizer.param_groups[group].update({key: values(step)})
 
 
 def built() -> tuple[Any, Any]:
@@ -74,13 +78,11 @@ def sgd(momentum: float) -> Callable[[Any], Any]:
     return lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=momentum)
 
 
+DECAY = varied("weight_decay", lambda step: 0.1 * step)
 CHANGES: dict[str, tuple[Any, Any]] = {
     "one cycle": (adamw, cycled),
-    "weight decay": (adamw, varied("weight_decay", lambda step: 0.1 * step)),
-    "coupled decay": (
-        lambda groups: torch.optim.Adam(groups, lr=0.01),
-        varied("weight_decay", lambda step: 0.1 * step),
-    ),
+    "weight decay": (adamw, DECAY),
+    "coupled decay": (lambda groups: torch.optim.Adam(groups, lr=0.01), DECAY),
     "momentum": (sgd(0.5), varied("momentum", lambda step: min(0.9, 0.5 + 0.1 * step))),
     "momentum from 0": (sgd(0.0), varied("momentum", lambda step: 0.1 * max(step - 3, 0))),
 }
@@ -118,16 +120,6 @@ def test_the_update_of_adam_is_the_step(one_cycle: tuple[Path, xr.Dataset]) -> N
     assert abs(adam_update(ds, optimizer=fixed).adam_update - taken).max() > 1e-3
 
 
-def test_a_list_that_changes_in_place_is_read_again(tmp_path: Path) -> None:
-    def change(optimizer: Any) -> Callable[[int], None]:
-        betas = optimizer.param_groups[0]["betas"] = [0.9, 0.999]
-        return lambda step: betas.__setitem__(0, 0.9 - step / 100)
-
-    ds, _ = train(tmp_path / "run.zarr", adamw, change)
-    beta1 = ds.hyperparameters.sel(hyperparameter="beta1")[1:].values
-    assert beta1.tolist() == [0.9 - step / 100 for step in range(STEPS)]
-
-
 def test_a_setting_of_what_if_holds_in_all_steps(
     one_cycle: tuple[Path, xr.Dataset], tmp_path: Path
 ) -> None:
@@ -157,33 +149,51 @@ def test_restore_sets_what_the_next_step_used(one_cycle: tuple[Path, xr.Dataset]
     assert group["betas"][0] == ds.hyperparameters.sel(step=4, hyperparameter="beta1")
 
 
-def test_changes_of_other_groups_matter_only_to_the_whole_state(tmp_path: Path) -> None:
-    def other(optimizer: Any) -> Callable[[int], None]:
-        return lambda step: optimizer.param_groups[1].update(weight_decay=0.2 / (step + 1))
+def test_a_list_that_changes_in_place_is_read_again(path: Path) -> None:
+    def change(optimizer: Any) -> Callable[[int], None]:
+        betas = optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+        return lambda step: betas.__setitem__(0, 0.9 - step / 100)
 
-    _, notes = train(tmp_path / "matrix.zarr", adamw, other)
-    assert not any("changed" in note for note in notes)
-    _, notes = train(tmp_path / "all.zarr", adamw, other, variables="everything")
-    (note,) = (note for note in notes if "changed" in note)
-    assert note.startswith("weight_decay of parameter groups without the recorded parameter")
-
-
-def test_what_no_row_holds_is_named(tmp_path: Path) -> None:
-    named = ("W", "grad", "lr", "clip_coef")
-    ds, notes = train(tmp_path / "named.zarr", adamw, cycled, variables=named)
-    assert "hyperparameters" not in ds
-    assert any(note.startswith("beta1 of the optimizer's group") for note in notes)
-    _, notes = train(tmp_path / "flag.zarr", adamw, varied("maximize", lambda step: bool(step % 2)))
-    assert any(note.startswith("maximize of the optimizer's group") for note in notes)
+    ds, _ = train(path, adamw, change)
+    beta1 = ds.hyperparameters.sel(hyperparameter="beta1")[1:].values
+    assert beta1.tolist() == [0.9 - step / 100 for step in range(STEPS)]
 
 
-def test_numbers_that_a_step_changes_are_missing(path: Path) -> None:
-    class Warming(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            self.param_groups[0]["betas"] = (self.param_groups[0]["betas"][0] - 0.01, 0.999)
-            return super().step(closure)
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (varied("weight_decay", lambda step: 0.2 / (step + 1), group=1), {}, None),
+        (varied("weight_decay", lambda step: 0.2 / (step + 1), group=1),
+         {"variables": "everything"}, "weight_decay of other groups changed"),
+        (cycled, {"variables": ("W", "grad", "lr", "clip_coef")}, "beta1 of the group of"),
+        (varied("maximize", lambda step: bool(step % 2)), {}, "maximize of the group of"),
+    ],
+)  # fmt: skip
+def test_changes_that_no_row_holds_are_named(
+    change: Any, options: Any, said: str | None, path: Path
+) -> None:
+    _, notes = train(path, adamw, change, **options)
+    changed = [note for note in notes if "changed" in note]
+    assert [note.startswith(said or "") for note in changed] == [True] * (said is not None)
 
-    ds, notes = train(path, lambda groups: Warming(groups, lr=0.01), lambda _: lambda step: None)
-    assert np.isnan(ds.hyperparameters.sel(hyperparameter="beta1")).all()
-    assert (ds.hyperparameters.sel(hyperparameter="beta2")[1:] == 0.999).all()
-    assert any(note.startswith("beta1 changed while optimizer.step() ran") for note in notes)
+
+def test_a_rate_that_is_a_tensor_or_a_list_of_one(tiny: Any, record: Any) -> None:
+    optimizer = adamw_of(tiny, lr=torch.tensor([0.01]))
+    with record(optimizer, variables=("matrix", "everything")):
+        for _ in steps(tiny, optimizer):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+    expected = [np.float32(0.01) / 2**n for n in (1, 2, 3)]
+    np.testing.assert_allclose(record.read().lr.values[1:], expected)
+
+
+def test_groups_that_are_loaded_and_a_schedule_in_a_hook(tiny: Any, record: Any) -> None:
+    optimizer = adamw_of(tiny, lr=0.005)
+    with record(optimizer, variables=("matrix", "everything", "norms")):
+        optimizer.load_state_dict(optimizer.state_dict())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        take_steps(tiny, optimizer, 4)
+    ds = record.read()
+    assert ds.lr.values[1:].tolist() == [0.0, 0.00125, 0.0025, 0.00375]
+    np.testing.assert_array_equal(ds.params_lr[:, 0], ds.lr)
+    assert np.isfinite(ds.param_update_lost.values[2:]).all()

@@ -1,0 +1,288 @@
+"""The rules of the verdict, on tapes that are written by hand, without a training."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trajstore.trainers.recording.gradient import gradient  # noqa: E402
+from trajstore.trainers.recording.loss import (  # noqa: E402
+    loss_of_step,
+    observed_values,
+    used_passes,
+)
+from trajstore.trainers.recording.rates import GroupRates, stepped  # noqa: E402
+from trajstore.trainers.recording.tape import (  # noqa: E402
+    OLD,
+    PUT,
+    Assigned,
+    Backward,
+    Begin,
+    Clip,
+    End,
+    Gradients,
+    Mark,
+    Moment,
+    Observed,
+    Root,
+    Tape,
+    Unscale,
+    Void,
+    chain,
+)
+
+pytestmark = pytest.mark.torch
+
+LIMIT, SGD, SOURCE = 0.5, object(), object()
+ROOTS: dict[str, Any] = {
+    "2": {"divisor": 2.0}, "shared": {"source": SOURCE}, "scaled": {"scale": torch.tensor(4.0)},
+    "multiple": {"is_multiple": True}, "share": {"is_share": True},
+    "half": {"of_model": 2.0}, "third": {"of_model": 3.0},
+}  # fmt: skip
+"""Of a root, by flags of the word ``pass``; ``of_model`` times the value."""
+
+
+class Story:
+    """Writes the tape of one matrix from words: each is an event, or a change by the loop."""
+
+    def __init__(self, words: str) -> None:
+        self.tape, self.W = Tape(), torch.nn.Parameter(torch.zeros(2, 2))
+        self.raw: Any = None
+        self.base: Any = None
+        self.bases: list[Any] = []
+        self.is_inside = False
+        for word in words.split():
+            name, _, flags = word.partition(":")
+            getattr(self, f"do_{name}")(*filter(None, flags.split(",")))
+
+    def add(self, event: Any) -> Any:
+        self.tape.events.append(event)
+        return event
+
+    def marks(self) -> list[Mark | None]:
+        return [Mark.of(self.W.grad)]
+
+    def taken(self) -> tuple[Moment, list[Mark | None], Any]:
+        self.raw = self.W.grad.clone()
+        return Moment([self.W.grad]), self.marks(), torch.linalg.vector_norm(self.raw)
+
+    def root(self, flags: Any) -> Root:
+        value = torch.tensor(float(2 ** len(self.tape.all(Backward))))
+        given = {key: kept for flag in flags if flag in ROOTS for key, kept in ROOTS[flag].items()}
+        if "of_model" in given:
+            given["of_model"] = value * given["of_model"]
+        return Root(None if "many" in flags else value, **{"source": object()} | given)
+
+    def do_pass(self, *flags: str) -> None:
+        """The value of pass n is 2**n; n is also the number of its forward pass."""
+        root = self.root(flags)
+        forwards = [SimpleNamespace(number=len(self.tape.all(Backward)))]
+        if self.W.grad is None or self.base is None:
+            self.W.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + len(self.bases)
+        else:
+            self.W.grad.add_(torch.tensor([[0.5, 0.1], [0.7, 0.3]]))
+        moment, marks, norm = self.taken()
+        reached = {1 if "elsewhere" in flags else 0}
+        self.bases.append(self.W.grad)
+        self.base = self.add(
+            Backward(root, self.base, reached, 0, moment, marks, norm, forwards, self.is_inside)
+        )
+
+    def do_base(self, what: str) -> None:
+        self.W.grad, self.base = torch.ones(2, 2), {"old": OLD, "put": PUT}[what]
+
+    def do_zero(self) -> None:
+        self.W.grad = self.base = None
+
+    def do_back(self) -> None:
+        self.W.grad = self.bases[0]
+
+    def do_grads(self, *flags: str) -> None:
+        """`torch.autograd.grad`, whose result a loop may assign."""
+        self.result = torch.full((2, 2), 0.25)
+        forwards = [SimpleNamespace(number=len(self.tape.all(Gradients)))]
+        self.call = self.add(Gradients(self.root(flags), [Mark.of(self.result)], forwards))
+
+    def do_assign(self, origin: str = "") -> None:
+        found = {"call": getattr(self, "call", None), "old": OLD}.get(origin)
+        self.W.grad = self.result if origin == "call" else torch.full((2, 2), 0.75)
+        self.add(Assigned(found, *self.taken()))
+
+    def do_change(self, how: str) -> None:
+        if how == "removed":
+            self.W.grad = None
+            return
+        changes = {"factor": lambda g: g.mul_(0.3), "noise": lambda g: g.add_(0.01)}
+        changes |= {"zeros": lambda g: g.zero_()}
+        changes[how](self.W.grad)
+        self.base = None if how == "zeros" else self.base
+
+    def do_observe(self, *flags: str) -> None:
+        value = torch.tensor(10.0 * (1 + len(self.tape.all(Observed))))
+        roots = [self.base.root] if "graph" in flags else []
+        self.add(Observed(0, value, "quotient" in flags, {}, roots))
+
+    def do_unscale(self, *flags: str) -> None:
+        self.add(Unscale(SGD, ["changed" not in flags], *self.taken()[1:]))
+
+    def do_clip(self) -> None:
+        total, begins = torch.linalg.vector_norm(self.W.grad), self.marks()
+        self.W.grad.mul_(torch.clamp(LIMIT / (total + 1e-6), max=1.0))
+        self.add(Clip(LIMIT, total, begins, self.marks()))
+
+    def do_void(self) -> None:
+        self.add(Void())
+        self.tape.has_reached = False
+
+    def do_own(self) -> None:
+        """An optimizer that torch did not write."""
+        self.tape.has_reached = False
+
+    def do_closure(self) -> None:
+        self.tape.has_closure = self.is_inside = True
+
+    def do_begin(self, *flags: str) -> None:
+        taken = [e.moment for e in self.tape.events if isinstance(e, Backward | Assigned)]
+        norm = torch.tensor(0.125) if "other" in flags else None
+        if taken and self.W.grad is not None and not taken[-1].are_tensors([self.W.grad]):
+            norm = torch.linalg.vector_norm(self.W.grad)
+        self.add(Begin(SGD, self.marks(), [], self.base, norm))
+        self.copy_used()
+
+    def do_end(self) -> None:
+        if self.tape.has_closure:
+            self.copy_used()
+        self.add(End(SGD, self.marks(), []))
+
+    def copy_used(self) -> None:
+        if self.W.grad is not None and self.raw is not None:
+            self.used = self.W.grad.clone()
+            self.tape.used = {} if torch.equal(self.used, self.raw) else {0: self.used}
+
+    def gradient(self, **options: Any) -> Any:
+        raw = options.pop("raw", self.raw)
+        return gradient(self.tape, 0, self.W, raw, optimizer=SGD, **options)
+
+    def loss(self) -> tuple[Any, str]:
+        gradients = [self.gradient()]
+        used = used_passes(self.tape, gradients)
+        observed = observed_values(self.tape, used, set(), 0, 9)
+        loss, about = loss_of_step(self.tape, used, gradients, observed)
+        return loss if loss is None else float(loss), " ".join(about)
+
+
+@pytest.mark.parametrize(
+    ("words", "factor", "doubt"),
+    [
+        ("pass begin end", 1.0, ""),
+        ("pass clip begin end", None, ""),
+        ("pass change:factor begin end", 0.3, ""),
+        ("pass pass clip begin end", None, ""),
+        ("pass change:noise begin end", math.nan, "not by one factor"),
+        ("pass clip change:noise begin end", math.nan, "not by one factor"),
+        ("pass change:zeros begin end", math.nan, "changed or zeroed"),
+        ("assign begin end", math.nan, "not that of a backward pass"),
+        ("grads assign:call clip begin end", None, ""),
+        ("assign:old begin end", 1.0, ""),
+        ("pass unscale clip begin end", None, ""),
+        ("pass change:noise unscale:changed begin end", math.nan, "while it was scaled"),
+        ("own pass begin change:noise end", math.nan, "while optimizer.step() ran"),
+        ("pass begin change:noise end", 1.0, ""),
+        ("pass zero pass back begin end", 1.0, ""),
+        ("begin closure pass clip end", None, ""),
+        ("begin closure pass zero pass end", math.nan, "several times"),
+        ("pass void zero pass begin end", math.nan, "may have kept gradients"),
+        ("pass begin:other end", 1.0, "grad_norm is NaN"),
+    ],
+)
+def test_the_gradient_and_its_factor(words: str, factor: float | None, doubt: str) -> None:
+    story = Story(words)
+    read = story.gradient()
+    coef, said = float(read.coef), " ".join(read.doubts)
+    assert doubt in said
+    assert bool(said) == bool(doubt)
+    if factor is not None:
+        assert coef == pytest.approx(factor, nan_ok=True)
+    if not math.isnan(coef):
+        grad = story.bases[0] if "back" in words else story.raw if read.grad is None else read.grad
+        assert torch.equal(grad * read.coef, story.used)
+    elif read.grad is not None:
+        assert torch.equal(read.grad, story.used)
+    assert read.is_gone == ("void" in words)
+
+
+def test_a_gradient_without_a_step_or_without_a_copy() -> None:
+    removed = Story("pass change:removed begin end").gradient()
+    assert removed.is_gone
+    skipped = Story("pass change:noise begin end").gradient(skipped=True)
+    assert (math.isnan(skipped.coef), skipped.doubts, skipped.grad) == (True, (), None)
+    clipped = Story("pass clip begin end")
+    assert torch.equal(clipped.raw * clipped.gradient(raw=None).coef, clipped.used)
+    unseen = Story("pass change:noise begin end").gradient(raw=None)
+    assert "only the factor of clip_grad_norm_ is known" in unseen.doubts[0]
+
+
+def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
+    story = Story("pass zero pass pass back begin end")
+    read = story.gradient()
+    assert torch.equal(read.norm, story.tape.events[0].norm)
+    assert chain(read.source)[0] == story.tape.events[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "loss", "doubt"),
+    [
+        ("pass", 1.0, ""),
+        ("pass pass", 3.0, "the sum of what 2 backward passes"),
+        ("pass:2 pass:2", 3.0, ""),
+        ("pass:2 pass:2 pass:2", 7.0, "the sum of what 3"),
+        ("pass:share pass:share", 3.0, ""),
+        ("pass:half pass:half", 3.0, ""),  # the mean of 2 and 4
+        ("pass:half pass:third", 3.0, "the sum of what 2"),
+        ("pass zero pass", 2.0, ""),
+        ("pass zero pass back", 1.0, ""),
+        ("base:old pass", 1.0, "accumulated into the gradient of the step before"),
+        ("base:put pass", None, ""),
+        ("pass:shared pass:shared,elsewhere", 1.0, ""),
+        ("pass:shared pass:shared", 3.0, "the sum of what 2"),
+        ("pass:many", None, ""),
+        ("assign:old", None, ""),
+        ("grads assign:call", 1.0, ""),
+        ("grads grads assign:call", 1.0, ""),
+        ("grads grads assign", None, ""),
+        ("pass:multiple unscale", None, ""),
+        ("pass:multiple,scaled unscale", 1.0, ""),
+        ("pass zero pass change:noise", None, ""),
+        ("pass change:noise", 1.0, ""),
+        ("pass change:zeros", None, ""),
+        ("observe pass", 10.0, ""),
+        ("pass observe zero pass observe", 20.0, ""),
+        ("observe pass zero observe pass", 20.0, ""),
+        ("observe:quotient pass observe:quotient pass", 15.0, "several quotients"),
+        ("pass observe:graph zero pass observe:graph", 20.0, ""),
+    ],
+)
+def test_the_loss(words: str, loss: float | None, doubt: str) -> None:
+    got, said = Story(f"{words} begin end").loss()
+    assert got == (loss if loss is None else pytest.approx(loss, nan_ok=True))
+    assert doubt in said
+    assert bool(said) == bool(doubt)
+
+
+def test_the_rates_are_those_of_the_innermost_begin() -> None:
+    begin = GroupRates({"beta1": 0.9, "eps": 1e-8}, 0.1)
+    end = GroupRates({"beta1": 0.8, "eps": 1e-8}, 0.2)
+    usual: dict[str, Any] = {"has_closure": False, "is_first": True}
+    assert stepped(begin, begin, **usual) == (begin, set(), False)
+    taken, changed, has_changed = stepped(begin, end, **usual)
+    assert (math.isnan(taken.settings["beta1"]), taken.settings["eps"]) == (True, 1e-8)
+    assert (math.isnan(taken.rate), changed, has_changed) == (True, {"beta1"}, True)
+    taken, _, has_changed = stepped(begin, end, **usual | {"has_closure": True})
+    assert (taken, has_changed) == (end, False)
+    again, _, _ = stepped(begin, begin, **usual | {"is_first": False})
+    assert all(map(math.isnan, (*again.settings.values(), again.rate)))
