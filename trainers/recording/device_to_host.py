@@ -124,15 +124,27 @@ class JoinedVector:
             place.mul_(self.factor)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_INTEGER_OF_SIZE = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors have one type, shape and bit patterns."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    kind = torch.int64 if _has_words(a) and _has_words(b) else _INTEGERS[a.itemsize]
-    return torch.equal(a.view(kind), b.view(kind))
+    if _has_words(a) and _has_words(b):
+        return torch.equal(a.view(torch.int64), b.view(torch.int64))
+    return torch.equal(bits_of(a), bits_of(b))
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bit patterns of the elements as integers, a view."""
+    return tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
 
 
 def _has_words(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trajstore.trainers.recording.device_to_host import same_bits
+from trajstore.trainers.recording.device_to_host import bits_of, same_bits
 from trajstore.trainers.recording.sharding import agreed, is_sharded, whole
 from trajstore.trainers.recording.tape import (
     Assigned,
@@ -264,7 +264,7 @@ def _factor(
     factor = torch.full_like(listed[0], math.nan)
     are_products = None
     for candidate in reversed(listed):  # the likeliest last
-        matches = agreed(_equal(used, raw * candidate), parameter)
+        matches = agreed((bits_of(used) == bits_of(raw * candidate)).all(), parameter)
         factor = torch.where(matches, candidate, factor)
         are_products = matches if are_products is None else matches | are_products
     return factor, are_products
