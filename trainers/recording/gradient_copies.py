@@ -77,6 +77,10 @@ class GradientCopies:
         """Return the marks of the matrices' gradients."""
         return [Mark.of(rows.parameter.tensor.grad) for rows in self._rows]
 
+    def has_matrix(self, reached: Set[int]) -> bool:
+        """Return True if a recorded matrix is one of some places."""
+        return not reached.isdisjoint(self._witnesses)
+
     def witness(self, reached: Set[int]) -> int:
         """Return the place of the parameter that tells at first what becomes of a pass."""
         return next((p for p in self._witnesses if p in reached), min(reached & self.trained))

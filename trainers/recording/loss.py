@@ -94,7 +94,8 @@ def observed_values(
     """
     events = [e for e in tape.events if isinstance(e, Observed | Backward)]
     observations = [event for event in events if isinstance(event, Observed)]
-    numbers_used = {forward.number for forward in used.forwards}
+    of_calls = [forward for call in tape.all(Gradients) for forward in call.forwards]
+    numbers_used = {forward.number for forward in (*used.forwards, *of_calls)}
     bounds = [first, *(event.number for event in observations), end]
     chosen = []
     for event, before, after in zip(observations, bounds, bounds[2:], strict=False):

@@ -46,6 +46,7 @@ class RunningPass:
 
     def __init__(self, tape: Tape, root: Root, base: Any, before: Moment | None) -> None:
         self.tape, self.root, self.base, self.before = tape, root, base, before
+        self.put: frozenset[int] = frozenset()  # places of gradients that no pass has left
         self.forwards: list[ForwardPass] = []
 
 
@@ -113,7 +114,14 @@ class TapeWriter:
         if not accumulates:
             return RunningPass(self.tape, root, None, None)
         present = self.copies.present()
-        return RunningPass(self.tape, root, self._base(present), Moment(present))
+        running = RunningPass(self.tape, root, self._base(present), Moment(present))
+        matrices = [rows.parameter.tensor for rows in self._rows]
+        if running.base is None and not any(
+            p.requires_grad and p.grad is not None for p in matrices
+        ):
+            gradients = enumerate(present)
+            running.put = frozenset(n for n, g in gradients if _has_values(g, False))
+        return running
 
     def _base(self, present: Sequence[torch.Tensor | None]) -> Any:
         """Return the pass whose gradients are there now, `OLD`, `PUT` or None."""
@@ -165,6 +173,8 @@ class TapeWriter:
             if not (running.forwards and has_fsdp(self._recording.model)):
                 return  # it trains something else
             reached = trained
+        if running.put & reached & trained and not self.copies.has_matrix(reached):
+            base = PUT  # the matrices, without a gradient, do not tell
         is_again = is_inside and base is None and any(e.is_inside for e in self.tape.all(Backward))
         norm: torch.Tensor | float | None = None
         if not is_again:
@@ -222,10 +232,15 @@ class TapeWriter:
         self.take_assigned()
         copies = self.copies
         were_still = [copies.used(n, self._taken(n)) is None for n in range(len(self._rows))]
-        taken, now = self._last_moment(), copies.present()
-        is_taken = taken is None or (taken.are_tensors(now) and not taken.changed(now))
+        taken, now = self._last_take(), copies.present()
         places = {place for place, gradient in enumerate(now) if gradient is not None}
-        return were_still, is_taken and places <= copies.trained  # only those are divided
+        is_known = places <= copies.trained  # only those are divided
+        if taken is not None:
+            moment, norm = taken.moment, taken.norm
+            is_known &= moment.are_tensors(now) and not moment.changed(now)
+            if copies.are_on_host and isinstance(norm, torch.Tensor):  # there bits decide
+                is_known &= _equal(norm, copies.norm())
+        return were_still, is_known
 
     def after_unscale(
         self, member: Optimizer, before: tuple[list[bool], bool], scale: float = 1.0
@@ -249,11 +264,11 @@ class TapeWriter:
         """Write a call of `clip_grad_norm_`."""
         self.tape.events.append(Clip(max_norm, total, begins, self.copies.marks()))
 
-    def _last_moment(self) -> Moment | None:
-        """Return the gradients when a pass has left them, or the loop has assigned them."""
+    def _last_take(self) -> Backward | Assigned | None:
+        """Return the last pass that has left gradients, or the last assignment."""
         for event in reversed(self.tape.events):
             if isinstance(event, Backward | Assigned):
-                return event.moment
+                return event
         return None
 
     def _taken(self, place: int) -> Mark | None:
@@ -307,10 +322,10 @@ class TapeWriter:
 
         If some were removed and no other has changed, the others are taken again.
         """
-        taken, present = self._last_moment(), self.copies.present()
-        if self._optimizer.turns or taken is None or taken.are_tensors(present):
+        taken, present = self._last_take(), self.copies.present()
+        if self._optimizer.turns or taken is None or taken.moment.are_tensors(present):
             return None
-        if not taken.changed(present):  # some were removed; the others may be clipped now
+        if not taken.moment.changed(present):  # some were removed; the others may be clipped now
             self.copies.take_others()
         return self.copies.norm()
 
@@ -341,6 +356,10 @@ def _can_join(last: Observed, event: Observed) -> bool:
     """Return True if two observations pass different values of one micro-batch."""
     is_loss = last.loss is not None and event.loss is not None
     return not is_loss and last.deliver.keys().isdisjoint(event.deliver)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and (torch.equal(a, b) or bool(a.isnan() and b.isnan()))
 
 
 def _has_values(gradient: torch.Tensor | None, on_device: bool) -> bool:
