@@ -83,7 +83,10 @@ class GradientCopies:
 
     def witness(self, reached: Set[int]) -> int:
         """Return the place of the parameter that tells at first what becomes of a pass."""
-        return next((p for p in self._witnesses if p in reached), min(reached & self.trained))
+        for place in self._witnesses:
+            if place in reached:
+                return place
+        return min(reached & self.trained)
 
     def norm(self, optimizer: Optimizer | None = None) -> torch.Tensor | None:
         """Return the norm of all gradients, or those of one optimizer; None if none is needed."""

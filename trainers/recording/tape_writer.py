@@ -141,16 +141,20 @@ class TapeWriter:
 
         The witness tells it, if it has not lost its own.
         """
-        for place in (event.witness, *(event.reached & self.copies.trained)):
-            mark = event.moment.mark(place)
-            if mark is None:  # FSDP2 holds it back without synchronization
-                return True
-            gradient = present[place]
-            if mark.is_tensor(gradient) and (
-                mark.is_still(gradient) or _has_values(gradient, True)
-            ):
-                return True
-        return False
+        if self._is_there(event, event.witness, present):
+            return True
+        places = event.reached & self.copies.trained
+        return any(self._is_there(event, place, present) for place in places)
+
+    def _is_there(
+        self, event: Backward, place: int, present: Sequence[torch.Tensor | None]
+    ) -> bool:
+        mark, gradient = event.moment.mark(place), present[place]
+        if mark is None:  # FSDP2 holds it back without synchronization
+            return True
+        if not mark.is_tensor(gradient):
+            return False
+        return mark.is_still(gradient) or _has_values(gradient, True)
 
     def end_pass(self, running: RunningPass, results: Any, *, is_inside: bool) -> None:
         """Take the raw gradients of a pass before they can be clipped.
@@ -295,8 +299,9 @@ class TapeWriter:
                 copies.take_others()
                 if not copies.are_on_host:
                     copies.take()
-        base = self._base(copies.present())
-        norm = None if tape.has_closure else self._norm_again()
+        present = copies.present()
+        base = self._base(present)
+        norm = None if tape.has_closure else self._norm_again(present)
         tape.events.append(Begin(member, copies.marks(), rates, base, norm))
         if not (tape.has_closure or divides_in_step(member)):
             self._copy_used(member)
@@ -314,15 +319,15 @@ class TapeWriter:
                 self._copy_used(member)
             if tape.has_closure:
                 self._add_digests(member)
-        norm = self._norm_again() if tape.has_closure else None
+        norm = self._norm_again(self.copies.present()) if tape.has_closure else None
         tape.events.append(End(member, self.copies.marks(), rates, norm))
 
-    def _norm_again(self) -> torch.Tensor | None:
+    def _norm_again(self, present: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the norm if the gradients are other tensors than those taken; else None.
 
         If some were removed and no other has changed, the others are taken again.
         """
-        taken, present = self._last_take(), self.copies.present()
+        taken = self._last_take()
         if self._optimizer.turns or taken is None or taken.moment.are_tensors(present):
             return None
         if not taken.moment.changed(present):  # some were removed; the others may be clipped now
