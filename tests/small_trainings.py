@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import xarray as xr
 
 pytest.importorskip("torch")
 from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
-from trajstore.trainers.runs.run_state import RunState
+from trajstore.trainers.states.checkpoints import load_state
+from trajstore.trainers.states.state import State
 
 Straight = Callable[[RunConfig], Path]
 BLOCK = 4
@@ -42,9 +44,9 @@ def contents(run: Path) -> dict[str, bytes]:
     }
 
 
-def last_checkpoint(run: Path) -> RunState:
+def last_checkpoint(run: Path) -> State:
     """The newest one beside a run."""
-    return RunState.load(max(checkpoint_folder(run).iterdir()))
+    return load_state(max(checkpoint_folder(run).iterdir()))
 
 
 def same_values(one: Path, other: Path) -> xr.Dataset:
@@ -55,3 +57,11 @@ def same_values(one: Path, other: Path) -> xr.Dataset:
         if a[name].dtype.kind in "fi":
             assert a[name].values.tobytes() == b[name].values.tobytes(), name
     return b
+
+
+def tensors_of(state: State) -> dict[str, torch.Tensor]:
+    """All tensors of a state by their names in a checkpoint."""
+    kept = {f"{name}.{key}": v for name, values in state.kept.items() for key, v in values.items()}
+    return {f"model.{name}": v for name, v in state.weights.items()} | {
+        f"optimizer.{name}": v for name, v in kept.items()
+    }

@@ -32,8 +32,8 @@ from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.recording.step_inputs import Inputs, decoded
 from trajstore.trainers.runs.developed_run import Developed
 from trajstore.trainers.runs.differences import explain_difference
+from trajstore.trainers.states.stored_model import StoredModel, row_of
 from trajstore.trainers.step_model import StepModel, restore, set_generators, set_numbers
-from trajstore.trainers.step_state import RunParameters, row_of
 
 _COMPARED = ("W", "params_digest", "step_digest")
 
@@ -115,7 +115,7 @@ def develop(
     >>> develop("run.zarr", model, optimizer, step, at=3)
     Developed(steps=3, keyframe=0, difference=None)
     """
-    stored = RunParameters(run)
+    stored = StoredModel(run)
     if not stored.has_keyframes:
         raise VariableNotRecorded(
             f"{run} has no keyframes; restore() its steps, or record it with "
@@ -123,9 +123,7 @@ def develop(
         )
     at = exact_step(at, least=ANY)
     row_of(run, stored.all_steps, at)
-    # The random state after a step is in the row of the next one.
-    possible = stored.followed if "random_state" in stored else stored.steps
-    keyframe = int(possible[possible <= at].max(initial=-1))
+    keyframe = int(stored.restorable[stored.restorable <= at].max(initial=-1))
     if keyframe < 0:
         raise VariableNotRecorded(
             f"{run} has no keyframe to develop step {at} from; develop the run that it was forked "
@@ -134,7 +132,7 @@ def develop(
     restore(run, model, optimizer, step=keyframe)
     joined, told = JoinedOptimizer(optimizer, ends_step), None
     pairs = StepModel(stored, lambda: model).parameters
-    trained = {each: p for each, p in pairs if find_group(joined, p) is not None}
+    trained = {each.name: p for each, p in pairs if find_group(joined, p) is not None}
     comparison = Comparison(variables=_COMPARED)
     options, loop = _options(run), TrainingLoop(scaler=scaler, first_step=keyframe)
     quiet: dict[str, Any] = {"comparison": comparison, "on_note": lambda sentence: None}
@@ -175,7 +173,7 @@ def _options(run: RunPath) -> RecordingOptions:
     return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, memory=1 << 50, **known)
 
 
-def _inputs(stored: RunParameters, model: torch.nn.Module, number: int) -> list[Inputs]:
+def _inputs(stored: StoredModel, model: torch.nn.Module, number: int) -> list[Inputs]:
     """Return the inputs of a step on the device of the model."""
     if "inputs" in stored:
         inputs = decoded(stored.value("inputs", number))

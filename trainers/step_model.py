@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,17 +30,10 @@ from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.kept_state import set_random_state
 from trajstore.trainers.recording.notes import group_attributes
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
-from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.runs.developed_run import rows_of
-from trajstore.trainers.step_state import (
-    Row,
-    RunParameters,
-    StoredParameter,
-    state_dicts_at,
-    state_of,
-)
+from trajstore.trainers.states.state import State
+from trajstore.trainers.states.stored_model import StoredModel, StoredParameter
 from trajstore.trainers.texts import find_tokenizer
-from trajstore.values.native_types import NativeType
 from trajstore.values.optimizer_rule import with_numbers
 
 Constructor = Callable[[], torch.nn.Module]
@@ -125,16 +117,15 @@ def models(
     >>> list(norms)
     [0, 1, 2, 3]
     """
-    every = RunParameters(run).steps
+    every = StoredModel(run).steps
     chosen = every if steps is None else exact("steps", steps, "int64", least=ANY)
     selected = np.unique(chosen).tolist()
     with rows_of(run, selected) as rows:
-        stored = RunParameters(rows)
-        for step in selected:
-            stored.number(step)
-        model = StepModel(stored, constructor)
-        for step, row in stored.rows(selected, model.variables):
-            model.set(row)
+        stored = StoredModel(rows)
+        model: StepModel | None = None
+        for step, weights in stored.weights(selected):
+            model = model or StepModel(stored, constructor)
+            model.set(weights)
             yield step, model.module
 
 
@@ -143,7 +134,7 @@ class StepModel:
 
     Parameters
     ----------
-    stored : RunParameters
+    stored : StoredModel
     constructor : callable, optional
 
     Attributes
@@ -152,25 +143,22 @@ class StepModel:
         In evaluation mode.
     parameters : list of (StoredParameter, Parameter)
         Each stored parameter with that of the model.
-    variables : tuple of str
-        Variables that `set` needs.
     """
 
-    def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
+    def __init__(self, stored: StoredModel, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
         self.parameters = _matched(stored, self.module)
-        self._buffers = _buffers(stored, self.module)
+        self._check_buffers(stored)
         self._built = dict(self.module.named_buffers())
-        self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
         self._set_types()
         for parameter, tensor in self.parameters:
             tensor.requires_grad_(parameter.requires_grad)
 
-    def set(self, row: Row) -> None:
-        """Set all parameters to those of a row, remove gradients, and set evaluation mode."""
+    def set(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set all parameters and buffers, remove gradients, and set evaluation mode."""
         self._set_types()
-        self.copy(row)
+        self.copy(weights)
         self.module.eval()
 
     def _set_types(self) -> None:
@@ -184,18 +172,27 @@ class StepModel:
                 setattr(self.module.get_submodule(owner), last, built.to(now.device))
 
     @torch.no_grad()
-    def copy(self, row: Row) -> None:
-        """Set all parameters and recorded buffers to those of a row, without gradients."""
-        for parameter, tensor in self.parameters:
-            tensor.copy_(tensor_of(parameter.bits(row), parameter.native))
+    def copy(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set all parameters and recorded buffers, without gradients."""
+        tensors = {parameter.name: tensor for parameter, tensor in self.parameters}
+        for name, values in weights.items():
+            tensor = tensors[name] if name in tensors else self.module.get_buffer(name)
+            tensor.copy_(values)
             tensor.grad = None
-        for first, native, name in self._buffers:
-            buffer = self.module.get_buffer(name)
-            values = row["buffers"][first : first + buffer.numel()]
-            buffer.copy_(tensor_of(values, native).view(buffer.shape))
+
+    def _check_buffers(self, stored: StoredModel) -> None:
+        """Check that the model has each recorded buffer, of the same shape."""
+        by_name = dict(self.module.named_buffers())
+        for entry in stored.buffers:
+            buffer = by_name.get(entry["name"])
+            if buffer is None or list(buffer.shape) != entry["shape"]:
+                raise InvalidArgument(
+                    f"{type(self.module).__name__} has no buffer {entry['name']} of shape "
+                    f"{tuple(entry['shape'])}, which {stored.run} holds; {_remedy(stored)}"
+                )
 
 
-def _built(stored: RunParameters, constructor: Constructor | None) -> torch.nn.Module:
+def _built(stored: StoredModel, constructor: Constructor | None) -> torch.nn.Module:
     if constructor is not None:
         model = constructor()
         if not isinstance(model, torch.nn.Module):
@@ -248,7 +245,7 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
 
 
 def _matched(
-    stored: RunParameters, model: torch.nn.Module
+    stored: StoredModel, model: torch.nn.Module
 ) -> list[tuple[StoredParameter, torch.nn.Parameter]]:
     """Pair each stored parameter with that of the model.
 
@@ -282,28 +279,7 @@ def _matched(
     return pairs
 
 
-def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, NativeType, str]]:
-    """Return the first element, the type and the name of each recorded buffer.
-
-    Raises
-    ------
-    InvalidArgument
-        If the model lacks one, or it has another shape.
-    """
-    by_name = dict(model.named_buffers())
-    buffers = []
-    for entry in stored.attributes.get("buffers", []):
-        buffer = by_name.get(entry["name"])
-        if buffer is None or list(buffer.shape) != entry["shape"]:
-            raise InvalidArgument(
-                f"{type(model).__name__} has no buffer {entry['name']} of shape "
-                f"{tuple(entry['shape'])}, which {stored.run} holds; {_remedy(stored)}"
-            )
-        buffers.append((entry["offset"], stored.native("buffers"), entry["name"]))
-    return buffers
-
-
-def _remedy(stored: RunParameters) -> str:
+def _remedy(stored: StoredModel) -> str:
     version = (stored.attributes.get("model_config") or {}).get("transformers")
     if version in (None, installed := version_of("transformers")):
         return "pass the recorded model, or a constructor that builds it"
@@ -353,7 +329,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[st
     (3.0, [0.01, 0.0])
     """
     with rows_of(run, [step]) as rows:
-        states = state_dicts_at(rows, step)
+        states = StoredModel(rows).state_dicts(step)
     return states[0] if len(states) == 1 else states
 
 
@@ -422,90 +398,70 @@ def restore(
     >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
     (3, True)
     """
-    stored = RunParameters(run)
+    stored = StoredModel(run)
     if step is not None and step not in stored.steps:  # with the settings of the next step
         with rows_of(run, [step, min(step + 1, max(stored.all_steps, default=0))]) as rows:
             if rows is not run:
                 return restore(rows, model, optimizer, step=step)
-    draws = "random_state" in stored
-    if step is None:
-        step = _last_step(stored, draws=draws)
-    stored.number(step)
-    if draws and step not in stored.followed:
+    possible = stored.restorable
+    if not len(possible):
         raise InvalidArgument(
-            f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
-            f"step {step}; restore step {_last_step(stored, draws=True)}, or one before it"
+            f"{run} has no step that can be restored, because the random state after a step "
+            "is in the row of the next one; record every step"
         )
-    states = state_of(stored, step)
+    step = int(possible[-1]) if step is None else step
+    stored.number(step)
+    if step not in possible:
+        raise InvalidArgument(
+            f"{run} does not hold step {step + 1}, whose row has the random state after "
+            f"step {step}; restore step {possible[-1]}, or one before it"
+        )
+    kept = stored.kept(step)
     _check_types(stored, model)
     joined = JoinedOptimizer(optimizer)
     _check_classes(stored, joined)
     tensors = StepModel(stored, lambda: model)
-    trained = {
-        recorded: p for recorded, p in tensors.parameters if find_group(joined, p) is not None
-    }
-    for recorded in states.keys() - trained.keys():
+    trained = {p.name: t for p, t in tensors.parameters if find_group(joined, t) is not None}
+    if missing := sorted(kept.keys() - trained.keys()):
         raise InvalidArgument(
-            f"{recorded.name} is not in the optimizer, but that of {stored.run} trained it; build "
+            f"{missing[0]} is not in the optimizer, but that of {run} trained it; build "
             "the optimizer with the recorded parameters"
         )
-    row = stored.row(step, tensors.variables)
-    stored.check_keyframe(step, row)
-    tensors.copy(row)
-    of_tensors: dict[torch.Tensor, dict[str, Any]] = {
-        trained[recorded]: values for recorded, values in states.items()
-    }
-    for member in joined.members:
-        groups, order = member.state_dict()["param_groups"], joined.parameters(member)
-        numbered = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
-        member.load_state_dict({"state": numbered, "param_groups": groups})
-    for parameter, values in of_tensors.items():
-        state = joined.state[parameter]
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
+    ((_, weights),) = stored.weights([step])
+    tensors.copy(weights)
+    State(step=step, weights=weights, kept=kept).set_kept(trained, joined)
+    for name, values in kept.items():
+        state = joined.state[trained[name]]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and state[key].dtype != value.dtype:
                 # torch has converted it to the type of the parameter.
-                state[name] = value.to(state[name].device)
-    if step in stored.followed:
+                state[key] = value.to(state[key].device)
+    if step + 1 in stored.all_steps:
         set_numbers(stored, joined, trained, step + 1)
-    if draws:
-        set_generators(model, stored.value("random_state", step + 1))
+        if "random_state" in stored:
+            set_generators(model, stored.value("random_state", step + 1))
     return step
 
 
 def set_numbers(
-    stored: RunParameters,
+    stored: StoredModel,
     optimizer: JoinedOptimizer,
-    trained: Mapping[StoredParameter, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
     step: int,
 ) -> None:
     """Set rates and hyperparameters of the groups of trained parameters to those of a step."""
     used = stored.settings(step)
-    for recorded, parameter in trained.items():
-        if recorded.group is not None:
-            _set_numbers(find_group(optimizer, parameter) or {}, used[recorded.group])
+    for recorded in stored.parameters:
+        if recorded.group is not None and recorded.name in trained:
+            group = find_group(optimizer, trained[recorded.name]) or {}
+            for key, value in with_numbers(group, used[recorded.group]).items():
+                if isinstance(tensor := group[key], torch.Tensor):  # which a program may hold
+                    tensor.fill_(value)
+                else:
+                    group[key] = value
 
 
-def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> None:
-    """Set settings of a parameter group; a tensor, which a program may hold, in place."""
-    for key, value in with_numbers(group, numbers).items():
-        if isinstance(tensor := group[key], torch.Tensor):
-            tensor.fill_(value)
-        else:
-            group[key] = value
-
-
-def _last_step(stored: RunParameters, *, draws: bool) -> int:
-    """Return the last step that can be restored."""
-    steps = stored.followed if draws else stored.steps
-    if not len(steps):
-        raise InvalidArgument(
-            f"{stored.run} has no step that can be restored, because the random state after a step "
-            "is in the row of the next one; record every step"
-        )
-    return int(steps[-1])
-
-
-def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
+def _check_types(stored: StoredModel, model: torch.nn.Module) -> None:
     """Check that the parameters have the recorded types, before anything changes."""
     recorded = {parameter.name: parameter.native.name for parameter in stored.parameters}
     for name, tensor in model.named_parameters():
@@ -517,7 +473,7 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def _check_classes(stored: RunParameters, joined: JoinedOptimizer) -> None:
+def _check_classes(stored: StoredModel, joined: JoinedOptimizer) -> None:
     """Check that the optimizers are of the recorded classes, whose state they get."""
     recorded, classes = (
         sorted({entry["class"].rpartition(".")[2] for entry in groups})
@@ -637,10 +593,10 @@ def checkout(
         return _weights_file(run, local_path(output), step, constructor, overwrite=overwrite)
     check_new_folder(output, overwrite=overwrite)
     with rows_of(run, [step]) as rows:
-        stored = RunParameters(rows)
+        stored = StoredModel(rows)
         model: Any = model_at(rows, step, constructor=constructor)
         encoder = find_tokenizer(stored.attributes, tokenizer)
-        state = optimizer_state_at(rows, step) if optimizer else None
+        states = stored.state_dicts(step) if optimizer else []
     with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
         new.mkdir()
         if isinstance(model, imported("transformers.modeling_utils", "PreTrainedModel")):
@@ -649,8 +605,8 @@ def checkout(
             torch.save(model.state_dict(), new / "model.pt")
         if encoder is not None:
             encoder.pretrained().save_pretrained(new)
-        if state is not None:
-            torch.save(state, new / "optimizer.pt")
+        if states:
+            torch.save(states[0] if len(states) == 1 else states, new / "optimizer.pt")
     return Checkout(
         path=local_path(output),
         step=step,
@@ -664,12 +620,18 @@ def _weights_file(
 ) -> Checkout:
     notes = []
     with rows_of(run, [step]) as rows, staged_file(output, overwrite=overwrite) as new:
-        stored, group = RunParameters(rows), open_group(rows)
+        stored, group = StoredModel(rows), open_group(rows)
         exact_model = constructor is not None or "model_config" in stored.attributes
         if exact_model:
             weights = model_at(rows, step, constructor=constructor).state_dict()
         else:  # the run does not say which buffers the model has
-            weights = _stored_weights(stored, step)
+            ((_, stored_weights),) = stored.weights([step])
+            names = {p.name: p.names for p in stored.parameters}
+            weights = {
+                every: tensor
+                for name, tensor in stored_weights.items()
+                for every in names.get(name, (name,))
+            }
             notes.append(
                 "the file has the parameters and the recorded buffers; it lacks buffers that never "
                 "changed, and may have non-persistent ones: load it with strict=False, or give "
@@ -685,20 +647,6 @@ def _weights_file(
             weights = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
             new.write_bytes(save(weights, {"token_text": json.dumps(texts)} if texts else None))
     return Checkout(path=output, step=step, tokenizer=None, notes=tuple(notes), strict=exact_model)
-
-
-def _stored_weights(stored: RunParameters, step: int) -> dict[str, torch.Tensor]:
-    """Return the parameters and the buffers that a run holds."""
-    buffers = stored.attributes.get("buffers", [])
-    row = stored.row(step, (*stored.variables(), *(["buffers"] if buffers else [])))
-    weights: dict[str, torch.Tensor] = {}
-    for each in stored.parameters:
-        weights |= dict.fromkeys(each.names, tensor_of(each.bits(row), each.native))
-    for entry in buffers:
-        values = row["buffers"][entry["offset"] :][: math.prod(entry["shape"])]
-        buffer = tensor_of(values, stored.native("buffers")).view(entry["shape"])
-        weights[entry["name"]] = buffer.to(getattr(torch, entry["dtype"]))
-    return weights
 
 
 _FILES = {"model.pt", "optimizer.pt", "tokenizer.json", "tokenizer_config.json"}
@@ -729,7 +677,7 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
     return target
 
 
-def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
+def _notes(stored: StoredModel, *, has_tokenizer: bool) -> Iterator[str]:
     if not has_tokenizer:
         yield "the run has no tokenizer, so the folder has none; to add one, give " + argument(
             "tokenizer"
@@ -743,7 +691,7 @@ def _notes(stored: RunParameters, *, has_tokenizer: bool) -> Iterator[str]:
         )
 
 
-def _target_notes(stored: RunParameters) -> Iterator[str]:
+def _target_notes(stored: StoredModel) -> Iterator[str]:
     if attribute(stored.attributes, "config", "data", "target_offset") == 2:
         yield (
             "the model predicts the token after next (data.target_offset = 2), so model.generate "

@@ -49,8 +49,8 @@ from trajstore.threads import threads_of_each
 from trajstore.trainers.evaluations.result import ResultStore, step_dataset
 from trajstore.trainers.products import float32_products
 from trajstore.trainers.runs.developed_run import rows_of
+from trajstore.trainers.states.stored_model import StoredModel
 from trajstore.trainers.step_model import Constructor, StepModel
-from trajstore.trainers.step_state import RunParameters
 
 Worker = Callable[..., Callable[[Sequence[int]], Iterable[xr.Dataset]]]
 """Returns a function that yields the results of some steps; called once in each process."""
@@ -315,7 +315,7 @@ def evaluate(
     >>> xr.open_zarr("norms.zarr").step.values
     array([0, 2])
     """
-    stored = RunParameters(run)
+    stored = StoredModel(run)
     recorded = stored.steps if steps is None else stored.all_steps
     selected = _selected_steps(recorded, steps, every)
     if isinstance(function, str):
@@ -374,7 +374,7 @@ class Evaluator:
         self._name = _name(function)
         self._function = load_function(function) if isinstance(function, str) else function
         build = load_function(constructor) if isinstance(constructor, str) else constructor
-        self._stored = RunParameters(run)
+        self._stored = StoredModel(run)
         self._model = StepModel(self._stored, build)
         self._in_float32 = False
         if config := self._stored.attributes.get("config"):
@@ -390,8 +390,8 @@ class Evaluator:
         InvalidArgument
             If the function raises an error; the message has the step.
         """
-        for step, row in self._stored.rows(steps, self._model.variables):
-            self._model.set(row)
+        for step, weights in self._stored.weights(steps):
+            self._model.set(weights)
             yield step_dataset(self._result(step), step)
 
     def _result(self, step: int) -> Any:

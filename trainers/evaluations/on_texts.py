@@ -22,8 +22,8 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.states.stored_model import StoredModel
 from trajstore.trainers.step_model import model_at
-from trajstore.trainers.step_state import RunParameters
 from trajstore.trainers.texts import Tokenizer, run_tokenizer, tokenize_file
 
 Ids = npt.NDArray[np.int64]
@@ -318,7 +318,7 @@ def cka(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise InvalidArgument("got no prompts, expected at least one")
-    stored = RunParameters(run)
+    stored = StoredModel(run)
     step = int(stored.steps[stored.number(stored.steps[-1] if against is None else against)])
     compute = _Similarity(run, step, [_prompt_ids(text, encoder) for text in texts])
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -392,6 +392,8 @@ class Comparison:
         Variables to compare; default: all.
     first_row : int
         Number of the first row to compare.
+    goes_on : bool
+        The training continues after a difference.
 
     Attributes
     ----------
@@ -408,13 +410,21 @@ class Comparison:
         make_writer: Callable[[int], RunWriter] | None = None,
         variables: Collection[str] | None = None,
         first_row: int = 0,
+        *,
+        goes_on: bool = False,
     ) -> None:
         self.variables = variables
+        self._goes_on = goes_on
         self.first_row = first_row
         self.difference: RowDifference | None = None
         self.successor: RunWriter | None = None
         self.agreed = 0
         self._make_writer = make_writer
+
+    @property
+    def is_over(self) -> bool:
+        """True if the training ends, because a row differs and no later one is wanted."""
+        return self.difference is not None and not self._goes_on and self.successor is None
 
     def differ(self, difference: RowDifference) -> RunWriter | None:
         """Store the first difference, and return the writer of the following rows."""

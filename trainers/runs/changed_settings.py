@@ -22,17 +22,15 @@ from trajstore.errors import (
 from trajstore.exchange.export_run import holds_exactly
 from trajstore.schema import TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
-from trajstore.store.reading.open_group import open_group, root_attributes
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.lock import RunLock
-from trajstore.store.storage.remote_path import Location, RunPath, checkpoint_folder, location
+from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.notes import changed_provenance
-from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_plan import existing_runs, native_types, planned_runs, shared_path
-from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import find_device, learning_rate
-from trajstore.trainers.step_state import RunParameters
+from trajstore.trainers.states.state import State
+from trajstore.trainers.states.states import States
 from trajstore.trainers.texts import Corpus
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -86,24 +84,25 @@ class ResumePoint:
         Step of the last row; 0 without rows.
     complete : bool
         True if every run was closed as complete.
-    checkpoint : RunState or None
-        Newest usable state, of a checkpoint or row.
+    state : State or None
+        The newest one, without which the training is repeated from its start. A complete run that
+        is not extended needs none.
     """
 
     runs: Sequence[Location]
     last_step: int
     complete: bool
-    checkpoint: RunState | None
+    state: State | None
 
     @property
     def has_steps(self) -> bool:
         """True if the run can resume after a trained step."""
-        return self.last_step > 0 or self.checkpoint is not None
+        return self.last_step > 0 or self.state is not None
 
     def has_all(self, steps: int) -> bool:
         """Return True if all steps have been trained."""
         return self.last_step >= steps and (
-            self.complete or self.checkpoint is None or self.checkpoint.step >= steps
+            self.complete or self.state is None or self.state.step >= steps
         )
 
 
@@ -153,9 +152,8 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
                     f"{other} is missing, the other run of the training of {path}; restore it, "
                     "or record another training"
                 )
-        checkpoint = newest_state(path, rows)
-        arrays: Any = open_group(path)
-        last = int(arrays["step"][rows - 1]) if rows else 0
+        states = States(path, rows)
+        last = states.steps[-1] if rows else 0
     steps = config.training.steps
     if steps < last:
         raise NothingToResume(
@@ -166,47 +164,13 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
             + " and "
             + config_field("training.steps", 2 * last)
         )
-    fork = attributes.get("provenance", {}).get("fork")
-    if fork and rows and checkpoint is None and steps > last:
-        raise NothingToResume(
-            f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
-            f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
-        )
+    complete = all(each["status"] == "complete" for each in of_each)
     return ResumePoint(
         runs=runs,
         last_step=last,
-        complete=all(each["status"] == "complete" for each in of_each),
-        checkpoint=checkpoint,
+        complete=complete,
+        state=None if complete and steps == last else states.before(last),
     )
-
-
-def newest_state(path: Location, rows: int, *, until: int | None = None) -> RunState | None:
-    """Return the newest state of a run, of a checkpoint, keyframe or row, within its first rows.
-
-    Parameters
-    ----------
-    path : Path or RemotePath
-    rows : int
-    until : int, optional
-        Largest step.
-
-    Raises
-    ------
-    FormatError
-        If the newest one is damaged.
-    """
-    attributes = _attributes(path)
-    saved = CheckpointFolder(path).newest(str(attributes.get("created")), rows, until=until)
-    if not rows or not holds_state(path, recorded_config(path)):
-        return saved
-    stored = RunParameters(path)
-    last = stored.all_steps[:rows].max(initial=-1)
-    steps = stored.steps[stored.steps <= (last if until is None else min(last, until))]
-    if not len(steps) or (saved is not None and saved.step >= steps[-1]):
-        return saved
-    step = int(steps[-1])
-    sources = attribute(attributes, "provenance", "sources") or {}
-    return RunState.from_row(path, step, recorded_config(path, after=step), sources=sources)
 
 
 def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
@@ -253,7 +217,7 @@ def check_text(path: Location, text: Corpus) -> None:
         )
 
 
-def resume_notes(path: Location, config: RunConfig, state: RunState) -> list[str]:
+def resume_notes(path: Location, config: RunConfig, state: State) -> list[str]:
     """Return notes about differences between a resumed run and an uninterrupted one."""
     notes = []
     before = _attributes(path).get("provenance", {})
@@ -262,7 +226,7 @@ def resume_notes(path: Location, config: RunConfig, state: RunState) -> list[str
             f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "
             "an uninterrupted run"
         )
-    moved = decay_note(RunConfig.parse(state.config), config, state.step)
+    moved = decay_note(RunConfig.parse(dict(state.config)), config, state.step)
     ended = _ended_note(config, state.step)
     return [*notes, *(note for note in (moved, ended) if note)]
 

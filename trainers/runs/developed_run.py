@@ -31,7 +31,7 @@ from trajstore.store.writing.create import staged_run
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, RowDifference
 from trajstore.trainers.runs.differences import explain_difference
-from trajstore.trainers.step_state import RunParameters, has_keyframes
+from trajstore.trainers.states.stored_model import StoredModel, has_keyframes
 from trajstore.trainers.texts import load_corpus
 
 
@@ -116,9 +116,10 @@ def develop_run(
     array([1, 2])
     """
     # They need transformers, which `rows_of` of an own loop does without.
-    from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
+    from trajstore.trainers.runs.changed_settings import check_text, recorded_config
     from trajstore.trainers.runs.record import text_sources
-    from trajstore.trainers.runs.retraining import train_again
+    from trajstore.trainers.runs.walk import walk
+    from trajstore.trainers.states.states import States
 
     place = location(run)
     if location(output).absolute() == place.absolute():
@@ -135,28 +136,19 @@ def develop_run(
             "develop them together, and select some of the new run"
         )
     begin = max(first - 1, 0)
-    state = newest_state(place, len(recorded), until=begin)
-    if state is None and int(recorded[0]):
-        raise VariableNotRecorded(
-            f"{run} has no keyframe at or before step {begin}; develop the run that it was forked "
-            "from"
-        )
+    state = States(place).before(begin)
     keyframe = 0 if state is None else state.step
     sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(recorded_config(place), **sources)
     check_text(place, text)
-    difference: RowDifference | None = None
+    compared = Comparison(goes_on=allow_different)
     show = None if on_retrain is None else lambda step, _: on_retrain(step, last)
-    train = partial(train_again, place, text, sources=sources, on_retrain=show)
+    train = partial(walk, place, text, compared=compared, sources=sources, on_step=show)
     with staged_run(output, overwrite=overwrite) as new:
         if begin > keyframe:
-            reached = train(state, begin)
-            difference = reached.difference
-            if difference is not None and allow_different:  # again, to the end
-                state = newest_state(place, len(recorded), until=begin)  # training has changed it
-                reached = train(state, begin, first_row=len(recorded))
-            state = reached.state
+            state = train(state, begin)
         part, memory = new.with_name("developed.zarr"), recorded_config(place).recording.memory
+        difference = compared.difference
         if difference is None or allow_different:
             train(state, max(last, begin + 1), part=part)
             difference = difference or _first_difference(
@@ -196,7 +188,7 @@ def _first_difference(
     run: Location, part: Path, chosen: range, memory: str
 ) -> RowDifference | None:
     """Return the first row of a part whose values are not those of the run."""
-    stored, made = resumed_run(run, None, memory=memory), RunParameters(part)
+    stored, made = resumed_run(run, None, memory=memory), StoredModel(part)
     steps = whole(run, open_group(run), STEP.name).tolist()
     names = [name for name in stored.arrays if name in made and name != STEP.name]
     comparison = Comparison(variables=names)
@@ -216,7 +208,7 @@ def rows_of(run: RunPath, steps: Sequence[int]) -> Iterator[RunPath]:
     Steps between the keyframes of a run of `record` are developed. For other runs, `run` is
     returned, which has an error for such a step.
     """
-    stored = RunParameters(run)
+    stored = StoredModel(run)
     is_recorded = np.isin(steps, stored.all_steps).all() and stored.attributes.get("config")
     if not is_recorded or np.isin(steps, stored.steps).all():
         yield run

@@ -16,7 +16,7 @@ from trajstore.arguments import checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, config_field
 from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
-from trajstore.schema import STEP, variables_of
+from trajstore.schema import variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
@@ -25,6 +25,7 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import Recorder
+from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.notes import group_attributes, optimizer_attributes, report_notes
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.runs.changed_settings import (
@@ -36,22 +37,22 @@ from trajstore.trainers.runs.changed_settings import (
     forked_config,
     forked_types,
     keeps_state,
-    newest_state,
     recorded_config,
 )
-from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.runs.record import record, text_sources
-from trajstore.trainers.runs.retraining import train_again
 from trajstore.trainers.runs.run_plan import numeric_advice
-from trajstore.trainers.runs.run_state import RunState, holds_state, rows_hold_state
 from trajstore.trainers.runs.training_setup import (
     build_model,
     build_optimizer,
     build_schedule,
     with_products,
 )
-from trajstore.trainers.step_state import has_keyframes, row_of
+from trajstore.trainers.runs.walk import walk
+from trajstore.trainers.states.checkpoints import CheckpointFolder
+from trajstore.trainers.states.state import State
+from trajstore.trainers.states.states import States
+from trajstore.trainers.states.stored_model import row_of, rows_hold_state
 from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
@@ -142,8 +143,7 @@ def fork(
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    created = str(source.attributes.get("created"))
-    newest = CheckpointFolder(source.path).newest(created, len(source.steps))  # with the sources
+    newest = source.states.before(source.steps[-1])  # with the sources
     sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
@@ -156,14 +156,14 @@ def fork(
     # A new run gets its checkpoint before its name, so it always has one. A replaced run keeps its
     # own checkpoint until then: a kill right after that leaves a fork without a checkpoint, which
     # `--resume` reports.
-    stays_in_rows = source.in_rows and rows_hold_state(config, types)
+    stays_in_rows = source.states.in_rows and rows_hold_state(config.model_dump(), types)
     after = folder.place if target.exists() and not stays_in_rows else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
             point = source.reach(new, text, sources, on_note, on_retrain)
             state = _make(source, point, new, config, types, on_note)
             if not stays_in_rows:
-                folder.stage(replace(state, name=target.name))
+                folder.stage(state)
                 if after is None:
                     folder.place()
     except BaseException:
@@ -194,7 +194,7 @@ def _make(
     config: RunConfig,
     types: dict[str, str],
     on_note: Callable[[str], None] | None,
-) -> RunState:
+) -> State:
     """Write the common part of a fork and its source, and return the fork's first state."""
     groups = "groups" in source.attributes.get("optimizer", {})
     optimizer = _optimizer_attributes(config, source.parameter, groups=groups)
@@ -216,9 +216,8 @@ def _make(
         memory=config.recording.memory,
         on_note=on_note,
     )
-    forked = replace(point.state, run=created, config=values)
-    keeps = keeps_state(source.config, config)
-    return forked if keeps else replace(forked, tensors=forked.without_optimizer())
+    kept = point.state.kept if keeps_state(source.config, config) else {}
+    return replace(point.state, run=created, config=values, kept=kept)
 
 
 def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) -> dict[str, Any]:
@@ -252,14 +251,14 @@ class _ForkPoint:
     ----------
     path : Path
         A run with the common rows.
-    state : RunState
+    state : State
         State after its last step.
     proven_until : int
         Last step at which it is known to equal the source.
     """
 
     path: Path
-    state: RunState
+    state: State
     proven_until: int
 
 
@@ -287,8 +286,7 @@ class _Source:
         Step of the fork.
     steps : list of int
         Steps of its rows.
-    in_rows : bool
-        True if each row holds the whole state.
+    states : States
 
     Raises
     ------
@@ -301,7 +299,8 @@ class _Source:
             raise InvalidArgument(f"cannot fork the address {run}; copy the run to a local folder")
         self.path = path = Path(run).absolute()
         group: Any = open_group(path)
-        self.attributes: dict[str, Any] = group.attrs.asdict()
+        self.states = States(path)
+        self.attributes, self.steps = self.states.attributes, self.states.steps
         self.provenance: dict[str, Any] = self.attributes.get("provenance", {})
         check_recorded(path, self.attributes)
         self.config = recorded_config(path, after=at)
@@ -321,8 +320,6 @@ class _Source:
             if name in variables_of(self.attributes)
         }
         self.step = at
-        self.steps: list[int] = np.asarray(group[STEP.name][...]).tolist()
-        self.in_rows = holds_state(path, self.config) and not has_keyframes(self.attributes)
 
     @property
     def parameter(self) -> str:
@@ -351,7 +348,7 @@ class _Source:
         on_note: Callable[[str], None] | None,
         on_retrain: Callable[[int, int], None] | None,
     ) -> _ForkPoint:
-        """Return the state after the step, from its checkpoint or by repeating the training.
+        """Return the state after the step: a stored one, or by repeating the training.
 
         Parameters
         ----------
@@ -363,47 +360,32 @@ class _Source:
         NothingToResume
             If the state cannot be reached.
         """
-        at = self.step
-        checkpoint = newest_state(self.path, len(self.steps), until=at)
-        if checkpoint is not None and checkpoint.step == at:
-            self._check_weights(checkpoint)
-            return _ForkPoint(path=self.path, state=checkpoint, proven_until=at)
-        before = self.provenance.get("fork")
-        if checkpoint is None and before:
-            raise NothingToResume(
-                f"{self.path} is a fork of {before.get('run')} at step {before.get('step')}, and "
-                f"has no checkpoint at or before step {at}; fork {before.get('run')} instead"
-            )
-        first = 0 if checkpoint is None else checkpoint.step
+        at, start = self.step, self.states.before(self.step)
+        if start is not None and start.step == at:
+            self._check_weights(start)
+            return _ForkPoint(path=self.path, state=start, proven_until=at)
+        first = 0 if start is None else start.step
         note = (
             f"{self.path} has no checkpoint or keyframe of step {at}, so steps {first + 1} to {at} "
             "are trained again and compared with the recorded rows"
         )
         report_notes([note], on_note)
-        retrained = new.with_name("retrained.zarr")
+        repeated, memory = new.with_name("repeated.zarr"), self.config.recording.memory
 
         def make_writer(rows: int) -> RunWriter:
-            memory = self.config.recording.memory
-            branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
+            branch_run(self.path, repeated, rows, types=self.types, attributes={}, memory=memory)
             return RunWriter.resume(
-                retrained, memory=memory, commit_every=None, fsync=False, on_note=lambda note: None
+                repeated, memory=memory, commit_every=None, fsync=False, on_note=lambda note: None
             )
 
-        reached = train_again(
-            self.path,
-            text,
-            checkpoint,
-            at,
-            sources=sources,
-            make_writer=make_writer,
-            on_retrain=on_retrain,
-        )
-        difference = reached.difference
-        if reached.state is not None and difference is None:
-            return _ForkPoint(path=self.path, state=reached.state, proven_until=at)
+        compared = Comparison(make_writer)
+        state = walk(self.path, text, start, at, compared, sources=sources, on_step=on_retrain)
+        difference = compared.difference
+        if difference is None and state is not None:
+            return _ForkPoint(path=self.path, state=state, proven_until=at)
         assert difference is not None
         reason = explain_difference(self.path, difference)
-        if reached.state is None or "lr" in difference.variables:
+        if state is None or "lr" in difference.variables:
             raise NothingToResume(
                 f"{self.path} cannot be forked at step {at}, because repeating its training gives "
                 f"other rows: {reason}"
@@ -415,7 +397,7 @@ class _Source:
             "repeated rows"
         )
         report_notes([note], on_note)
-        return _ForkPoint(path=retrained, state=reached.state, proven_until=proven)
+        return _ForkPoint(path=repeated, state=state, proven_until=proven)
 
     def forked_parameters(self, config: RunConfig) -> dict[str, Any]:
         """Return the attribute ``parameters`` with the type of the fork, if the run has it."""
@@ -456,11 +438,11 @@ class _Source:
         native = native_type(self.types["W"])
         return as_bits(np.asarray(W[self.steps.index(self.step)]), native, "W").tobytes()
 
-    def _check_weights(self, checkpoint: RunState) -> None:
+    def _check_weights(self, checkpoint: State) -> None:
         """Check that the weights of the step's checkpoint are those of its row."""
         group: Any = open_group(self.path)
         token = torch.from_numpy(np.asarray(group["token"][...]).astype(np.int64))
-        weights = checkpoint.tensors[f"model.{self.parameter}"].index_select(0, token)
+        weights = checkpoint.weights[self.parameter].index_select(0, token)
         if as_bits(weights, native_type(self.types["W"]), "W").tobytes() != self._weights():
             raise NothingToResume(
                 f"the weights of the checkpoint of step {self.step} differ from {self.path}; "

@@ -32,7 +32,7 @@ from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.trainers.recording.existing_run import RowDifference
+from trajstore.trainers.recording.existing_run import Comparison, RowDifference
 from trajstore.trainers.replays.recorded_optimizer import replay_device, replay_devices
 from trajstore.trainers.replays.replay_result import (
     LISTED,
@@ -41,11 +41,10 @@ from trajstore.trainers.replays.replay_result import (
     UnreplayedSteps,
     ulp_distance,
 )
-from trajstore.trainers.runs.changed_settings import check_text, newest_state, recorded_config
+from trajstore.trainers.runs.changed_settings import check_text, recorded_config
 from trajstore.trainers.runs.record import text_sources
-from trajstore.trainers.runs.retraining import train_again
-from trajstore.trainers.runs.run_state import RunState, holds_state
-from trajstore.trainers.step_state import RunParameters, has_keyframes
+from trajstore.trainers.runs.walk import walk
+from trajstore.trainers.states.states import States
 from trajstore.trainers.texts import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
@@ -212,8 +211,7 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
             f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
             "train a step in your program: after restore(), or with keyframes in develop()"
         )
-    run = location(path)
-    if not holds_state(run, recorded_config(run)):
+    if States(location(path)).stored is None:
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
             + argument("variables", "'everything'")
@@ -240,9 +238,10 @@ class _Proofs:
         self._attributes = attributes
         self._steps = steps
         self._run, self._text, self._sources = run, text, sources
+        self._states = States(run)
         self._keyframes: set[int] = set()
-        if has_keyframes(attributes):
-            self._keyframes = {*RunParameters(run).steps.tolist()}
+        if not self._states.in_rows and self._states.stored is not None:
+            self._keyframes = {*self._states.stored.steps.tolist()}
         self._unproven = unproven_rows(attributes, np.asarray(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
@@ -286,17 +285,16 @@ class _Proofs:
                 "another optimizer or type trained it, before the run was forked; prove the source "
                 "of the fork"
             )
+        compared = Comparison(first_row=first)
         try:
-            state = self._state(before)
-            retrained = train_again(
-                self._run, self._text, state, last, sources=self._sources, first_row=first
-            )
+            state = self._states.before(before)
+            walk(self._run, self._text, state, last, compared, sources=self._sources)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(wording(error)) from error
-        self.proven += retrained.agreed
-        difference = retrained.difference
+        self.proven += compared.agreed
+        difference = compared.difference
         if difference is None:
-            if retrained.agreed < len(rows):
+            if compared.agreed < len(rows):
                 raise CannotReplay("the repeated training does not reach its row")
             return len(rows)
         if difference.row < first:
@@ -304,13 +302,6 @@ class _Proofs:
             raise CannotReplay(f"{names} cannot be restored from the row before")
         self.differences += self._differences(difference)
         return difference.row - first + 1
-
-    def _state(self, step: int) -> RunState | None:
-        """Return the state after a step, or that of the keyframe before it; None for the start."""
-        state = newest_state(self._run, len(self._steps), until=step)
-        if state is None and self._steps[0]:
-            raise NothingToResume(f"{self._run} has no state at or before step {step}")
-        return state
 
     def _differences(self, row: RowDifference) -> Iterator[Difference]:
         """Yield the differences of a row, for each variable and parameter."""

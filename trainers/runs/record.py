@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, RunExists, argument, config_field
+from trajstore.errors import InvalidArgument, NothingToResume, RunExists, argument, config_field
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.metadata_form import recorded_threads
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.reading.run_attributes import attribute
+from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import Recorder
+from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.notes import report_notes
 from trajstore.trainers.recording.options import slower_threads, torch_threads
 from trajstore.trainers.runs.changed_settings import (
@@ -28,11 +30,13 @@ from trajstore.trainers.runs.changed_settings import (
     recorded_config,
     resume_notes,
 )
-from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing
-from trajstore.trainers.runs.retraining import recording_options, retrain_to_last_row, run_recorded
+from trajstore.trainers.runs.checkpointing import Checkpointing
+from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.runs.run_plan import existing_runs, numeric_advice, planned_runs
-from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
+from trajstore.trainers.runs.walk import Progress, recording_options, run_recorded, walk
+from trajstore.trainers.states.checkpoints import CheckpointFolder
+from trajstore.trainers.states.state import State
 from trajstore.trainers.texts import Corpus, load_corpus
 
 
@@ -144,7 +148,7 @@ def record(
     target = point.runs[0] if point else _check_new(path, config, overwrite=overwrite)
     config, products = with_products(config)
     attributes = root_attributes(target) if point else {}
-    state = point.checkpoint if point else None
+    state = point.state if point else None
     threads = config.training.threads
     sources = text_sources(state, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
@@ -161,9 +165,8 @@ def record(
         sources=sources,
     )
     if point is not None:
-        state = _last_state(
-            point, text, sources, fsync=fsync, on_note=on_note, on_retrain=on_retrain
-        )
+        if state is None:
+            state = _repeated(point, text, sources, fsync, on_note, on_retrain)
         if threads is None:
             threads = recorded_threads(attributes, point.last_step)
     if on_corpus is not None:
@@ -229,29 +232,38 @@ def _check_new(path: RunPath, config: RunConfig, *, overwrite: bool) -> Location
     return target
 
 
-def _last_state(
+def _repeated(
     point: ResumePoint,
     text: Corpus,
     sources: dict[str, str],
-    *,
     fsync: bool,
     on_note: Callable[[str], None] | None,
-    on_retrain: Callable[[int, int], None] | None,
-) -> RunState:
-    """Return the state to resume from: the last row, a checkpoint, or the repeated training."""
+    on_retrain: Progress | None,
+) -> State:
+    """Return the state after the last row by repeating all steps; keep it as a checkpoint."""
     run, last = point.runs[0], point.last_step
-    if point.checkpoint is not None:
-        return point.checkpoint
     note = (
         f"{run} has no checkpoint, so its {last} steps are trained again and compared with the "
         "recorded rows before it resumes"
     )
     report_notes([note], on_note)
-    return retrain_to_last_row(run, text, sources=sources, fsync=fsync, on_retrain=on_retrain)
+    with RunLock.acquire(run):
+        compared = Comparison()
+        state = walk(run, text, None, last, compared, sources=sources, on_step=on_retrain)
+        if compared.difference is not None or state is None:
+            assert compared.difference is not None
+            reason = explain_difference(run, compared.difference)
+            raise NothingToResume(
+                f"{run} has no checkpoint, and repeating its training gives other rows: {reason}; "
+                "the run is unchanged; resume it on the machine and with the versions that "
+                "recorded it"
+            )
+        CheckpointFolder(run, fsync=fsync).add(state, state.rows)
+    return state
 
 
 def text_sources(
-    state: RunState | None,
+    state: State | None,
     attributes: Mapping[str, Any],
     **given: str | os.PathLike[str] | None,
 ) -> dict[str, str]:
@@ -259,7 +271,7 @@ def text_sources(
 
     Parameters
     ----------
-    state : RunState or None
+    state : State or None
         State with the paths that were given before.
     attributes : mapping
         Attributes of a run, which name them if it needs no checkpoint.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,11 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from trajstore.errors import ConfigError, config_field
 from trajstore.trainers.config import InitializationConfig, ModelConfig, RunConfig, ScheduleConfig
 from trajstore.trainers.products import choose_products, float32_products
+from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.examples import EXAMPLE_INDEX
-from trajstore.trainers.rounded_optimizer import OPTIMIZERS
+from trajstore.trainers.recording.parameters import JoinedOptimizer
+from trajstore.trainers.rounded_optimizer import OPTIMIZERS, RoundedSGD
+from trajstore.trainers.states.state import State
 from trajstore.trainers.texts import Corpus
 
 Batch = dict[str, torch.Tensor]
@@ -287,6 +290,69 @@ class Training:
     scaler: torch.amp.GradScaler | None
     dataset: ExampleDataset
     batches: Batches | None
+
+    def state(
+        self, recorder: Recorder, scaler: Any, *, run: str, sources: Mapping[str, str]
+    ) -> State:
+        """Copy the state after the recorder's step.
+
+        Parameters
+        ----------
+        recorder : Recorder
+        scaler : GradScaler or None
+            Scaler of the loop.
+        run, sources
+            As in `State`.
+        """
+        taken = self.schedule.last_epoch
+        return State.take(
+            self.model,
+            self.optimizer,
+            recorder.step,
+            counters={"taken": taken, "scaler": None if scaler is None else scaler.state_dict()},
+            run=run,
+            rows=recorder.rows,
+            config=self.config.model_dump(mode="json"),
+            sources=dict(sources),
+        )
+
+    def load(self, state: State, scaler: Any) -> None:
+        """Set the parts to a state. Rates and other settings are those of the configuration.
+
+        Weights are converted to the types of the model, and the optimizer's state to the types that
+        the optimizer loads.
+
+        Parameters
+        ----------
+        state : State
+        scaler : GradScaler or None
+            Scaler of the loop.
+
+        Raises
+        ------
+        FormatError
+            If the state belongs to another model.
+        """
+        named, taken = dict(self.model.named_parameters()), state.counters["taken"]
+        state.set_weights(named)
+        state.set_kept(named, JoinedOptimizer(self.optimizer))
+        for group in self.optimizer.param_groups:
+            if group.get("rounding") == "stochastic" and isinstance(self.optimizer, RoundedSGD):
+                # Its numbers depend on the count, which SGD does not keep; a replay counts, too.
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter]["step"] = torch.tensor(
+                        float(taken), device="cpu"
+                    )
+        factors = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        rates = [base * factor(taken) for base, factor in factors]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        reached = {"last_epoch": taken, "_step_count": taken + 1, "_last_lr": rates}
+        self.schedule.load_state_dict(self.schedule.state_dict() | reached)
+        if scaler is not None and state.counters["scaler"]:
+            scaler.load_state_dict(state.counters["scaler"])
+        if self.batches is not None:
+            self.batches.skip(state.step * self.config.training.accumulation)
 
     def run(
         self,

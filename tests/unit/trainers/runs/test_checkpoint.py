@@ -23,17 +23,18 @@ from trajstore.errors import FormatError, RunExists  # noqa: E402
 from trajstore.store.storage.remote_path import Location  # noqa: E402
 from trajstore.trainers import record  # noqa: E402
 from trajstore.trainers.recording.capture import Recorder  # noqa: E402
-from trajstore.trainers.runs.checkpoint import CheckpointFolder, Checkpointing  # noqa: E402
-from trajstore.trainers.runs.run_state import RunState  # noqa: E402
+from trajstore.trainers.runs.checkpointing import Checkpointing  # noqa: E402
+from trajstore.trainers.states.checkpoints import CheckpointFolder, load_state  # noqa: E402
+from trajstore.trainers.states.state import State  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def checkpoint(
     step: int = 7, rows: int = 8, run: str = "2026-01-01T00:00:00+00:00", name: str = "run.zarr"
-) -> RunState:
+) -> State:
     generator = torch.Generator().manual_seed(step)
-    return RunState(
+    return State(
         run=run,
         name=name,
         step=step,
@@ -59,7 +60,7 @@ def test_it_reads_as_it_was_written(tmp_path: Path) -> None:
     made = checkpoint()
     size = made.save(tmp_path / "file")
     assert size == (tmp_path / "file").stat().st_size
-    read = RunState.load(tmp_path / "file")
+    read = load_state(tmp_path / "file")
     assert (read.run, read.name) == (made.run, made.name)
     assert (read.step, read.rows) == (made.step, made.rows)
     assert (read.config, read.sources, read.state) == (made.config, made.sources, made.state)
@@ -81,7 +82,7 @@ def test_any_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path) -> None:
             data[:position] + bytes([data[position] ^ 1 << position % 8]) + data[position + 1 :]
         )
         try:
-            read = RunState.load(broken)
+            read = load_state(broken)
         except FormatError:
             continue
         harmless += 1
@@ -97,7 +98,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, size: int) -> None
     data = (tmp_path / "file").read_bytes()
     (tmp_path / "file").write_bytes(data[:size])
     with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
-        RunState.load(tmp_path / "file")
+        load_state(tmp_path / "file")
 
 
 class Trap:
@@ -125,7 +126,7 @@ def test_what_is_pickled_or_foreign_is_not_executed(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
-            RunState.load(tmp_path / name)
+            load_state(tmp_path / name)
     assert not sprung.exists()
     pickle.loads(junk)
     assert sprung.exists()  # the trap works
@@ -300,10 +301,10 @@ class Schedule:
             fsync=False,
             clock=lambda: self.now,
         )
-        self.state_class = RunState
+        self.state_class = State
         self.checkpointing._take = self._take  # type: ignore[method-assign]
 
-    def _take(self, recorder: Any, scaler: Any) -> RunState:
+    def _take(self, recorder: Any, scaler: Any) -> State:
         self.now += self.cost
         return self.state_class(
             run="", name="run.zarr", step=recorder.step, rows=recorder.rows, config={}, sources={},
@@ -371,7 +372,7 @@ def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path)
 def test_it_is_written_while_the_training_continues(tmp_path: Path) -> None:
     schedule, goes_on, full = Schedule(tmp_path), threading.Event(), False
 
-    class SlowState(RunState):
+    class SlowState(State):
         def save(self, path: Location, *, fsync: bool = True) -> int:
             assert goes_on.wait(timeout=30)
             if full:

@@ -19,14 +19,14 @@ from small_trainings import (  # noqa: E402
     last_checkpoint,
     small_config,
     stop_after,
+    tensors_of,
 )
 
 from trajstore import RunWriter, errors, repair, verify  # noqa: E402
 from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402
-from trajstore.trainers.runs.run_state import RunState  # noqa: E402
+from trajstore.trainers.states.checkpoints import CheckpointFolder, load_state, save_state  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -69,9 +69,9 @@ def test_a_fork_with_nothing_set_is_its_source_to_the_end(
     other = fork(stopped, tmp_path / "other.zarr", at=6)
     assert set(parts(whole, other).values()) == {None}
     a, b = last_checkpoint(whole), last_checkpoint(other)
-    assert (a.step, a.rows, a.state, a.config) == (b.step, b.rows, b.state, b.config)
-    for key, tensor in a.tensors.items():
-        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, b.tensors[key])))
+    assert (a.step, a.rows, a.counters, a.config) == (b.step, b.rows, b.counters, b.config)
+    for key, tensor in tensors_of(a).items():
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, tensors_of(b)[key])))
     before, after = (xr.open_zarr(path).attrs for path in (whole, other))
     assert before["optimizer"] == after["optimizer"]
     entry = after["provenance"]["fork"]
@@ -140,7 +140,7 @@ def test_weights_and_moments_become_float32(whole: Path, stopped: Path, tmp_path
     narrow = ds.W.values[7:].view("u4") & 0xFFFF
     assert narrow.any()
     taken = last_checkpoint(other)
-    assert taken.tensors["optimizer.0.exp_avg"].dtype == torch.float32
+    assert tensors_of(taken)["optimizer.transformer.wte.weight.exp_avg"].dtype == torch.float32
     assert verify(other).clean
     replayed = replay(other)
     assert not replayed.findings
@@ -356,7 +356,7 @@ def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> Non
     assert replayed.replayed
     skipped = int((xr.open_zarr(other).skipped == 1).sum())
     assert skipped
-    assert last_checkpoint(other).tensors["optimizer.0.step"] == STEPS - skipped
+    assert tensors_of(last_checkpoint(other))["optimizer.transformer.wte.weight.step"] == STEPS - skipped
 
 
 def test_the_checkpoint_must_be_of_the_run(stopped: Path, tmp_path: Path) -> None:
@@ -364,9 +364,9 @@ def test_the_checkpoint_must_be_of_the_run(stopped: Path, tmp_path: Path) -> Non
     shutil.copytree(stopped, path)
     shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
     (file,) = checkpoint_folder(path).iterdir()
-    taken = RunState.load(file)
-    taken.tensors["model.transformer.wte.weight"][3, 2] += 1
-    taken.save(file)
+    taken = load_state(file)
+    tensors_of(taken)["model.transformer.wte.weight"][3, 2] += 1
+    save_state(taken, file)
     with pytest.raises(errors.NothingToResume, match="the checkpoint of step 6 differ"):
         fork(path, tmp_path / "other.zarr", at=6)
     assert not (tmp_path / "other.zarr").exists()

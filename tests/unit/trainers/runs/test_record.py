@@ -24,6 +24,7 @@ from small_trainings import (  # noqa: E402
     same_values,
     small_config,
     stop_after,
+    tensors_of,
 )
 from stored_forms import stored_forms  # noqa: E402
 
@@ -36,7 +37,6 @@ from trajstore.store.storage.remote_path import (  # noqa: E402
 from trajstore.trainers import RunConfig, TrajectoryCallback, fork, record, recorded_config  # noqa: E402
 from trajstore.trainers.counterfactuals.what_if import what_if  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -162,13 +162,13 @@ def agree(one: Path, other: Path) -> xr.Dataset:
     b = same_values(one, other)
     assert b.attrs["status"] == "complete"
     c, d = last_checkpoint(one), last_checkpoint(other)
-    assert (c.step, c.rows, c.state) == (d.step, d.rows, d.state)
-    assert c.tensors.keys() == d.tensors.keys()
-    for name, tensor in c.tensors.items():
-        bits, expected = (t.reshape(-1).view(torch.uint8) for t in (d.tensors[name], tensor))
+    assert (c.step, c.rows, c.counters) == (d.step, d.rows, d.counters)
+    assert tensors_of(c).keys() == tensors_of(d).keys()
+    for name, tensor in tensors_of(c).items():
+        bits, expected = (t.reshape(-1).view(torch.uint8) for t in (tensors_of(d)[name], tensor))
         assert torch.equal(bits, expected), name
     ids = torch.tensor(b.token.values.tolist())
-    weights = d.tensors["model.transformer.wte.weight"].float()[ids].numpy()
+    weights = tensors_of(d)["model.transformer.wte.weight"].float()[ids].numpy()
     assert (b.W.values[-1] == weights).all()
     return b
 
@@ -262,7 +262,7 @@ def test_a_run_that_is_named_alike_is_refused_before_it_is_trained(
 ) -> None:
     alike = interrupted.with_suffix("")
     assert checkpoint_folder(alike) == checkpoint_folder(interrupted)
-    with pytest.raises(errors.RunExists, match=r"run\.ckpt has checkpoints of run\.zarr"):
+    with pytest.raises(errors.RunExists, match=r"run.zarr exists, and run would have"):
         record(config_of("trainer"), alike, corpus=text)
     assert not alike.exists()
     assert checkpoints(interrupted) == [5]
@@ -395,9 +395,9 @@ def test_a_run_that_is_being_recorded_is_left_alone(interrupted: Path) -> None:
 
 def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: Path) -> None:
     file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
-    taken = RunState.load(file)
-    taken.tensors["model.transformer.wte.weight"][3, 2] += 1
-    taken.save(file)
+    taken = load_state(file)
+    tensors_of(taken)["model.transformer.wte.weight"][3, 2] += 1
+    save_state(taken, file)
     with pytest.raises(errors.NothingToResume, match=r"differ from .* at step 5"):
         record(recorded_config(interrupted), interrupted, resume=True)
     assert xr.open_zarr(interrupted).sizes["step"] == 6
@@ -405,7 +405,7 @@ def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: 
 
 def test_a_checkpoint_of_another_format_is_refused(interrupted: Path) -> None:
     write_checkpoint(checkpoint_folder(interrupted) / "step-00000005.safetensors")
-    with pytest.raises(errors.FormatError, match=r"has checkpoint format 1, .* reads format 3;"):
+    with pytest.raises(errors.FormatError, match=r"has checkpoint format 1, .* reads the formats 3 to 4;"):
         record(recorded_config(interrupted), interrupted, resume=True)
 
 

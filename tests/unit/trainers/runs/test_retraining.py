@@ -22,7 +22,7 @@ from trajstore.trainers import (  # noqa: E402
     record,
     recorded_config,
 )
-from trajstore.trainers.runs.retraining import recording_options  # noqa: E402
+from trajstore.trainers.runs.walk import recording_options  # noqa: E402
 from trajstore.trainers.texts import load_corpus  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -142,7 +142,7 @@ def test_another_beginning_or_schedule_is_named(
         ({"imported": {"from": "x.h5"}}, "was imported"),
         ({"provenance": {"what_if": {"run": "x.zarr"}}}, "was computed by `trajstore what-if`"),
         ({"provenance": {"fork": {"run": "x.zarr", "step": 3}, "device": "cpu"}},
-         "is a fork of x.zarr at step 3 and has no checkpoint"),
+         "is a fork of x.zarr at step 3, and has no checkpoint"),
         ({"config": {}}, "was not recorded by"),
     ],
 )  # fmt: skip

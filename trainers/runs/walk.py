@@ -1,28 +1,25 @@
 """The training of a run with a recorder, and the same training repeated.
 
-`run_recorded` trains from the start or from a state, with either loop. `train_again` compares every
-row with the recorded one, all its variables, bit for bit. So it ends in the state that the run had,
-and the run may resume from it.
+`run_recorded` trains from the start or from a state, with either loop. `walk` compares every row
+with the recorded one, all its variables, bit for bit. So it ends in the state that the run had.
+Resume, fork, develop and prove walk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import NothingToResume, RecordingError
+from trajstore.errors import RecordingError
 from trajstore.populations import populations_from
 from trajstore.schema import resolve_variables
 from trajstore.store.metadata.metadata_form import Segment, trained_segments
-from trajstore.store.reading.open_group import open_group, root_attributes
-from trajstore.store.storage.lock import RunLock
+from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.remote_path import Location
-from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import Recorder, open_recorder
-from trajstore.trainers.recording.existing_run import Comparison, RowDifference
+from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.options import (
     RecordingOptions,
@@ -32,12 +29,9 @@ from trajstore.trainers.recording.options import (
     select_tokens,
     torch_threads,
 )
-from trajstore.trainers.runs.changed_settings import recorded_config
-from trajstore.trainers.runs.checkpoint import CheckpointFolder
-from trajstore.trainers.runs.differences import explain_difference
-from trajstore.trainers.runs.run_plan import matrices, planned_runs, shared_path
-from trajstore.trainers.runs.run_state import RunState
+from trajstore.trainers.runs.run_plan import matrices, shared_path
 from trajstore.trainers.runs.training_setup import Training, build_training
+from trajstore.trainers.states.state import State
 from trajstore.trainers.texts import Corpus
 
 Progress = Callable[[int, int], None]
@@ -107,7 +101,7 @@ def run_recorded(
     training: Training,
     target: Location,
     options: RecordingOptions,
-    state: RunState | None,
+    state: State | None,
     *,
     after_step: Callable[[Recorder, Any], bool],
     on_step: Callable[[Recorder], None] | None = None,
@@ -122,7 +116,7 @@ def run_recorded(
     target : Path or RemotePath
         Path of the run, or of the first run.
     options : RecordingOptions
-    state : RunState or None
+    state : State or None
         State from which the training starts.
     after_step : callable
         Called after every step, when everything is ready for the next one, with the recorder and
@@ -144,7 +138,7 @@ def run_recorded(
 
     def begin(scaler: Any) -> None:
         if state is not None:
-            state.apply(training, scaler)
+            training.load(state, scaler)
 
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
@@ -193,39 +187,18 @@ def _attached(trajectory: TrajectoryCallback) -> Recorder:
     return trajectory.recorder
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Retrained:
-    """Result of a repeated training.
-
-    Attributes
-    ----------
-    agreed : int
-        Rows that agree, before the difference.
-    state : RunState or None
-        State after the requested step; None if an earlier row differed and no writer took the
-        following rows.
-    difference : RowDifference or None
-        The first row that differs from the recorded one.
-    """
-
-    agreed: int
-    state: RunState | None
-    difference: RowDifference | None
-
-
-def train_again(
+def walk(
     run: Location,
     text: Corpus,
-    start: RunState | None,
-    step: int,
+    start: State | None,
+    stop: int,
+    compared: Comparison,
     *,
     sources: Mapping[str, str],
-    make_writer: Callable[[int], RunWriter] | None = None,
-    first_row: int = 0,
     part: Path | None = None,
-    on_retrain: Progress | None = None,
-) -> Retrained:
-    """Repeat the training of a run up to a step. The run is only read.
+    on_step: Progress | None = None,
+) -> State | None:
+    """Repeat the training of a run from a state, and compare its rows. The run is only read.
 
     Each segment has its own configuration, and on the CPU its number of threads.
 
@@ -234,21 +207,23 @@ def train_again(
     run : Path or RemotePath
     text : Corpus
         Text of the run.
-    start : RunState or None
-        Earlier state of the run to start from; None for its start.
-    step : int
+    start : State or None
+        Earlier state of the run; None for its start.
+    stop : int
         Step to reach, which has a row; 1 or more.
+    compared : Comparison
+        Takes the first difference. The training ends there, unless rows after it are wanted.
     sources : mapping of str to str
         Given paths of the text and the tokenizer.
-    make_writer : callable, optional
-        Called with the number of the first different row; returns a writer for that row and all
-        later ones. Without it, training stops there.
-    first_row : int
-        Number of the first row to compare.
     part : Path, optional
         Compare nothing, but record the steps to this path, with the whole state and the digests.
-    on_retrain : callable, optional
-        Called after every step with the step and the step to reach.
+    on_step : callable, optional
+        Called after every step with the step and the last one.
+
+    Returns
+    -------
+    State or None
+        The state after the last step; None if a difference has ended the training.
 
     Raises
     ------
@@ -256,30 +231,24 @@ def train_again(
         If the device of the configuration is not available.
     """
     attributes = root_attributes(run)
-    created = str(attributes["created"])
-    comparison = Comparison(make_writer, first_row=first_row)
     reached = start
 
-    def train(segment: Segment) -> RunState | None:
-        """Return the state after a segment; None if rows after a difference are lost."""
-        states: list[RunState] = []
+    def train(segment: Segment) -> State | None:
+        states: list[State] = []
         config = RunConfig.parse(segment.config)
         if part is not None:
             config = config.with_values([_WHOLE])
         training = build_training(config, text)
 
         def after_step(recorder: Recorder, scaler: Any) -> bool:
-            if on_retrain is not None:
-                on_retrain(recorder.step, step)
-            lost = comparison.difference is not None and comparison.successor is None
-            ends = lost or recorder.step >= segment.last
-            if ends and not lost:
-                states.append(
-                    RunState.take(
-                        training, scaler, recorder, run=created, name=run.name, sources=sources
-                    )
-                )
-            return ends
+            if on_step is not None:
+                on_step(recorder.step, stop)
+            if compared.is_over:
+                return True
+            if recorder.step >= segment.last:
+                created = str(attributes["created"])
+                states.append(training.state(recorder, scaler, run=created, sources=sources))
+            return bool(states)
 
         run_recorded(
             training,
@@ -293,54 +262,16 @@ def train_again(
             reached,
             after_step=after_step,
             on_note=lambda note: None,  # the recording reported its notes
-            comparison=comparison if part is None else None,
+            comparison=compared if part is None else None,
         )
         return states[0] if states else None
 
     try:
-        for segment in trained_segments(attributes, 0 if start is None else start.step, step):
+        for segment in trained_segments(attributes, 0 if start is None else start.step, stop):
             with torch_threads(segment.threads):
                 reached = train(segment)
             if reached is None:
                 break
     finally:
-        comparison.close()
-    return Retrained(agreed=comparison.agreed, state=reached, difference=comparison.difference)
-
-
-def retrain_to_last_row(
-    run: Location,
-    text: Corpus,
-    *,
-    sources: Mapping[str, str],
-    fsync: bool = True,
-    on_retrain: Progress | None = None,
-) -> RunState:
-    """Return the state after the last row of a run without one, by repeating all its steps.
-
-    It is stored as a checkpoint for the next time.
-
-    Raises
-    ------
-    NothingToResume
-        If a row differs from the recorded one; the run stays unchanged.
-    RunLocked
-        If another process writes to the run.
-    """
-    with RunLock.acquire(run):
-        config = recorded_config(run)
-        runs = planned_runs(shared_path(run, config), config)
-        groups: list[Any] = [open_group(path) for path in runs]
-        rows = min(int(group.attrs["committed_rows"]) for group in groups)
-        step = int(groups[0]["step"][rows - 1])
-        reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
-        if reached.difference is not None:
-            reason = explain_difference(run, reached.difference)
-            raise NothingToResume(
-                f"{run} has no checkpoint, and repeating its training gives other rows: {reason}; "
-                "the run is unchanged; resume it on the machine and with the versions that "
-                "recorded it"
-            )
-        assert reached.state is not None
-        CheckpointFolder(run, fsync=fsync).add(reached.state, rows)
-    return reached.state
+        compared.close()
+    return reached

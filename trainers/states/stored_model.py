@@ -1,7 +1,8 @@
-"""Where a run stores the parameters of its model, their rows, and the state of its optimizer."""
+"""Where a run stores its model and its optimizer, and the states that it holds."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,9 @@ from trajstore.threads import default_threads
 from trajstore.trainers.recording.digests import digests
 from trajstore.trainers.recording.kept_state import ADAM_STATE
 from trajstore.trainers.replays.recorded_rows import tensor_of
+from trajstore.trainers.states.state import State
 from trajstore.values.native_types import NativeType, as_bits, narrow, native_type
-from trajstore.values.optimizer_rule import ADAM, VECTORS, with_numbers
+from trajstore.values.optimizer_rule import ADAM, MOMENTS, MOMENTUM, VECTORS, with_numbers
 
 Array = npt.NDArray[Any]
 
@@ -126,8 +128,8 @@ def has_keyframes(attributes: Mapping[str, Any]) -> bool:
     return attribute(attributes, "recording", "keyframe_every") is not None
 
 
-class RunParameters:
-    """The parameters of a run, with their rows. The steps are those at the time of opening.
+class StoredModel:
+    """The model and optimizer of a run, with their rows. The steps are those of the opening.
 
     Parameters
     ----------
@@ -144,6 +146,8 @@ class RunParameters:
         Steps of all rows.
     has_keyframes : bool
         True if some rows only hold the whole state.
+    buffers : list of dict
+        Entries of the recorded buffers.
     parameters : tuple of StoredParameter
         In the order of the model's `named_parameters`.
 
@@ -178,6 +182,7 @@ class RunParameters:
                 "tier everything, or keyframes"
             )
         self._arrays: dict[str, Any] = dict(group.arrays())
+        self.buffers: list[dict[str, Any]] = self.attributes.get("buffers", [])
         kept = self.attributes.get(OPTIMIZER_STATE, ())
         vectors = [entry["name"] for entry in kept if entry["of"] == "element"]
         kinds = dict.fromkeys([*VECTORS, *vectors])
@@ -188,8 +193,10 @@ class RunParameters:
         self._stored: dict[str, StoredArray | None] = {}
 
     @property
-    def followed(self) -> Array:
-        """Steps with the whole state whose next step is recorded, too."""
+    def restorable(self) -> Array:
+        """Steps with the whole state; the random state after a step is in the row of the next."""
+        if "random_state" not in self:
+            return self.steps
         followed: Array = self.steps[np.isin(self.steps + 1, self.all_steps)]
         return followed
 
@@ -220,44 +227,60 @@ class RunParameters:
             )
         return row_of(self.run, self.steps, wanted)
 
-    def row(self, step: int, variables: Collection[str]) -> Row:
-        """Read the native bits of one row of some variables.
+    def state(self, step: int) -> State:
+        """Return the state after a step.
 
         Raises
         ------
         StepNotFound
-            If the run does not hold the step.
+            If the run does not hold it.
+        VariableNotRecorded
+            If it does not hold the whole state of its optimizer.
+        FormatError
+            If a keyframe does not fit its digests.
         """
-        number = self.number(step)
-        return {name: self._read(name, number, number + 1)[0] for name in variables}
+        kept = self.kept(step)
+        ((_, weights),) = self.weights([step])
+        return State(step=step, weights=weights, kept=kept)
 
-    def rows(self, steps: Iterable[int], variables: Sequence[str]) -> Iterator[tuple[int, Row]]:
-        """Read rows in increasing order; a block of rows is decoded once.
+    def weights(self, steps: Iterable[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Read the parameters and recorded buffers after steps; a block of rows is decoded once.
 
         Parameters
         ----------
         steps : iterable of int
             Increasing.
-        variables : sequence of str
 
         Yields
         ------
         step : int
-        row : mapping of str to ndarray
-            Views of a block, valid until the next row is requested.
+        weights : dict of str to tensor
+            Copies, by the first name of each parameter.
 
         Raises
         ------
         StepNotFound
-            If the run does not hold a step; raised before the first row is read.
+            If the run does not hold a step; raised before the first one is read.
+        FormatError
+            If a keyframe does not fit its digests.
         """
+        variables = [*self.variables(), *(["buffers"] if self.buffers else [])]
+        for step, row in self.rows(steps, variables):
+            weights = {p.name: tensor_of(p.bits(row), p.native) for p in self.parameters}
+            self._check_digests(step, [*weights.values()])
+            for entry in self.buffers:
+                values = row["buffers"][entry["offset"] :][: math.prod(entry["shape"])]
+                buffer = tensor_of(values, self.native("buffers")).view(entry["shape"])
+                weights[entry["name"]] = buffer.to(getattr(torch, entry["dtype"]))
+            yield step, weights
+
+    def rows(self, steps: Iterable[int], variables: Sequence[str]) -> Iterator[tuple[int, Row]]:
+        """Read native bits of variables after increasing steps: views, valid until the next."""
         numbers = [self.number(step) for step in steps]
         arrays = [self._arrays[name] for name in variables]
         length = min(int((array.shards or array.chunks)[0]) for array in arrays)
-        while numbers:
-            block = numbers[0] // length
-            inside = [number for number in numbers if number // length == block]
-            numbers = numbers[len(inside) :]
+        for _, block in itertools.groupby(numbers, lambda number: number // length):
+            inside = [*block]
             first, stop = inside[0], inside[-1] + 1
             read = {name: self._read(name, first, stop) for name in variables}
             for number in inside:
@@ -292,29 +315,113 @@ class RunParameters:
                 settings[parameter.group] |= known
         return settings
 
-    def check_keyframe(self, step: int, row: Row) -> None:
-        """Compare the parameters of a keyframe with their digests; without keyframes do nothing.
+    def state_dicts(self, step: int) -> list[dict[str, Any]]:
+        """Return the state dict of each optimizer after a step, as `optimizer_state_at`."""
+        states = self.kept(step)
+        groups = attribute(self.attributes, "optimizer", "groups")
+        dicts: dict[str | None, dict[str, Any]] = {}
+        for number, (group, used) in enumerate(zip(groups, self.settings(step), strict=True)):
+            state_dict = dicts.setdefault(group.get("name"), {"state": {}, "param_groups": []})
+            members = [p for p in self.parameters if p.group == number]
+            members.sort(key=lambda p: p.position)
+            first = sum(len(each["params"]) for each in state_dict["param_groups"])
+            numbers = range(first, first + len(members))
+            state_dict["state"] |= {
+                n: states[p.name] for n, p in zip(numbers, members, strict=True) if p.name in states
+            }
+            settings = with_numbers(group["hyperparameters"], used).items()
+            values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
+            state_dict["param_groups"].append({**values, "params": [*numbers]})
+        return [*dicts.values()]
 
-        Parameters
-        ----------
-        step : int
-        row : mapping of str to ndarray
-            Its row, with all parameters.
+    def kept(self, step: int) -> dict[str, dict[str, Any]]:
+        """Return what the optimizers keep after a step, by the name of each parameter that has it.
 
         Raises
         ------
-        FormatError
-            If a digest differs; the message names the parameters.
+        VariableNotRecorded, StepNotFound
+            As `optimizer_state_at`.
         """
+        self.number(step)
+        self._check_kept()
+        entries = self.attributes.get(OPTIMIZER_STATE)
+        if entries is not None:
+            marks = self.value(KEPT.name, step)
+        elif "exp_avg" in self:
+            entries, marks = ADAM_STATE, (self.value("params_count", step) > 0) * 7
+        else:
+            return {}
+        names = {entry["name"]: kept_as(entry["name"], entry["of"])[-1] for entry in entries}
+        vectors = [entry["name"] for entry in entries if entry["of"] == "element"]
+        variables = [v for name in vectors for v in self.variables(name) if v in self]
+        ((_, row),) = self.rows([step], variables) if variables else ((step, {}),)
+        numbers = {
+            name: self.value(variable, step)
+            for name, variable in names.items()
+            if name not in vectors and variable in self
+        }
+        states: dict[str, dict[str, Any]] = {}
+        for number, parameter in enumerate(self.parameters):
+            for entry in (e for bit, e in enumerate(entries) if int(marks[number]) >> bit & 1):
+                name, values = entry["name"], states.setdefault(parameter.name, {})
+                variable = variable_of(parameter.variable, name) if name in vectors else names[name]
+                if variable not in self:
+                    raise VariableNotRecorded(
+                        f"{self.run} does not hold {variable} of {parameter.name}"
+                    )
+                if name in vectors:
+                    values[name] = tensor_of(parameter.bits(row, name), parameter.natives[name])
+                else:
+                    values[name] = _number(numbers[name][number], entry["type"])
+        return states
+
+    def _check_kept(self) -> None:
+        """Check that the run holds the whole state of its optimizer.
+
+        Raises
+        ------
+        VariableNotRecorded
+            If it does not.
+        """
+        groups = attribute(self.attributes, "optimizer", "groups")
+        kind = str(attribute(self.attributes, "optimizer", "class"))
+        name = kind.rpartition(".")[2].removeprefix("Rounded")
+        kept, missing = self.attributes.get(OPTIMIZER_STATE), []
+        if not isinstance(groups, list):
+            missing = ["parameter groups"]
+        elif kept is not None:
+            is_whole = KEPT.name in self
+            missing = [e["name"] for e in kept if e["of"] == "other" or not is_whole]
+        elif name in ADAM:
+            trained = [p for p in self.parameters if p.group is not None and p.requires_grad]
+            names = dict.fromkeys(variable_of(p.variable, "exp_avg") for p in trained)
+            missing = [name for name in names if name not in self]
+            if any(group["hyperparameters"].get("amsgrad") for group in groups):
+                missing.append("max_exp_avg_sq")
+        elif name == "SGD":
+            if any(group["hyperparameters"].get("momentum") for group in groups):
+                missing = ["momentum_buffer"]
+        else:
+            missing = ["state"]
+        if missing:
+            raise VariableNotRecorded(
+                f"{self.run} does not hold the {', '.join(missing)} of its optimizer {kind}; the "
+                "tier everything holds what an optimizer keeps as numbers, and in its parameters' "
+                "shape"
+            )
+
+    def _check_digests(self, step: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Compare the parameters of a keyframe with their digests; other rows have a checksum."""
         if "params_digest" not in self._of_steps:
             return
-        tensors = [tensor_of(each.bits(row), each.native) for each in self.parameters]
-        wrong = digests(tensors).numpy() != self.value("params_digest", step)
+        wrong = digests(parameters).numpy() != self.value("params_digest", step)
         if wrong.any():
             names = [self.parameters[number].name for number in np.flatnonzero(wrong)]
+            older = self.steps[self.steps < step]
             raise FormatError(
                 f"{self.run}: the keyframe of step {step} does not fit its digest of "
-                f"{', '.join(names)}; one of them is damaged, so use an earlier keyframe"
+                f"{', '.join(names)}; one of them is damaged, so use "
+                + (f"the keyframe of step {older[-1]}" if len(older) else "a copy of the run")
             )
 
     def _read(self, name: str, first: int, stop: int) -> Array:
@@ -370,103 +477,25 @@ def _stored(
     return parameter
 
 
-def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
-    """Return the state dict of each optimizer of a run, as `optimizer_state_at`."""
-    stored = RunParameters(run)
-    states = state_of(stored, step)
-    groups = attribute(stored.attributes, "optimizer", "groups")
-    dicts: dict[str | None, dict[str, Any]] = {}
-    for number, (group, used) in enumerate(zip(groups, stored.settings(step), strict=True)):
-        state_dict = dicts.setdefault(group.get("name"), {"state": {}, "param_groups": []})
-        members = [p for p in stored.parameters if p.group == number]
-        members.sort(key=lambda p: p.position)
-        first = sum(len(each["params"]) for each in state_dict["param_groups"])
-        numbers = range(first, first + len(members))
-        state_dict["state"] |= {
-            n: states[p] for n, p in zip(numbers, members, strict=True) if p in states
-        }
-        settings = with_numbers(group["hyperparameters"], used).items()
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
-        state_dict["param_groups"].append({**values, "params": [*numbers]})
-    return [*dicts.values()]
+def rows_hold_state(config: Mapping[str, Any], variables: Collection[str]) -> bool:
+    """Return True if each row holds the whole state of a training from a configuration.
 
+    Rows lack the growth of a gradient scaler.
 
-def _check_state(stored: RunParameters) -> None:
-    """Check that the run holds the whole state of its optimizer.
-
-    Raises
-    ------
-    VariableNotRecorded
-        If it does not.
+    Parameters
+    ----------
+    config : mapping
+    variables : collection of str
+        Recorded variables.
     """
-    groups = attribute(stored.attributes, "optimizer", "groups")
-    kind = str(attribute(stored.attributes, "optimizer", "class"))
-    name = kind.rpartition(".")[2].removeprefix("Rounded")
-    missing: list[str] = []
-    kept = stored.attributes.get(OPTIMIZER_STATE)
-    if not isinstance(groups, list):
-        missing = ["parameter groups"]
-    elif kept is not None:
-        whole = KEPT.name in stored
-        missing = [entry["name"] for entry in kept if entry["of"] == "other" or not whole]
-    elif name in ADAM:
-        trained = [p for p in stored.parameters if p.group is not None and p.requires_grad]
-        names = dict.fromkeys(variable_of(p.variable, "exp_avg") for p in trained)
-        missing = [name for name in names if name not in stored]
-        if any(group["hyperparameters"].get("amsgrad") for group in groups):
-            missing.append("max_exp_avg_sq")
-    elif name == "SGD":
-        if any(group["hyperparameters"].get("momentum") for group in groups):
-            missing = ["momentum_buffer"]
-    else:
-        missing = ["state"]
-    if missing:
-        raise VariableNotRecorded(
-            f"{stored.run} does not hold the {', '.join(missing)} of its optimizer {kind}; the "
-            "tier everything holds what an optimizer keeps as numbers, and in its parameters' shape"
-        )
-
-
-def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str, Any]]:
-    """Return the optimizer's state of each parameter that has one after a step.
-
-    Raises
-    ------
-    VariableNotRecorded, StepNotFound
-        As `optimizer_state_at`.
-    """
-    stored.number(step)
-    _check_state(stored)
-    entries = stored.attributes.get(OPTIMIZER_STATE)
-    if entries is not None:
-        marks = stored.value(KEPT.name, step)
-    elif "exp_avg" in stored:
-        entries, marks = ADAM_STATE, (stored.value("params_count", step) > 0) * 7
-    else:
-        return {}
-    names = {entry["name"]: kept_as(entry["name"], entry["of"])[-1] for entry in entries}
-    vectors = [entry["name"] for entry in entries if entry["of"] == "element"]
-    row = stored.row(step, [v for name in vectors for v in stored.variables(name) if v in stored])
-    numbers = {
-        name: stored.value(variable, step)
-        for name, variable in names.items()
-        if name not in vectors and variable in stored
-    }
-    states: dict[StoredParameter, dict[str, Any]] = {}
-    for number, parameter in enumerate(stored.parameters):
-        kept = [entry for bit, entry in enumerate(entries) if int(marks[number]) >> bit & 1]
-        for entry in kept:
-            name, values = entry["name"], states.setdefault(parameter, {})
-            variable = variable_of(parameter.variable, name) if name in vectors else names[name]
-            if variable not in stored:
-                raise VariableNotRecorded(
-                    f"{stored.run} does not hold {variable} of {parameter.name}"
-                )
-            if name in vectors:
-                values[name] = tensor_of(parameter.bits(row, name), parameter.natives[name])
-            else:
-                values[name] = _number(numbers[name][number], entry["type"])
-    return states
+    if attribute(config, "training", "autocast") == "float16":
+        return False
+    kept: tuple[str, ...] = (*MOMENTS, *(variable_of("params", name) for name in MOMENTS))
+    kept += ("params_count",)
+    if attribute(config, "optimizer", "name") == "sgd":
+        momentum = (KEPT.name, *kept_as(MOMENTUM, "element"))
+        kept = momentum if attribute(config, "optimizer", "momentum") else ()
+    return {"W", "params", "params_lr", *kept} <= {*variables}
 
 
 def _number(value: float, kind: str) -> Any:
