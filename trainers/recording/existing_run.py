@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.errors import InvalidArgument, NothingToResume, argument
+from trajstore.errors import InvalidArgument, NothingToResume
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
@@ -101,9 +101,7 @@ class ExistingRun:
         attributes: dict[str, Any] = arrays.attrs.asdict()
         known = variables_of(attributes)
         recorded = tuple(name for name in arrays.array_keys() if name in known)
-        _check_options(planned, attributes.get("recording", {}), recorded)
-        _check_matrix(planned, attributes["recording"]["vocabulary"], arrays)
-        _check_coordinates(planned, arrays)
+        _check_options(planned, attributes.get("recording", {}), recorded, arrays)
         if planned.state is not None:
             planned.state.resume(attributes, recorded)
         all_steps = np.asarray(arrays[STEP.name][...])
@@ -234,14 +232,34 @@ def _state_of_step(recorded: Iterable[str]) -> list[str]:
 
 
 def _check_options(
-    planned: PlannedRun, before: Mapping[str, Any], recorded: tuple[str, ...]
+    planned: PlannedRun, before: Mapping[str, Any], recorded: tuple[str, ...], arrays: Any
 ) -> None:
-    """Check options and variables against the attribute ``recording`` of the run and its arrays."""
-    for name, value in planned.recording_attribute.items():
-        if name != "vocabulary" and before.get(name) != value:
+    """Check options, variables and coordinates against those of the run."""
+    options = {name: before.get(name) for name in planned.recording_attribute}
+    pairs = {name: (was, planned.recording_attribute[name]) for name, was in options.items()}
+    W = next(name for name in ("W", "grad", "cells") if name in arrays)
+    tensor, kind = planned.parameter.tensor, arrays[W].attrs["native_dtype"]
+    type_now = kind if W == "cells" else type_name(tensor.dtype)
+    shape = options["vocabulary"], arrays[W].shape[2]
+    del pairs["vocabulary"]  # it is the first number of the shape
+    pairs[planned.parameter.name] = (
+        f"{kind} of shape {shape}",
+        f"{type_now} of shape {tuple(tensor.shape)}",
+    )
+    pairs["tokens"] = (arrays["token"][...], planned.token)
+    if planned.populations:  # by default it keeps its own
+        names = {n for n in along_token(arrays.array_keys()) if n not in COORDINATES}
+        for name in names | planned.populations.keys():
+            was = arrays[name][...] if name in names else None
+            pairs[f"populations: {name}"] = (was, planned.populations.get(name))
+    if "parameter" in arrays and planned.parameter_names is not None:
+        stored = np.array([*map(str, arrays["parameter"][...])])
+        pairs["parameters of the model"] = (stored, np.array([*planned.parameter_names]))
+    for name, (was, now) in pairs.items():
+        if not np.array_equal(np.asarray(was), np.asarray(now)):
             raise InvalidArgument(
-                f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; resume "
-                "with " + argument(name, before.get(name))
+                f"{name}: {planned.path} was recorded with {_shown(was)}, got {_shown(now)}; a "
+                "resumed run keeps it, so give the same, or record a new run"
             )
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
     extra = set(recorded) - set(wanted)
@@ -254,19 +272,11 @@ def _check_options(
         )
 
 
-def _check_matrix(planned: PlannedRun, vocabulary: int, arrays: Any) -> None:
-    """Check shape and type of the matrix against those of the run; its name is an option."""
-    tensor = planned.parameter.tensor
-    now = (type_name(tensor.dtype), *tensor.shape)
-    name = next(name for name in ("W", "grad", "cells") if name in arrays)
-    kind = now[0] if name == "cells" else str(arrays[name].attrs["native_dtype"])
-    before = (kind, vocabulary, arrays[name].shape[2])
-    if now != before:
-        old, new = (f"{kind} of shape {tuple(shape)}" for kind, *shape in (before, now))
-        raise NothingToResume(
-            f"{planned.parameter.name} is {new} in the training, but {old} in {planned.path}; "
-            "resume with the model of the run, or record a new run"
-        )
+def _shown(value: Any) -> str:
+    """Return a value in a message; of an array, the size and the first elements."""
+    if not isinstance(value, np.ndarray):
+        return str(value)
+    return f"{value.size} ({', '.join(map(str, value[:3]))}, …)"
 
 
 def _check_change_norms(planned: PlannedRun, recorded: tuple[str, ...], last_step: int) -> None:
@@ -276,35 +286,6 @@ def _check_change_norms(planned: PlannedRun, recorded: tuple[str, ...], last_ste
         raise NothingToResume(
             f"{', '.join(of_change)}: the next row needs W at step {last_step}, which "
             f"{planned.path} lacks; resume from a checkpoint of that step, or record a new run"
-        )
-
-
-def _check_coordinates(planned: PlannedRun, arrays: Any) -> None:
-    """Check tokens, given populations, and names of parameters against those of the run."""
-    if not np.array_equal(arrays["token"][...], planned.token):
-        raise InvalidArgument(
-            f"tokens: the given tokens differ from those of {planned.path}; a resumed run keeps "
-            "its tokens, so give the same ones"
-        )
-    names = arrays.array_keys() if planned.populations else ()  # by default it keeps its own
-    populations = {name: np.asarray(arrays[name][...]) for name in names
-            if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
-    different = sorted(populations.keys() ^ planned.populations.keys()) or [
-        name
-        for name in populations
-        if not np.array_equal(populations[name], planned.populations[name])
-    ]
-    if different:
-        raise InvalidArgument(
-            f"populations: {', '.join(different)} differ from {planned.path}; a resumed run keeps "
-            "its populations, so leave them out"
-        )
-    stored = tuple(map(str, arrays["parameter"][...])) if "parameter" in arrays else None
-    parameters = planned.parameter_names or ()
-    if stored not in (None, parameters):
-        raise InvalidArgument(
-            f"the model has {len(parameters)} parameters, but {planned.path} has {len(stored)} "
-            f"({', '.join(stored[:3])}, …), or their names differ; resume with the same model"
         )
 
 
