@@ -120,11 +120,7 @@ class States:
         stored = self.stored
         if stored is None or not (stored.has_keyframes and "scale" in stored and step):
             return {"taken": step, "scaler": None}
-        skipped = (
-            np.asarray(self._group["skipped"][:])[stored.all_steps <= step][1:]
-            .astype(bool)
-            .tolist()
-        )
+        skipped = np.asarray(self._group["skipped"][:])[stored.all_steps <= step][1:] == 1
         scaler = torch.amp.GradScaler("cpu").state_dict()
         scale, tracker = float(self._group["scale"][1]), 0
         for is_skipped in skipped.tolist():  # the rule of `GradScaler.update`
