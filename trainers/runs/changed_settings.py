@@ -140,37 +140,26 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         check_recorded(path, attributes)
         _check_config(path, recorded, config, attributes.get("provenance", {}))
         rows = min(each.get("committed_rows", 0) for each in of_each)
-        shared = shared_path(path, config)
-        for other in set(planned_runs(shared, config)).difference(runs):
-            if other.exists():
-                raise NothingToResume(
-                    f"{path} is one of the two runs of a training; resume both by their common "
-                    f"name, {shared}"
-                )
-            if rows:
-                raise NothingToResume(
-                    f"{other} is missing, the other run of the training of {path}; restore it, "
-                    "or record another training"
-                )
-        states = States(path, rows)
+        missing = set(planned_runs(shared_path(path, config), config)).difference(runs)
+        if missing and rows:
+            raise NothingToResume(
+                f"{missing.pop()} is missing, the other run of the training of {path}; restore it, "
+                "or record another training"
+            )
+        states, steps = States(path, rows), config.training.steps
         last = states.steps[-1] if rows else 0
-    steps = config.training.steps
-    if steps < last:
-        raise NothingToResume(
-            f"{path} has {last} steps already, got "
-            + config_field("training.steps", steps)
-            + "; to extend it, use "
-            + argument("resume", True)
-            + " and "
-            + config_field("training.steps", 2 * last)
-        )
-    complete = all(each["status"] == "complete" for each in of_each)
-    return ResumePoint(
-        runs=runs,
-        last_step=last,
-        complete=complete,
-        state=None if complete and steps == last else states.before(last),
-    )
+        if steps < last:
+            raise NothingToResume(
+                f"{path} has {last} steps already, got "
+                + config_field("training.steps", steps)
+                + "; to extend it, use "
+                + argument("resume", True)
+                + " and "
+                + config_field("training.steps", 2 * last)
+            )
+        complete = all(each["status"] == "complete" for each in of_each)
+        state = None if complete and steps == last else states.before(last)
+    return ResumePoint(runs=runs, last_step=last, complete=complete, state=state)
 
 
 def check_recorded(path: Location, attributes: dict[str, Any]) -> None:

@@ -146,6 +146,7 @@ def record(
     point = existing if existing is not None and existing.has_steps else None
     overwrite = point is None and (overwrite or existing is not None)
     target = point.runs[0] if point else _check_new(path, config, overwrite=overwrite)
+    CheckpointFolder(target).check()
     config, products = with_products(config)
     attributes = root_attributes(target) if point else {}
     state = point.state if point else None
@@ -228,7 +229,6 @@ def _check_new(path: RunPath, config: RunConfig, *, overwrite: bool) -> Location
             f"{path} exists, but is the common name of the two runs of untied weights; choose "
             "another path"
         )
-    CheckpointFolder(target).check()
     return target
 
 

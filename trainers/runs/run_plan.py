@@ -75,11 +75,15 @@ def planned_runs(path: RunPath, config: RunConfig) -> tuple[Location, ...]:
 
 
 def existing_runs(path: RunPath) -> tuple[Location, ...]:
-    """Return the paths of the runs that a training has recorded under a name; none without any."""
+    """Return the paths of the runs of a training, by its name or that of a run; without any, none.
+
+    The two runs of untied weights are named ``NAME.<parameter>.zarr``.
+    """
     place = location(path)
-    if place.exists():
+    pair = tuple(run_path(_shared_name(place) or place, name) for name in UNTIED)
+    if place.exists() and place not in pair:
         return (place,)
-    return tuple(run for name in UNTIED if (run := run_path(place, name)).exists())
+    return tuple(run for run in pair if run.exists())
 
 
 def shared_path(run: Location, config: RunConfig) -> Location:
@@ -90,15 +94,20 @@ def shared_path(run: Location, config: RunConfig) -> Location:
     InvalidArgument
         If the run was renamed, so that the other one is unknown.
     """
-    if config.model.tied:
-        return run
+    shared = run if config.model.tied else _shared_name(run)
+    if shared is None:
+        raise InvalidArgument(
+            f"{run} is one of the two runs of a training with model.tied = false, but has another "
+            f"name; rename both to {' and '.join(f'NAME.{name}.zarr' for name in UNTIED)}"
+        )
+    return shared
+
+
+def _shared_name(run: Location) -> Location | None:
     for ending in (f".{name}.zarr" for name in UNTIED):
         if run.name.endswith(ending):
             return run.with_name(f"{run.name.removesuffix(ending)}.zarr")
-    raise InvalidArgument(
-        f"{run} is one of the two runs of a training with model.tied = false, but has another "
-        f"name; rename both to {' and '.join(f'NAME.{name}.zarr' for name in UNTIED)}"
-    )
+    return None
 
 
 _MOMENTS_OF_ALL = tuple(f"params_{name}" for name in MOMENTS)

@@ -113,8 +113,6 @@ def test_what_cannot_be_done_is_an_error(stopped: Path, text: Path) -> None:
     whole = CONFIG.with_values(['recording.variables=["everything"]'])
     with pytest.raises(InvalidArgument, match="is recorded with one matrix, but model"):
         record(whole, stopped.with_name("whole.zarr"), corpus=text)
-    with pytest.raises(NothingToResume, match=f"by their common name, {stopped}"):
-        record(CONFIG, first, corpus=text, resume=True)
     renamed = shutil.copytree(first, stopped.with_name("copy.zarr"))
     with pytest.raises(InvalidArgument, match="has another name; rename both to NAME"):
         record(CONFIG, renamed, corpus=text, resume=True)
