@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,13 @@ def fork(
     after = folder.place if target.exists() and not stays_in_rows else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
-            point = source.reach(new, text, sources, on_note, on_retrain)
-            state = _make(source, point, new, config, types, on_note)
+            path, state, proven = source.reach(new, text, sources, on_note, on_retrain)
+            attributes = source.forked_attributes(config, proven)
+            memory, created = config.recording.memory, attributes["created"]
+            branch_run(path, new, state.rows, types=types, attributes=attributes, memory=memory,
+                       on_note=on_note)  # fmt: skip
+            kept = state.kept if keeps_state(source.config, config) else {}
+            state = replace(state, run=created, config=attributes["config"], kept=kept)
             if not stays_in_rows:
                 folder.stage(state)
                 if after is None:
@@ -169,7 +174,7 @@ def fork(
     except BaseException:
         folder.discard()
         raise
-    del point, state  # they are as large as the training that follows
+    del state  # it is as large as the training that follows
     report_notes((item.sentence for item in advice), on_note)
     record(
         config,
@@ -185,39 +190,6 @@ def fork(
         on_note=on_note,
     )
     return target
-
-
-def _make(
-    source: _Source,
-    point: _ForkPoint,
-    new: Path,
-    config: RunConfig,
-    types: dict[str, str],
-    on_note: Callable[[str], None] | None,
-) -> State:
-    """Write the common part of a fork and its source, and return the fork's first state."""
-    groups = "groups" in source.attributes.get("optimizer", {})
-    optimizer = _optimizer_attributes(config, source.parameter, groups=groups)
-    created = utc_now()
-    values = config.model_dump(mode="json")
-    branch_run(
-        point.path,
-        new,
-        point.state.rows,
-        types=types,
-        attributes={
-            "created": created,
-            "config": values,
-            "optimizer": optimizer,
-            "provenance": source.forked_provenance(config, optimizer, point.proven_until),
-            **segments_attribute(source.attributes, values, point.state.step),
-            **source.forked_parameters(config),
-        },
-        memory=config.recording.memory,
-        on_note=on_note,
-    )
-    kept = point.state.kept if keeps_state(source.config, config) else {}
-    return replace(point.state, run=created, config=values, kept=kept)
 
 
 def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) -> dict[str, Any]:
@@ -241,25 +213,6 @@ def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) ->
     if groups:
         attributes["groups"] = group_attributes(JoinedOptimizer(optimizer))
     return attributes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _ForkPoint:
-    """The common part of a fork and its source.
-
-    Attributes
-    ----------
-    path : Path
-        A run with the common rows.
-    state : State
-        State after its last step.
-    proven_until : int
-        Last step at which it is known to equal the source.
-    """
-
-    path: Path
-    state: State
-    proven_until: int
 
 
 class _Source:
@@ -347,13 +300,11 @@ class _Source:
         sources: dict[str, str],
         on_note: Callable[[str], None] | None,
         on_retrain: Callable[[int, int], None] | None,
-    ) -> _ForkPoint:
-        """Return the state after the step: a stored one, or by repeating the training.
+    ) -> tuple[Path, State, int]:
+        """Return a run with the common rows, the state after the step, and the last proven step.
 
-        Parameters
-        ----------
-        new : Path
-            Different rows are stored in a sibling of this path.
+        The state is a stored one, or that of the repeated training. Different rows are stored in a
+        sibling of `new`.
 
         Raises
         ------
@@ -363,7 +314,7 @@ class _Source:
         at, start = self.step, self.states.before(self.step)
         if start is not None and start.step == at:
             self._check_weights(start)
-            return _ForkPoint(path=self.path, state=start, proven_until=at)
+            return self.path, start, at
         first = 0 if start is None else start.step
         note = (
             f"{self.path} has no checkpoint or keyframe of step {at}, so steps {first + 1} to {at} "
@@ -382,7 +333,7 @@ class _Source:
         state = walk(self.path, text, start, at, compared, sources=sources, on_step=on_retrain)
         difference = compared.difference
         if difference is None and state is not None:
-            return _ForkPoint(path=self.path, state=state, proven_until=at)
+            return self.path, state, at
         assert difference is not None
         reason = explain_difference(self.path, difference)
         if state is None or "lr" in difference.variables:
@@ -397,19 +348,12 @@ class _Source:
             "repeated rows"
         )
         report_notes([note], on_note)
-        return _ForkPoint(path=repeated, state=state, proven_until=proven)
+        return repeated, state, proven
 
-    def forked_parameters(self, config: RunConfig) -> dict[str, Any]:
-        """Return the attribute ``parameters`` with the type of the fork, if the run has it."""
-        table = self.attributes.get("parameters")
-        if table is None or config.model.dtype == self.config.model.dtype:
-            return {}
-        return {"parameters": [{**entry, "dtype": config.model.dtype} for entry in table]}
-
-    def forked_provenance(
-        self, config: RunConfig, optimizer: dict[str, Any], proven_until: int
-    ) -> dict[str, Any]:
-        """Return the provenance of a fork: that of its source, and an entry for the fork."""
+    def forked_attributes(self, config: RunConfig, proven_until: int) -> dict[str, Any]:
+        """Return the attributes of a fork that differ from those of the source."""
+        before, values = self.attributes.get("optimizer", {}), config.model_dump(mode="json")
+        optimizer = _optimizer_attributes(config, self.parameter, groups="groups" in before)
         entry: dict[str, Any] = {
             "run": str(self.path),
             "created": self.attributes.get("created"),
@@ -419,18 +363,26 @@ class _Source:
             "weights_sha256": hashlib.sha256(self._weights()).hexdigest(),
             "time": utc_now(),
         }
-        before = self.attributes.get("optimizer", {})
         clipping = {self.config.training.max_grad_norm, config.training.max_grad_norm}
         casts = config.model.dtype != self.config.model.dtype
         if casts or len(clipping) > 1 or _rule(before) != _rule(optimizer):
             entry["optimizer"] = before  # the optimizer of the earlier steps
-        provenance = {**self.provenance, "fork": entry}
         if "fork" in self.provenance:
             entry["forked_before"] = self.provenance["fork"]
+        provenance = {**self.provenance, "fork": entry}
         if "resumed" in provenance:
             resumed = provenance["resumed"]
             provenance["resumed"] = [item for item in resumed if item["step"] < self.step]
-        return provenance
+        table = self.attributes.get("parameters")
+        retyped = [{**each, "dtype": config.model.dtype} for each in table or ()] if casts else ()
+        return {
+            "created": utc_now(),
+            "config": values,
+            "optimizer": optimizer,
+            "provenance": provenance,
+            **segments_attribute(self.attributes, values, self.step),
+            **({"parameters": retyped} if retyped else {}),
+        }
 
     def _weights(self) -> bytes:
         """Return the native bits of W at the step."""
