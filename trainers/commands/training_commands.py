@@ -21,7 +21,7 @@ from trajstore.cli.command_options import RUN
 from trajstore.cli.output import Bar, err, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument, in_command, needs_extra, wording
-from trajstore.schema import ENCODINGS, KEYFRAMES, TIERS
+from trajstore.schema import KEYFRAMES, TIERS
 from trajstore.trainers.commands.configuration import (
     CORPUS,
     FSYNC,
@@ -184,9 +184,6 @@ class RecordingProgress(Bar):
         return state
 
 
-_SIZES = ("native", *(f"expected, {encoding}" for encoding in ENCODINGS))
-
-
 def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
     """Print what a run would hold and take, and a table of the tiers.
 
@@ -210,7 +207,7 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         except InvalidArgument as error:  # it needs more memory than the one that is wanted
             summary["notes"].append(f"the tier {tier} is not possible: " + wording(error))
         else:
-            tiers[tier] = planned.totals()
+            tiers[tier] = planned.facts()
     out.print(
         f"{summary['rows']} rows of {summary['tokens']} tokens: steps 0 to {summary['steps']}, "
         f"every {summary['every']}; encoding {summary['encoding']}; blocks of "
@@ -218,20 +215,22 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         f"{summary['files']} files."
     )
     rows = [
-        (name, array["native_dtype"], *_sizes(array), " × ".join(map(str, array["chunk"])))
+        (name, array["native_dtype"], format_bytes(array["bytes_native"]),
+         " × ".join(map(str, array["chunk"])))
         for name, array in summary["arrays"].items()
-    ]
-    print_table("", ("array", "type", *_SIZES, "chunk"), rows)
+    ]  # fmt: skip
+    print_table("", ("array", "type", "native", "chunk"), rows)
     rows = [
-        (tier, *_sizes(totals), format_bytes(totals["memory"]), totals["block_rows"])
-        for tier, totals in tiers.items()
+        (
+            tier,
+            format_bytes(facts["bytes_native"]),
+            format_bytes(facts["memory"]),
+            facts["block_rows"],
+        )
+        for tier, facts in tiers.items()
     ]
-    print_table("Tiers", ("tier", *_SIZES, "memory", "rows per block"), rows)
+    print_table("Tiers", ("tier", "native", "memory", "rows per block"), rows)
     print_notes([*summary["notes"], *(advice["sentence"] for advice in summary["advice"])])
-
-
-def _sizes(totals: dict[str, Any]) -> list[str]:
-    return [*map(format_bytes, (totals["bytes_native"], *totals["bytes_by_encoding"].values()))]
 
 
 _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync")

@@ -1,8 +1,7 @@
 """The plan of a run, before it is recorded: its paths, contents and cost.
 
 With untied weights a training has two runs, one of each matrix. Rows, chunks, memory, raw bytes and
-the number of files come from the planner of the writer, so they are exact. Bytes on disk are
-estimates from measured runs.
+the number of files come from the planner of the writer, so they are exact.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, argument
+from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import Advice, advise
 from trajstore.populations import populations_from
 from trajstore.schema import (
@@ -44,7 +43,7 @@ from trajstore.trainers.recording.planned_run import run_path
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.texts import load_corpus
 from trajstore.units import format_bytes, parse_bytes
-from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, VECTORS, OptimizerRule, numbers_of
+from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, numbers_of
 
 UNTIED = ("lm_head.weight", "transformer.wte.weight")
 """Recorded parameters of a model with untied weights. The first run has the checkpoints."""
@@ -105,40 +104,10 @@ def shared_path(run: Location, config: RunConfig) -> Location:
 _MOMENTS_OF_ALL = tuple(f"params_{name}" for name in MOMENTS)
 _GROUPS = 2  # of the optimizer: with and without weight decay
 
-# Ratio of native bytes to bytes on disk. bfloat16: measured on the first 32 rows of Wordybird 1b on
-# real text (blocks of 16 rows). Later steps change less and compress better. float32, and the cells
-# of float32 weights: measured on 200 steps of Duckling (blocks of 16 rows). Hidden states: measured
-# on 200 steps of Gatsby; vectors of all parameters: on 1,000 steps of it, in float32 on 150. Other
-# types are not measured; no compression is assumed.
-_RATIOS = {
-    "bfloat16": {
-        "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
-        "hidden_states": 2.9,
-        "params": 4.0, "params_grad": 1.44, "params_exp_avg": 1.5, "params_exp_avg_sq": 8.2,
-    },
-    "float32": {
-        "W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8,
-        "params": 1.6, "params_grad": 2.3, "params_exp_avg": 1.15, "params_exp_avg_sq": 1.9,
-    },
-}  # fmt: skip
-
-# The same for models so small that a block has many rows: measured on 30 to 1,000 steps of Gatsby
-# (blocks of 256 rows). Sums are within 30 % of the measured ones, also with the encoding `compact`.
-_MANY_ROWS = 128
-_RATIOS_OF_MANY_ROWS = {
-    "bfloat16": _RATIOS["bfloat16"]
-    | {"W": 13.0, "grad": 3.0, "exp_avg": 4.0, "exp_avg_sq": 12.0, "logits": 4.0},
-}
-
-# The same for the encoding `compact`: of the gradient, and of the first row of each block, which a
-# computed array stores. Measured on the first 63 rows of Wordybird 1b, and on 32 of Duckling, whose
-# float32 W includes the corrections of 1 % of its elements.
-_PREDICTED = {"bfloat16": 7.0, "float32": 2.8}
-_LEARNING_ROWS, _LEARNING, _LATER = 256, 4.8, 2.3  # then the gradients of Gatsby are noise
-_KEY_ROWS = {
-    "bfloat16": {"W": 1.3, "exp_avg": 2.1, "exp_avg_sq": 1.9},
-    "float32": {"W": 1.0, "exp_avg": 1.25, "exp_avg_sq": 1.2},
-}
+_SIZE_ON_DISK = (
+    "measured runs are about 2 (float32) to 6 times (bfloat16) smaller on disk than their native "
+    "bytes, and 6 to 23 times with the encoding compact; see docs/project/benchmarks.md"
+)
 
 _ITEMSIZE = {name: np.dtype(entry.dtype).itemsize if entry.dtype != "string" else 16
              for name, entry in COORDINATES.items()}  # fmt: skip
@@ -154,7 +123,7 @@ class RunPlan:
         Rows include step 0.
     runs : int
         Runs of the training: one for each matrix. All other values are those of one run, except
-        `memory`, `files` and the sums of `totals`.
+        `memory` and `files`.
     layout : Layout
         Blocks, shards and chunks.
     memory : int
@@ -164,10 +133,8 @@ class RunPlan:
         Raw bytes of each array in the trainer's type.
     encoding : str
         Encoding in the configuration.
-    bytes_by_encoding : dict of str to dict
-        Bytes on disk of each array, by encoding: estimates from measured ratios.
-    remarks : tuple of str
-        Reason why the encoding ``compact`` of the configuration would compute nothing.
+    notes : tuple of str
+        Notes about its size.
     advice : tuple of Advice
         Effects that the types of the optimizer's state and of W prevent.
     """
@@ -182,65 +149,22 @@ class RunPlan:
     files: int
     bytes_native: dict[str, int]
     encoding: str
-    bytes_by_encoding: dict[str, dict[str, int]]
-    remarks: tuple[str, ...]
+    notes: tuple[str, ...]
     advice: tuple[Advice, ...]
 
-    @property
-    def bytes_on_disk(self) -> dict[str, int]:
-        """Of each array, in the encoding of the configuration."""
-        return self.bytes_by_encoding[self.encoding]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes about its size."""
-        W = self.layout.arrays.get("W")
-        remarks = self.remarks
-        if self.runs > 1:
-            remarks += (
-                f"model.tied = false: {self.runs} runs, one of each matrix; sums, memory and files "
-                "include all, and the sizes of arrays are those of one",
-            )
-        if W is None or W.native.name != "float32":
-            return remarks
-        step = self.bytes_on_disk["W"] / self.rows
-        cells = W.row_bytes / 2 / _RATIOS["bfloat16"]["cells"]
-        return (
-            *remarks,
-            "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
-            f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
-            "(" + argument("variables", "'cells'") + f") about {format_bytes(round(cells))}",
-        )
-
-    def totals(self) -> dict[str, Any]:
-        """Return bytes and memory of the whole run, and rows of a block."""
-        return {
-            "bytes_native": self.runs * sum(self.bytes_native.values()),
-            "bytes_on_disk": self.runs * sum(self.bytes_on_disk.values()),
-            "bytes_by_encoding": {
-                name: self.runs * sum(sizes.values())
-                for name, sizes in self.bytes_by_encoding.items()
-            },
-            "memory": self.memory,
-            "block_rows": self.layout.block_rows,
-        }
-
     def facts(self) -> dict[str, Any]:
-        """Return everything as JSON values; bytes on disk are estimates."""
-        fields = ("steps", "every", "rows", "tokens", "runs", "files", "encoding")
+        """Return everything as JSON values."""
+        fields = ("steps", "every", "rows", "tokens", "runs", "files", "encoding", "memory")
         return {
             **{name: getattr(self, name) for name in fields},
-            **self.totals(),
+            "bytes_native": self.runs * sum(self.bytes_native.values()),
+            "block_rows": self.layout.block_rows,
             "arrays": {
                 name: {
                     "native_dtype": array.native.name,
                     "chunk": list(array.chunk),
                     "shard": list(array.shard),
                     "bytes_native": self.bytes_native[name],
-                    "bytes_on_disk": self.bytes_on_disk[name],
-                    "bytes_by_encoding": {
-                        encoding: sizes[name] for encoding, sizes in self.bytes_by_encoding.items()
-                    },
                 }
                 for name, array in self.layout.arrays.items()
             },
@@ -347,7 +271,7 @@ def plan(
     tokens, has_texts = _recorded_tokens(config, corpus, tokenizer)
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
-    remarks: list[str] = []
+    notes = [_SIZE_ON_DISK]
     optimizer = {
         "class": OPTIMIZERS[config.optimizer.name].real_class.__name__,
         "hyperparameters": config.optimizer.model_dump(),
@@ -356,10 +280,14 @@ def plan(
     settings = inspect.signature(OPTIMIZERS[config.optimizer.name].real_class).parameters
     defaults = ((name, setting.default) for name, setting in settings.items())
     hyperparameters = len(numbers_of(defaults).keys() - {"lr"})
-    computes = recording.encoding == "compact"
-    note = remarks.append if computes else lambda sentence: None
-    rule = compact_rule(attributes, types, note)
+    is_compact = recording.encoding == "compact"
+    rule = compact_rule(attributes, types, notes.append) if is_compact else None
     runs = len(matrices(config) or ("",))
+    if runs > 1:
+        notes.append(
+            f"model.tied = false: {runs} runs, one of each matrix; sums, memory and files include "
+            "all, and the sizes of arrays are those of one"
+        )
     layout = plan_layout(
         types,
         tokens=tokens,
@@ -375,7 +303,7 @@ def plan(
         memory=parse_bytes(recording.memory) // runs,
         block_rows=recording.block_rows,
         encoding=recording.encoding,
-        rule=rule if computes else None,
+        rule=rule,
     )
     native = {name: rows * array.row_bytes for name, array in layout.arrays.items()}
     coordinates = {
@@ -388,14 +316,14 @@ def plan(
         if not types.keys().isdisjoint(NAMES[axis]):
             coordinates[axis] = count * _ITEMSIZE[axis]
     native |= coordinates
-    blocks = math.ceil(rows / layout.block_rows)
     if config.has_keyframes:
         changes = {"variables": ("state",), "every": recording.keyframe_every, "block_rows": 1}
         changed = config.model_copy(update={"recording": recording.model_copy(update=changes)})
         keyframes = plan(changed, corpus=corpus, tokenizer=tokenizer)
         size, memory = sum(keyframes.bytes_native.values()), keyframes.memory
-        remarks += [f"{keyframes.rows} keyframes take up to {format_bytes(size)} more on disk, and "
-                    f"{format_bytes(memory)} of memory"]  # fmt: skip
+        notes += [f"{keyframes.rows} keyframes take up to {format_bytes(size)} more on disk, and "
+                  f"{format_bytes(memory)} of memory"]  # fmt: skip
+    blocks = math.ceil(rows / layout.block_rows)
     return RunPlan(
         steps=steps,
         every=every,
@@ -408,8 +336,7 @@ def plan(
         files=runs * (len(layout.arrays) * (blocks + 1) + len(coordinates) * 2 + 1),
         bytes_native=native,
         encoding=recording.encoding,
-        bytes_by_encoding=_bytes_by_encoding(native, layout, blocks, rule),
-        remarks=tuple(remarks),
+        notes=tuple(notes),
         advice=tuple(numeric_advice(config)),
     )
 
@@ -433,30 +360,3 @@ def _recorded_tokens(
     ids = select_tokens(read_tokens(recorded), config.model.vocab_size, None)
     assert ids is not None
     return len(ids), has_texts
-
-
-def _bytes_by_encoding(
-    native: dict[str, int], layout: Layout, blocks: int, rule: OptimizerRule | None
-) -> dict[str, dict[str, int]]:
-    """Expected bytes on disk of each array, of which some are computed by a rule."""
-    kinds = {name: array.native.name for name, array in layout.arrays.items()}
-    many = layout.block_rows >= _MANY_ROWS
-    ratios = _RATIOS | _RATIOS_OF_MANY_ROWS if many else _RATIOS
-    delta = {
-        name: round(size / ratios.get(kinds.get(name, ""), {}).get(name, 1.0))
-        for name, size in native.items()
-    }
-    compact = dict(delta)
-    if "grad" in kinds:
-        ratio = _PREDICTED.get(kinds["grad"], 1.0)
-        if many and kinds["grad"] == "bfloat16":
-            rows = native["grad"] / layout.arrays["grad"].row_bytes
-            early = min(rows, _LEARNING_ROWS)
-            ratio = rows / (early / _LEARNING + (rows - early) / _LATER)
-        compact["grad"] = round(native["grad"] / ratio)
-    computed = rule.state if rule else ()
-    vectors = [VECTORS[name] for name in computed if rule and rule.kind == "adam"]
-    for name in (*computed, *(name for name in vectors if name in kinds)):
-        ratio = _KEY_ROWS.get(kinds[name], {}).get(name, 1.0)
-        compact[name] = round(blocks * layout.arrays[name].row_bytes / ratio)
-    return {"delta": delta, "compact": compact}

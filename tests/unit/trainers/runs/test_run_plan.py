@@ -78,27 +78,12 @@ def test_a_recording_agrees_with_its_plan(
     assert planned["arrays"].keys() | COORDINATES.keys() >= (happened["arrays"].keys())
 
 
-def test_both_encodings_are_planned() -> None:
+def test_notes_tell_what_the_size_depends_on() -> None:
     config = preset("wordybird-1b").with_values(["recording.encoding=compact"])
-    planned = plan(config)
-    sizes = planned.facts()["bytes_by_encoding"]
-    assert sizes["compact"] == planned.facts()["bytes_on_disk"] < sizes["delta"] / 3
-    blocks = 13  # of 16 rows
-    W = planned.facts()["arrays"]["W"]
-    assert W["bytes_by_encoding"]["compact"] == pytest.approx(blocks * 50_257 * 64 * 2 / 1.3, abs=1)
-    assert planned.notes == ()
+    (measured,) = plan(config).notes
+    assert "benchmarks" in measured
     sparse = plan(config.with_values(["recording.every=2"]))
-    assert sparse.notes[0].endswith("the run is recorded every 2 steps")
-    assert sparse.bytes_by_encoding["compact"]["W"] == sparse.bytes_by_encoding["delta"]["W"]
-
-
-def test_the_sizes_of_a_small_model_are_near_the_measured_ones() -> None:
-    for steps, measured in (
-        (60, {"delta": 718_678, "compact": 223_860}),
-        (300, {"delta": 3_443_797, "compact": 1_191_657}),
-    ):
-        config = preset("gatsby").with_values([f"training.steps={steps}"])
-        assert plan(config).totals()["bytes_by_encoding"] == pytest.approx(measured, rel=0.3)
+    assert sparse.notes[1].endswith("the run is recorded every 2 steps")
 
 
 def test_too_little_memory_is_reported_before_the_run() -> None:

@@ -70,7 +70,7 @@ def test_a_plan_covers_both_runs(straight: list[Path], text: Path) -> None:
     assert planned["runs"] == 2
     assert planned["files"] == sum(facts["files"] for facts in found)
     assert planned["bytes_native"] == sum(facts["bytes_native"] for facts in found)
-    assert "2 runs" in planned["notes"][0]
+    assert "2 runs" in planned["notes"][1]
 
 
 def test_both_resume_as_if_never_stopped(stopped: Path, straight: list[Path], text: Path) -> None:
