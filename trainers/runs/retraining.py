@@ -21,6 +21,7 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison, RowDifference
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
@@ -30,7 +31,6 @@ from trajstore.trainers.recording.options import (
     TrainingLoop,
     read_tokens,
     select_tokens,
-    torch_threads,
 )
 from trajstore.trainers.runs.changed_settings import recorded_config
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
@@ -299,7 +299,7 @@ def train_again(
 
     try:
         for segment in trained_segments(attributes, 0 if start is None else start.step, step):
-            with torch_threads(segment.threads):
+            with process_mode(segment.threads, segment.modes):
                 reached = train(segment)
             if reached is None:
                 break
