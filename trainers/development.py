@@ -23,8 +23,10 @@ from trajstore.errors import (
     argument,
 )
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
+from trajstore.store.metadata.metadata_form import recorded_modes, recorded_threads
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -53,9 +55,10 @@ def develop(
     """Set a model and its optimizer to the state after any step of a run with keyframes.
 
     The keyframe before the step is restored, and the steps after it are trained again. Before each
-    one, the random generators, the learning rates, the hyperparameters of the group of W, and the
-    factor of the scaler get their recorded values. After each one, W and the digests of all
-    parameters, gradients and buffers are compared with the recorded ones.
+    one, the random generators, the learning rates, the hyperparameters of the group of W, the
+    factor of the scaler, the number of threads and the modes of torch get their recorded values.
+    After each one, W and the digests of all parameters, gradients and buffers are compared with the
+    recorded ones.
 
     Parameters
     ----------
@@ -147,7 +150,8 @@ def develop(
             inputs = _inputs(stored, model, number)
             names = [sorted(each) for each in inputs]
             try:
-                step(inputs)
+                with process_mode(*_recorded_mode(stored, number - 1)):
+                    step(inputs)
             except Exception as error:
                 error.add_note(f"the inputs of step {number} of {run} are {names}")
                 raise
@@ -171,6 +175,10 @@ def _options(run: RunPath) -> RecordingOptions:
     recording: dict[str, Any] = group.attrs.asdict()["recording"]
     known = {name: recording[name] for name in ("parameter", "logits_mode", "keyframe_every")}
     return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, memory=1 << 50, **known)
+
+
+def _recorded_mode(stored: StoredModel, step: int) -> tuple[int | None, dict[str, Any]]:
+    return recorded_threads(stored.attributes, step), recorded_modes(stored.attributes, step)
 
 
 def _inputs(stored: StoredModel, model: torch.nn.Module, number: int) -> list[Inputs]:

@@ -28,9 +28,10 @@ from trajstore.trainers.counterfactuals.planned_counterfactual import (
     OPTIMIZER_VARIABLES,
     PlannedCounterfactual,
 )
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import type_name
-from trajstore.trainers.recording.options import Tokens, torch_threads
+from trajstore.trainers.recording.options import Tokens
 from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer, replay_device
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, tensor_of
 from trajstore.trainers.replays.replay_result import CannotReplay
@@ -290,7 +291,7 @@ def what_if(
     source = open_tiled(run)
     rows = RecordedRows(source)
     device = replay_device(source.attributes)
-    with torch_threads(device.threads):
+    with process_mode(device.threads, device.modes):
         planned = PlannedCounterfactual(
             source, rows, settings, at=at, tokens=tokens, seed=seed,
             device=device.device,

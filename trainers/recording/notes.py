@@ -28,6 +28,7 @@ from trajstore.optimizer_advice import Advice, advise
 from trajstore.store.metadata.metadata_form import UNPROVEN
 from trajstore.store.metadata.zarr_json import notes_until
 from trajstore.strict_json import utc_now
+from trajstore.trainers.process_mode import process_modes
 from trajstore.trainers.products import choose_products, modes_of_products
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.parameters import (
@@ -287,10 +288,13 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more parameters" if more > 0 else "")
 
 
+COMPUTED_AS_RECORDED = ("threads", "modes")
+"""Facts that are set again when steps are computed again."""
+
 _OPTIONAL = ("transformers", "accelerate")
 _NUMERIC = (
     "torch", *_OPTIONAL, "processor", "processor_name", "cpu_capability", "device", "device_name",
-    "threads",
+    *COMPUTED_AS_RECORDED,
 )  # fmt: skip
 """Facts on which the bits of a training run depend."""
 
@@ -322,6 +326,8 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
         facts["seed"] = seed
     if device.type == "cuda":
         facts["device_name"] = torch.cuda.get_device_name(device)
+    if modes := process_modes():
+        facts["modes"] = modes
     facts |= origin or {}
     if commit := _git_commit():
         facts["git_commit"] = commit

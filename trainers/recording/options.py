@@ -13,8 +13,7 @@ import os
 import re
 import statistics
 import timeit
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -29,6 +28,7 @@ from trajstore.schema import EVERYTHING, KEYFRAMES, TIERS, VARIABLES, Encoding, 
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
 from trajstore.store.writing.create import check_folder, check_target
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.units import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every, parse_bytes
 
@@ -414,23 +414,6 @@ _SIZE = 512  # rows of the matrix that is multiplied
 _WORTH = 1.2  # ratio of times that is worth a note
 
 
-@contextmanager
-def torch_threads(number: int | None) -> Iterator[None]:
-    """Set the number of threads of torch on the CPU, as in a recorded run.
-
-    Parameters
-    ----------
-    number : int, optional
-        Default: no change.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def slower_threads() -> str | None:
     """Return a note if torch multiplies matrices faster with one thread than with its own number.
 
@@ -440,7 +423,7 @@ def slower_threads() -> str | None:
         return None
     matrix = torch.ones(_SIZE, _SIZE, device="cpu")
     with_several = _seconds(matrix)
-    with torch_threads(1):
+    with process_mode(1):
         with_one = _seconds(matrix)
     if with_several <= _WORTH * with_one:
         return None

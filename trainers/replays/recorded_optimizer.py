@@ -18,7 +18,12 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.store.metadata.metadata_form import recorded_facts, resumed_after
+from trajstore.store.metadata.metadata_form import (
+    recorded_facts,
+    recorded_modes,
+    recorded_threads,
+    resumed_after,
+)
 from trajstore.trainers.recording.notes import class_path, processor_name
 from trajstore.trainers.recording.parameters import NO_NUMBERS
 from trajstore.trainers.replays.recorded_rows import Placement
@@ -333,6 +338,8 @@ class ReplayDevice:
     recorded_on, replayed_on : str
     threads : int, optional
         Threads of torch; None if irrelevant or unknown.
+    modes : dict
+        Modes of the process, see `process_modes`.
     notes : tuple of str
         Other reasons for different values.
     """
@@ -342,6 +349,7 @@ class ReplayDevice:
     recorded_on: str
     replayed_on: str
     threads: int | None
+    modes: dict[str, Any]
     notes: tuple[str, ...]
 
 
@@ -404,13 +412,14 @@ def replay_device(
             f"recorded with torch {version}, replayed with {torch.__version__}, which may round "
             "differently: different values are counted but are no errors"
         )
-    count = provenance.get("threads")
+    count = recorded_threads(attributes, step)
     return ReplayDevice(
         device=device,
         exact=exact and version == torch.__version__,
         recorded_on=recorded_on,
         replayed_on=replayed_on,
-        threads=count if isinstance(count, int) and device.type == "cpu" and count > 0 else None,
+        threads=count if count and count > 0 and device.type == "cpu" else None,
+        modes=recorded_modes(attributes, step),
         notes=tuple(notes),
     )
 

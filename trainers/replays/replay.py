@@ -6,6 +6,7 @@ recorded gradient, clipped as in the training. Its result is compared with the r
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.device_to_host import type_name
-from trajstore.trainers.recording.options import torch_threads
 from trajstore.trainers.replays.recorded_optimizer import (
     ReplayDevice,
     State,
@@ -95,26 +96,30 @@ def replay(
     if "W" in rows and "cells" in rows:
         names |= {"W", "cells"}
     steps: StepReplay | None = None
-    with torch_threads(device.threads):
-        with unreplayed.collect(*rows.steps[1:].tolist()):
-            steps = StepReplay(source, rows, device.device, devices, checks)
-            names |= {"grad", *steps.recorded}
-        checks.check_skipped()
-        previous: RecordedRow | None = None
-        for row in rows.read(names):
-            if previous is None:
-                starts = dict.fromkeys(MOMENTS, 0.0) if steps is None else steps.starts
-                counts = steps is None or steps.counts_steps
-                previous = checks.checked_first_row(row, starts if counts else {})
-            else:
-                if steps is not None:
-                    with unreplayed.collect(row.step):
-                        steps.replay(previous, row)
-                checks.compare_summaries(previous, row)
-                previous = row
-            checks.check_cells(row)
-            if on_progress is not None:
-                on_progress(row.number + 1, len(rows))
+    with (
+        process_mode(device.threads, device.modes),
+        unreplayed.collect(*rows.steps[1:].tolist()),
+    ):
+        steps = StepReplay(source, rows, device.device, devices, checks)
+        names |= {"grad", *steps.recorded}
+    checks.check_skipped()
+    previous: RecordedRow | None = None
+    for here, part in itertools.groupby(rows.read(names), lambda row: devices[row.number]):
+        with process_mode(here.threads, here.modes):
+            for row in part:
+                if previous is None:
+                    starts = dict.fromkeys(MOMENTS, 0.0) if steps is None else steps.starts
+                    counts = steps is None or steps.counts_steps
+                    previous = checks.checked_first_row(row, starts if counts else {})
+                else:
+                    if steps is not None:
+                        with unreplayed.collect(row.step):
+                            steps.replay(previous, row)
+                    checks.compare_summaries(previous, row)
+                    previous = row
+                checks.check_cells(row)
+                if on_progress is not None:
+                    on_progress(row.number + 1, len(rows))
     replayed = frozenset() if steps is None else frozenset(steps.replayed)
     return Replay(
         path=os.fspath(path),
@@ -292,9 +297,7 @@ class StepReplay:
         factor = tensor_of(rows.scalar("clip_coef", row.number), natives["clip_coef"])
         gradient = place.parameter(row.bits["grad"], natives["grad"])
         numbers = rows.hyperparameters(row.number)
-        with torch_threads(self._devices[row.number].threads):
-            lr = rows.value("lr", row.number)
-            self._optimizer.step(gradient, factor, lr, numbers)
+        self._optimizer.step(gradient, factor, rows.value("lr", row.number), numbers)
         self._carried = self._optimizer.kept(self.rebuilt)
         computed = {
             name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded

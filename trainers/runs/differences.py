@@ -10,7 +10,7 @@ import torch
 from trajstore.store.reading.open_group import open_group, root_attributes
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.existing_run import RowDifference
-from trajstore.trainers.recording.notes import changed_provenance
+from trajstore.trainers.recording.notes import COMPUTED_AS_RECORDED, changed_provenance
 
 
 def explain_difference(
@@ -18,7 +18,7 @@ def explain_difference(
 ) -> str:
     """Return where a repeated training first differs, and possible reasons.
 
-    Without the `device` of an own loop, the run has a configuration, and its threads were used.
+    Without the `device` of an own loop, the run has a configuration.
     """
     attributes: dict[str, Any] = root_attributes(run)
     provenance = attributes.get("provenance", {})
@@ -31,22 +31,22 @@ def explain_difference(
             f"{where}, because the learning rate differed from that of the configuration; the run "
             "was resumed with another schedule"
         )
-    if device is not None:
-        changed = changed_provenance(provenance, device)
-    else:
+    if device is None:
         from trajstore.trainers.runs.changed_settings import recorded_config
         from trajstore.trainers.runs.training_setup import find_device
 
-        changed = changed_provenance(provenance, find_device(recorded_config(run).training.device))
-        changed.pop("threads", None)  # the recorded number is used
+        device = find_device(recorded_config(run).training.device)
+    now = changed_provenance(provenance, device)
     changes = [
-        f"{name} was {provenance.get(name)} and is now {now}" for name, now in changed.items()
+        f"{name} was {provenance.get(name)} and is now {value}"
+        for name, value in now.items()
+        if name not in COMPUTED_AS_RECORDED
     ]
     for entry in provenance.get("resumed", []):
         changes += [
             f"{name} was {value} from step {entry['step'] + 1} on"
             for name, value in entry.items()
-            if name not in ("step", "time", "threads")
+            if name not in ("step", "time", *COMPUTED_AS_RECORDED)
         ]
     reason = ", ".join(changes) or "versions, machine and number of threads are unchanged"
     return f"{where} ({reason})"

@@ -19,10 +19,11 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.notes import report_notes
-from trajstore.trainers.recording.options import slower_threads, torch_threads
+from trajstore.trainers.recording.options import slower_threads
 from trajstore.trainers.runs.changed_settings import (
     ResumePoint,
     check_text,
@@ -174,7 +175,7 @@ def record(
         on_corpus(text)
     if products is not None and on_products is not None:
         on_products(products)
-    with torch_threads(threads):
+    with process_mode(threads):
         if state is not None:
             report_notes(resume_notes(target, config, state), on_note)
         training = build_training(config, text)

@@ -111,6 +111,7 @@ def _shared_name(run: Location) -> Location | None:
 
 
 _MOMENTS_OF_ALL = tuple(f"params_{name}" for name in MOMENTS)
+_FLOAT64 = ("lr", "hyperparameters", "batch", "params_lr", "params_count", "scale", "step_count")
 _GROUPS = 2  # of the optimizer: with and without weight decay
 
 _SIZE_ON_DISK = (
@@ -199,13 +200,11 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types = dict.fromkeys(VARIABLES, "float32")
     types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
     types |= dict.fromkeys(MOMENTS, config.optimizer.state_dtype or weights)
-    types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
-    types |= {"hyperparameters": "float64"}
-    types |= {"batch": "float64", "hidden_states": weights}
-    types |= dict.fromkeys(("params", "params_grad"), weights)
+    types |= {"logits": forward, "cells": "bfloat16"}
+    types |= dict.fromkeys(("hidden_states", "params", "params_grad"), weights)
     types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
     types |= dict.fromkeys(INTEGERS, "int64")
-    types |= dict.fromkeys(("params_lr", "params_count", "scale", "step_count"), "float64")
+    types |= dict.fromkeys(_FLOAT64, "float64")
     # The models have no dropout, and their buffers are fixed; the batches determine their inputs.
     absent = {"random_state", "buffers", "inputs"}
     if config.optimizer.name == "sgd":
@@ -281,16 +280,15 @@ def plan(
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
     notes = [_SIZE_ON_DISK]
-    optimizer = {
-        "class": OPTIMIZERS[config.optimizer.name].real_class.__name__,
-        "hyperparameters": config.optimizer.model_dump(),
-    }
+    kind = OPTIMIZERS[config.optimizer.name].real_class
+    optimizer = {"class": kind.__name__, "hyperparameters": config.optimizer.model_dump()}
     attributes = {"optimizer": optimizer, "recording": {"every": every}}
-    settings = inspect.signature(OPTIMIZERS[config.optimizer.name].real_class).parameters
+    settings = inspect.signature(kind).parameters
     defaults = ((name, setting.default) for name, setting in settings.items())
     hyperparameters = len(numbers_of(defaults).keys() - {"lr"})
-    is_compact = recording.encoding == "compact"
-    rule = compact_rule(attributes, types, notes.append) if is_compact else None
+    rule = None
+    if recording.encoding == "compact":
+        rule = compact_rule(attributes, types, notes.append)
     runs = len(matrices(config) or ("",))
     if runs > 1:
         notes.append(
@@ -315,9 +313,8 @@ def plan(
         rule=rule,
     )
     native = {name: rows * array.row_bytes for name, array in layout.arrays.items()}
-    coordinates = {
-        name: tokens * _ITEMSIZE[name] for name in ALONG_TOKEN if has_texts or name != "token_text"
-    }
+    names = [name for name in ALONG_TOKEN if has_texts or name != "token_text"]
+    coordinates = {name: tokens * _ITEMSIZE[name] for name in names}
     coordinates |= {
         f"{POPULATION}{name}": tokens for name in populations_from(recording.populations)
     }

@@ -18,6 +18,7 @@ from trajstore.store.metadata.metadata_form import Segment, trained_segments
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
@@ -27,7 +28,6 @@ from trajstore.trainers.recording.options import (
     TrainingLoop,
     read_tokens,
     select_tokens,
-    torch_threads,
 )
 from trajstore.trainers.runs.run_plan import matrices, shared_path
 from trajstore.trainers.runs.training_setup import Training, build_training
@@ -268,7 +268,7 @@ def walk(
 
     try:
         for segment in trained_segments(attributes, 0 if start is None else start.step, stop):
-            with torch_threads(segment.threads):
+            with process_mode(segment.threads, segment.modes):
                 reached = train(segment)
             if reached is None:
                 break

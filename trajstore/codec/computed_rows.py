@@ -26,7 +26,7 @@ from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.chunk import Chain, Head, padded
 from trajstore.codec.delta import scratch
 from trajstore.strict_json import canonical
-from trajstore.values.native_types import check_subnormals, result_bits, widen
+from trajstore.values.native_types import kept_subnormals, result_bits, widen
 from trajstore.values.optimizer_rule import LARGEST, VECTORS, OptimizerRule, Rates, VectorRule
 
 Array = npt.NDArray[Any]
@@ -218,6 +218,7 @@ class ComputedUnit:
         chains = {role: self.chains[array] for role, array in VECTORS.items()}
         return [ComputedUnit(rule=rule, chains=chains) for rule in self.rule.groups]
 
+    @kept_subnormals()
     def _follow(
         self,
         rows: Mapping[str, Array],
@@ -239,7 +240,6 @@ class ComputedUnit:
         """
         rule = self.rule
         assert isinstance(rule, OptimizerRule)
-        check_subnormals()
         natives = {name: self.chains[name].native for name in self.matrices}
         if run_adam_loop(rule, rows, out, computed, natives, rates):
             return

@@ -22,7 +22,7 @@ from trajstore.threads import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.native_types import (
     NativeType,
     cast,
-    check_subnormals,
+    kept_subnormals,
     narrow,
     result_bits,
     widen,
@@ -39,6 +39,7 @@ _ENCODING = CompiledLoop("trajstore.codec.prediction_loop", "terms_and_differenc
 _DECODING = CompiledLoop("trajstore.codec.prediction_loop", "decoded_rows")
 
 
+@kept_subnormals()
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
     """Coefficients of a chunk, and the differences to their prediction, in scratch memory.
 
@@ -55,7 +56,6 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     or None
         If no prediction reduces the size of any row.
     """
-    check_subnormals()
     rows, tokens, hidden = bits.shape
     coefficients = scratch.array("terms", (rows, MOST_TERMS, hidden + tokens), native.bits)
     coefficients.fill(0)
@@ -84,6 +84,7 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     return (coefficients[:, : used[-1] + 1], differences) if used.size else None
 
 
+@kept_subnormals()
 def decode_rows(coefficients: Array, differences: Array, native: NativeType, bits: Array) -> None:
     """Restore the bits of rows; the inverse of `coefficients_and_differences`.
 
@@ -97,7 +98,6 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType, bit
     bits : ndarray of ``native.bits``, (row, token, hidden)
         Receives the rows.
     """
-    check_subnormals()
     if _is_compiled(_DECODING, native, bits.size, differences, bits) and _DECODING.run(
         np.ascontiguousarray(coefficients).reshape(-1),
         memory_of(differences),

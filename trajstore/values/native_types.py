@@ -12,7 +12,10 @@ too small by this factor.
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -439,6 +442,7 @@ _SPARE_MASK = (1 << _BFLOAT16.spare_bits) - 1
 
 _LEAST_NORMAL, _HALF = np.uint32(1 << 23).view(np.float32), np.float32(0.5)
 _HALF_OF_LEAST = 1 << 22  # the bits of a subnormal number
+_ENVIRONMENT = 256  # bytes, more than a fenv_t of C has
 
 
 def convert(stored: Array, native: NativeType, wanted: NativeType) -> tuple[Array, int]:
@@ -520,23 +524,42 @@ def result_bits(values: Array, native: NativeType) -> Array:
     return np.where(nan, bits.dtype.type(native.nan_bits), bits) if nan.any() else bits
 
 
-def check_subnormals() -> None:
-    """Refuse to compute bits in a thread that replaces subnormal numbers by 0.
+def _flushes_subnormals() -> bool:
+    with np.errstate(under="ignore"):
+        return bool((_LEAST_NORMAL * _HALF).view(np.uint32) != _HALF_OF_LEAST)
+
+
+@contextmanager
+def kept_subnormals() -> Iterator[None]:
+    """Compute exactly in a thread that replaces subnormal numbers by 0, and put that back.
 
     Threads inherit that from the thread that starts them.
 
     Raises
     ------
     FlushedSubnormals
-        If so.
+        If the C library of the system cannot do so.
     """
-    with np.errstate(under="ignore"):
-        kept = _LEAST_NORMAL * _HALF
-    if kept.view(np.uint32) != _HALF_OF_LEAST:
+    if not _flushes_subnormals():
+        yield
+        return
+    before = ctypes.create_string_buffer(_ENVIRONMENT)
+    library = ctypes.CDLL(None)
+    with suppress(AttributeError, ValueError):  # the next check raises an error
+        usual: Any = ctypes.c_void_p(-1)  # FE_DFL_ENV
+        if sys.platform == "darwin":
+            usual = ctypes.byref(ctypes.c_char.in_dll(library, "_FE_DFL_ENV"))
+        library.fegetenv(before)
+        library.fesetenv(usual)
+    if _flushes_subnormals():
         raise FlushedSubnormals(
             "rows of the encoding `compact` need exact arithmetic, but this thread replaces "
             "subnormal numbers by 0; call torch.set_flush_denormal(False) before"
         )
+    try:
+        yield
+    finally:
+        library.fesetenv(before)
 
 
 def is_of_type(stored: Array, native: str) -> bool:

@@ -35,7 +35,7 @@ from trajstore.errors import (  # noqa: E402
     VariableNotRecorded,
 )
 from trajstore.trainers import TrajectoryCallback, capture, develop, restore  # noqa: E402
-from trajstore.trainers.recording.options import torch_threads  # noqa: E402
+from trajstore.trainers.process_mode import process_mode  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -333,15 +333,10 @@ class Summed(Scheduled):
 
 
 @pytest.mark.nightly
-def test_another_number_of_threads_is_named(tmp_path: Path) -> None:
-    with torch_threads(2):
+def test_threads_and_modes_are_the_recorded_ones(tmp_path: Path) -> None:
+    with process_mode(2, {"default_dtype": "float64"}):
         Summed().train(tmp_path / "run.zarr")
-    with (
-        torch_threads(1),
-        pytest.raises(NothingToResume, match=r"_digest .*threads was 2 and is now 1"),
-    ):
-        Summed().develop(tmp_path / "run.zarr", STEPS - 1)
-    with torch_threads(2):
+    with process_mode(1):
         assert Summed().develop(tmp_path / "run.zarr", STEPS - 1).difference is None
 
 

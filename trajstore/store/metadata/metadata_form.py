@@ -66,12 +66,15 @@ class Segment:
         JSON values.
     threads : int or None
         Threads of torch on the CPU; None if the run does not record them.
+    modes : dict
+        Modes of the process that are not those of a new one.
     """
 
     first: int
     last: int
     config: dict[str, Any]
     threads: int | None
+    modes: dict[str, Any]
 
 
 def listed_segments(attributes: Mapping[str, Any]) -> list[Entry]:
@@ -157,6 +160,7 @@ def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> li
             last=end,
             config=[entry["config"] for entry in listed if entry["step"] <= begin][-1],
             threads=recorded_threads(attributes, begin),
+            modes=recorded_modes(attributes, begin),
         )
         if segments and replace(segments[-1], first=begin, last=end) == segment:
             segments[-1] = replace(segments[-1], last=end)
@@ -175,6 +179,18 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
     """
     threads = recorded_facts(attributes, step).get("threads")
     return threads if isinstance(threads, int) else None
+
+
+def recorded_modes(attributes: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Modes of the process with which a run was trained after a step; none in a new process.
+
+    Raises
+    ------
+    FormatError
+        See `trained_segments`.
+    """
+    modes = recorded_facts(attributes, step).get("modes")
+    return modes if isinstance(modes, dict) else {}
 
 
 def recorded_facts(attributes: Mapping[str, Any], step: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, steps  # noqa: E402
 
 from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers.process_mode import process_mode  # noqa: E402
 from trajstore.trainers.recording.digests import ROW, StepDigests, digests  # noqa: E402
-from trajstore.trainers.recording.options import torch_threads  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -189,7 +189,7 @@ def test_threads_do_not_change_a_digest() -> None:
     tensors = [draw(300_001), draw(70_000, torch.bfloat16), draw(5)]
     found = []
     for threads in (1, 2):
-        with torch_threads(threads):
+        with process_mode(threads):
             found.append(numbers(*tensors))
     assert found[0] == found[1]
 

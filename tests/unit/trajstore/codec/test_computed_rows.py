@@ -205,21 +205,6 @@ def test_runs_that_differ_in_their_rule_alone_share_no_rows(tmp_path: Path) -> N
         np.testing.assert_array_equal(open_run(path).W.values, expected)
 
 
-@pytest.mark.torch
-def test_a_thread_that_flushes_small_numbers_is_refused(history: xr.Dataset, written: Path) -> None:
-    """Its sums are not those of other threads."""
-    torch = pytest.importorskip("torch")
-    ds = open_run(written, chunks=None)  # which reads in this thread
-    torch.set_flush_denormal(True)
-    try:
-        for name in ("W", "grad"):
-            with pytest.raises(FloatingPointError, match="set_flush_denormal"):
-                _ = ds[name][:BLOCK].values
-    finally:
-        torch.set_flush_denormal(False)
-    assert ds.W.values.tobytes() == history.W.values.tobytes()
-
-
 def test_a_repair_drops_the_rows_of_all_that_is_computed(run: Path, history: xr.Dataset) -> None:
     damage(run, "exp_avg", 1)
     (problem,) = verify(run).problems
