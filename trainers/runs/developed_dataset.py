@@ -21,7 +21,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
@@ -30,15 +29,6 @@ from xarray.core import indexing
 
 from trajstore import errors
 from trajstore.cli.output import StepsProgress
-from trajstore.errors import (
-    FormatError,
-    InvalidArgument,
-    RunLocked,
-    RunNotFound,
-    TrajstoreError,
-    VariableNotRecorded,
-    argument,
-)
 from trajstore.schema import KEPT, KEYFRAMES, STEP, VARIABLES
 from trajstore.store.metadata.block_plan import plan
 from trajstore.store.metadata.zarr_json import recorded_attributes
@@ -68,17 +58,17 @@ def open_developed(path: RunPath, chunks: str | None, cache_size: int | str) -> 
     """Open a run of `trainers.record` with keyframes. `trajstore.open_run` describes it."""
     place, recorded = location(path), open_run(path, chunks=None)
     if attribute(recorded.attrs, "recording", "keyframe_every") is None:
-        raise VariableNotRecorded(
+        raise errors.VariableNotRecorded(
             f"{path} has no keyframes, so no steps can be developed; record it with "
-            + argument("variables", "'keyframes'")
+            + errors.argument("variables", "'keyframes'")
         )
     if not isinstance(place, Path) or not place.is_dir():
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"{path} is not a local folder, so developed steps cannot be kept beside it; copy the "
             "run into one"
         )
     if not recorded.attrs.get("config"):
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"{path} was not recorded by `trajstore record`; develop its steps with your own loop: "
             "trajstore.trainers.develop(run, model, optimizer, step, at=STEP)"
         )
@@ -125,26 +115,18 @@ def developed_dataset(run: Path, chunks: str | None, limit: int, train: Train) -
         train=train,
     )
     pieces, token = stretches.pieces(layout.block_rows), tokenize(str(run), recorded.attrs)
-    blocks = None if chunks is None else open_run(run)
     variables: dict[str, Any] = {}
     for name in sorted(every, key=[*VARIABLES, *every].index):
-        if name not in like:
-            own = recorded if blocks is None else blocks
-            variables[name] = own[name].variable
-            if blocks is not None:
-                variables[name] = variables[name].chunk(step=pieces)
-            continue
-        reader: Any = DevelopedReader(stretches, name, like[name])
-        if blocks is None:
-            data: Any = indexing.CopyOnWriteArray(indexing.LazilyIndexedArray(reader))
-        else:
-            data = da.from_array(
-                reader,
-                (pieces, *layout.arrays[name].shard[1:]),
-                name=f"{name}-developed-{token}",
-                meta=np.empty((0,) * reader.ndim, reader.dtype),
-            )
-        variables[name] = xr.Variable(like[name].dims, data, like[name].attrs)
+        variable: Any = every[name]
+        if name in like:
+            reader: Any = DevelopedReader(stretches, name, variable)
+            lazy: Any = indexing.CopyOnWriteArray(indexing.LazilyIndexedArray(reader))
+            variable = xr.Variable(variable.dims, lazy, variable.attrs)
+        if chunks is not None:
+            shape = (pieces, *layout.arrays[name].shard[1:])
+            shapes = dict(zip(variable.dims, shape, strict=True))
+            variable = variable.chunk(shapes, name=f"{name}-developed-{token}")
+        variables[name] = variable
     attributes = keyframes.attrs | recorded.attrs | {"optimizer": keyframes.attrs["optimizer"]}
     ds = xr.Dataset(variables, recorded.coords, attributes)
     ds.encoding = recorded.encoding
@@ -208,7 +190,7 @@ class Stretches:
         try:
             os.utime(self.path(number))  # the last use
             return stored.values(window)
-        except (FormatError, FileNotFoundError):  # it is damaged, or was removed meanwhile
+        except (errors.FormatError, FileNotFoundError):  # it is damaged, or was removed meanwhile
             if not again:
                 raise
             shutil.rmtree(self.path(number), ignore_errors=True)
@@ -256,19 +238,21 @@ class Stretches:
         needed = (rows.stop - rows.start) * self.row_bytes
         what = f"steps {first} to {last} of {self.run}"
         if needed > self.limit:
-            raise InvalidArgument(
+            raise errors.InvalidArgument(
                 f"{what} take up to {format_bytes(needed)} when all {rows.stop - rows.start} are "
                 f"developed, but the cache may take {format_bytes(self.limit)}; raise it with "
-                + argument("cache_size", f"'{needed / (1 << 30):.1f}GiB'")
+                + errors.argument("cache_size", f"'{-(-needed >> 20)}MiB'")
             )
         self._make_room(needed, path)
         try:
             self.train(first, last, path)
-        except TrajstoreError as error:
+        except errors.TrajstoreError as error:
             raise type(error)(f"{what} cannot be developed: {error}") from error
         found = self._found(number)
         if found is None:
-            raise FormatError(f"{what} were developed as {path}, which cannot be used; remove it")
+            raise errors.FormatError(
+                f"{what} were developed as {path}, which cannot be used; remove it"
+            )
         return found
 
     def _make_room(self, needed: int, path: Path) -> None:
@@ -291,7 +275,7 @@ class Stretches:
                 try:
                     lock = RunLock.acquire(self.cache)
                     break
-                except RunLocked:
+                except errors.RunLocked:
                     if is_written_to(self.cache) is None:  # by another machine, perhaps a dead one
                         raise
                     time.sleep(_POLL)
@@ -317,7 +301,7 @@ def _proven(
             np.array_equal(whole(path, group, name), expected[name].values)
             for name in (STEP.name, *_DIGESTS)
         )
-    except (FormatError, RunNotFound, KeyError):
+    except (errors.FormatError, errors.RunNotFound, KeyError):
         return None
     return {name: array for name, array in stored.items() if array} if same else None
 
@@ -404,7 +388,7 @@ def train_in_child(run: Path, first: int, last: int, target: Path) -> None:
         kind, _, why = reason.partition(" ")
         if child.returncode < 0 or reason.isdecimal():
             why = f"the process ended with status {child.returncode}"
-        raise getattr(errors, kind, TrajstoreError)(
+        raise getattr(errors, kind, errors.TrajstoreError)(
             f"{why}; to develop them by hand, with options: trajstore develop {run} --select "
             f"step={first}:{last + 1} -o {target}"
         )
