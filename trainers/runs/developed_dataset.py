@@ -99,7 +99,7 @@ def developed_dataset(run: Path, chunks: str | None, limit: int, train: Train) -
         {name: each.attrs["native_dtype"] for name, each in every.items()},
         tokens=recorded.sizes["token"],
         hidden=recorded.sizes["hidden"],
-        lengths={dim: n for each in every.values() for dim, n in each.sizes.items() if n},
+        lengths={str(dim): n for each in every.values() for dim, n in each.sizes.items() if n},
         memory=parse_bytes(attribute(recorded.attrs, "config", "recording", "memory") or "1GiB"),
         buffers=1,  # as `develop_run` writes it
     )
@@ -120,7 +120,8 @@ def developed_dataset(run: Path, chunks: str | None, limit: int, train: Train) -
         variable: Any = every[name]
         if name in like:
             reader: Any = DevelopedReader(stretches, name, variable)
-            lazy: Any = indexing.CopyOnWriteArray(indexing.LazilyIndexedArray(reader))
+            lazy: Any = indexing.LazilyIndexedArray(reader)
+            lazy = indexing.CopyOnWriteArray(lazy)
             variable = xr.Variable(variable.dims, lazy, variable.attrs)
         if chunks is not None:
             shape = (pieces, *layout.arrays[name].shard[1:])

@@ -173,10 +173,12 @@ def open_run(
         keyframes only: the Dataset has the variables of the tier ``everything`` at every step. The
         steps between two keyframes are trained again, in another process, when a value of them is
         first read, and compared with the recorded digests. They stay in the folder
-        ``NAME.developed`` beside the run, which can be removed at any time. Requires the extra
-        ``train`` for steps that are not there yet.
+        ``NAME.developed`` beside the run, which can be removed at any time. To train them needs the
+        extra ``train``. If it is not possible here, reading the value raises the error of
+        `trainers.develop_run`, with the steps and the reason.
     cache_size : int or str
         Largest size of that folder. The steps that were not read for the longest time are removed.
+        Steps that need more are not trained: reading their values raises `InvalidArgument`.
 
     Returns
     -------
@@ -197,10 +199,6 @@ def open_run(
         was recorded from an own loop.
     VariableNotRecorded
         With `developed`, if the run has no keyframes.
-
-    If steps cannot be developed, the access to their values raises an error with the steps and the
-    reason: `InvalidArgument` if they do not fit into `cache_size`, `NothingToResume` if a step
-    differs from the recorded one, or another error of `trainers.develop_run`.
 
     Examples
     --------
