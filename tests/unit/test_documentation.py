@@ -174,7 +174,7 @@ def test_contributing_names_modules_that_there_are() -> None:
 
 
 def test_dotted_names_lead_to_something() -> None:
-    groups = {"trajstore.commands", "trajstore.accessors", "trajstore.replays"}
+    groups = {"trajstore.commands", "trajstore.accessors", "trajstore.replays", "trajstore.readers"}
     known = {point.name for point in entry_points(group="zarr.codecs")} | groups
     missing = {
         name

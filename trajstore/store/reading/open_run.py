@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -142,7 +143,13 @@ _MATRIX = 3  # dimensions of the arrays that are read without zarr
 
 
 @checks_types
-def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> xr.Dataset:
+def open_run(
+    path: RunPath,
+    *,
+    chunks: Literal["blocks"] | None = "blocks",
+    developed: bool = False,
+    cache_size: int | str = "16GiB",
+) -> xr.Dataset:
     """Open a run lazily. It may still be recorded.
 
     `xr.open_dataset` with ``engine="trajstore"`` and `xr.open_zarr` return the same values. The
@@ -161,6 +168,17 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
         or half of it; an object decodes to at most 30 MiB. With None, dask is not used, and each
         selection is read when its values are accessed. This reads the history of a single token
         several times faster.
+    developed : bool
+        Also open what a run of `trainers.record` with ``variables="keyframes"`` stores in its
+        keyframes only: the Dataset has the variables of the tier ``everything`` at every step. The
+        steps between two keyframes are trained again, in another process, when a value of them is
+        first read, and compared with the recorded digests. They stay in the folder
+        ``NAME.developed`` beside the run, which can be removed at any time. To train them needs the
+        extra ``train``. If it is not possible here, reading the value raises the error of
+        `trainers.develop_run`, with the steps and the reason.
+    cache_size : int or str
+        Largest size of that folder. The steps that were not read for the longest time are removed.
+        Steps that need more are not trained: reading their values raises `InvalidArgument`.
 
     Returns
     -------
@@ -177,7 +195,10 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     MissingExtra
         If `path` is an address, and the extra that reads it is not installed.
     InvalidArgument
-        If `chunks` has another value.
+        If `chunks` has another value; or, with `developed`, if the run is not in a local folder, or
+        was recorded from an own loop.
+    VariableNotRecorded
+        With `developed`, if the run has no keyframes.
 
     Examples
     --------
@@ -188,6 +209,9 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     array([1.6015625, 1.6015625, 1.3984375, 1.6015625], dtype=float32)
     >>> history = open_run("gatsby.zarr", chunks=None).W.sel(token=ord("e"))  # without dask
     """
+    if developed:
+        (installed,) = entry_points(group="trajstore.readers", name="developed")
+        return cast(xr.Dataset, installed.load()(path, chunks, cache_size))
     group = open_group(path, zipped=True)
     # Coordinates are not dask arrays, as xarray could not group by or look up values in these.
     ds = run_dataset(group, path)
