@@ -7,7 +7,8 @@ each step, and compare them with those of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,23 @@ from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import recorded_modes, recorded_threads
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.store.writing.create import staged_run
 from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.recording.step_inputs import Inputs, decoded
-from trajstore.trainers.runs.developed_run import Developed
+from trajstore.trainers.runs.developed_run import Developed, write_developed
 from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.states.stored_model import StoredModel, row_of
 from trajstore.trainers.step_model import StepModel, restore, set_generators, set_numbers
 
 _COMPARED = ("W", "params_digest", "step_digest")
+_WHOLE = ("everything", "params_digest", "step_digest")
+
+Build = Callable[[], tuple[Any, ...]]
+"""Returns a new model, its optimizer, the step, and the gradient scaler, if any, for `develop`."""
 
 
 @checks_types
@@ -134,28 +140,13 @@ def develop(
         )
     restore(run, model, optimizer, step=keyframe)
     joined, told = JoinedOptimizer(optimizer, ends_step), None
-    pairs = StepModel(stored, lambda: model).parameters
-    trained = {each.name: p for each, p in pairs if find_group(joined, p) is not None}
     comparison = Comparison(variables=_COMPARED)
     options, loop = _options(run), TrainingLoop(scaler=scaler, first_step=keyframe)
     quiet: dict[str, Any] = {"comparison": comparison, "on_note": lambda sentence: None}
     with open_recorder(model, joined, run, options, loop, **quiet) as recorder:
-        for number in range(keyframe + 1, at + 1):
-            set_numbers(stored, joined, trained, number)
-            if "random_state" in stored:
-                set_generators(model, stored.value("random_state", number))
-            if scaler is not None and "scale" in stored:
-                factor = float(stored.value("scale", number))
-                scaler.load_state_dict(scaler.state_dict() | {"scale": factor})
-            inputs = _inputs(stored, model, number)
-            names = [sorted(each) for each in inputs]
-            try:
-                with process_mode(*_recorded_mode(stored, number - 1)):
-                    step(inputs)
-            except Exception as error:
-                error.add_note(f"the inputs of step {number} of {run} are {names}")
-                raise
-            _check_taken(recorder, number)
+        for _ in _trained(
+            stored, model, joined, step, scaler, recorder, range(keyframe + 1, at + 1)
+        ):
             if comparison.difference is not None and told is None:
                 device = next(model.parameters()).device
                 told = explain_difference(location(run), comparison.difference, device)
@@ -168,6 +159,75 @@ def develop(
     return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
 
 
+def train_own(run: Path, build: Build, first: int, last: int, target: Path) -> None:
+    """Write steps of a run of an own loop as a new run of ``everything``.
+
+    Parameters
+    ----------
+    run : Path
+    build : callable
+        As for `trajstore.open_run`.
+    first, last : int
+        The first step, which follows a keyframe or is 0, and the last one.
+    target : Path
+        The new run.
+
+    Raises
+    ------
+    NothingToResume, VariableNotRecorded, InvalidArgument
+        As `develop`.
+    """
+    stored, begin = StoredModel(run), max(first - 1, 0)
+    model, optimizer, step, *rest = build()
+    joined, scaler = JoinedOptimizer(optimizer), rest[0] if rest else None
+    restore(run, model, optimizer, step=begin)
+    names = {name: stored.attributes["recording"][name] for name in ("parameter", "logits_mode")}
+    options = RecordingOptions(variables=_WHOLE, **names)
+    loop, last = TrainingLoop(scaler=scaler, first_step=begin), max(last, begin + 1)
+    with staged_run(target) as new:
+        part = new.with_name("developed.zarr")
+        with open_recorder(
+            model, joined, part, options, loop, on_note=lambda sentence: None
+        ) as recorder:
+            numbers = range(begin + 1, last + 1)
+            for _ in _trained(stored, model, joined, step, scaler, recorder, numbers):
+                pass
+        device = next(model.parameters()).device
+        write_developed(run, new, part, range(first, last + 1), begin, device=device)
+
+
+def _trained(
+    stored: StoredModel,
+    model: torch.nn.Module,
+    joined: JoinedOptimizer,
+    step: Callable[[list[Inputs]], Any],
+    scaler: Any,
+    recorder: Recorder,
+    numbers: range,
+) -> Iterator[int]:
+    """Train steps, each with the settings, random state, modes and inputs of the recorded one."""
+    pairs = StepModel(stored, lambda: model).parameters
+    trained = {each.name: p for each, p in pairs if find_group(joined, p) is not None}
+    for number in numbers:
+        set_numbers(stored, joined, trained, number)
+        if "random_state" in stored:
+            set_generators(model, stored.value("random_state", number))
+        if scaler is not None and "scale" in stored:
+            factor = float(stored.value("scale", number))
+            scaler.load_state_dict(scaler.state_dict() | {"scale": factor})
+        inputs = _inputs(stored, model, number)
+        names = [sorted(each) for each in inputs]
+        facts = stored.attributes, number - 1
+        try:
+            with process_mode(recorded_threads(*facts), recorded_modes(*facts)):
+                step(inputs)
+        except Exception as error:
+            error.add_note(f"the inputs of step {number} of {stored.run} are {names}")
+            raise
+        _check_taken(recorder, number)
+        yield number
+
+
 def _options(run: RunPath) -> RecordingOptions:
     """Return the options that a run was recorded with."""
     group: Any = open_group(run)
@@ -175,10 +235,6 @@ def _options(run: RunPath) -> RecordingOptions:
     recording: dict[str, Any] = group.attrs.asdict()["recording"]
     known = {name: recording[name] for name in ("parameter", "logits_mode", "keyframe_every")}
     return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, memory=1 << 50, **known)
-
-
-def _recorded_mode(stored: StoredModel, step: int) -> tuple[int | None, dict[str, Any]]:
-    return recorded_threads(stored.attributes, step), recorded_modes(stored.attributes, step)
 
 
 def _inputs(stored: StoredModel, model: torch.nn.Module, number: int) -> list[Inputs]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 
 from trajstore.arguments import checks_types
@@ -24,7 +25,8 @@ from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecord
 from trajstore.exchange.export_run import write_run
 from trajstore.exchange.selection import Steps, select, select_part
 from trajstore.schema import STEP
-from trajstore.store.reading.open_group import open_group, whole
+from trajstore.store.reading.open_group import open_group, root_attributes, whole
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import staged_run
@@ -33,6 +35,7 @@ from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, R
 from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.states.stored_model import StoredModel, has_keyframes
 from trajstore.trainers.texts import load_corpus
+from trajstore.units import EXCHANGE_MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,27 +150,18 @@ def develop_run(
     with staged_run(output, overwrite=overwrite) as new:
         if begin > keyframe:
             state = train(state, begin)
-        part, memory = new.with_name("developed.zarr"), recorded_config(place).recording.memory
-        difference = compared.difference
+        part, difference = new.with_name("developed.zarr"), compared.difference
         if difference is None or allow_different:
             train(state, max(last, begin + 1), part=part)
-            difference = difference or _first_difference(
-                place, part, range(first, last + 1), memory
-            )
-        told = None if difference is None else explain_difference(place, difference)
-        if told is not None and not allow_different:
-            raise NothingToResume(
-                f"the developed steps of {run} differ from the recorded ones: {told}; develop them "
-                "on the machine and with the versions that recorded the run, or give "
-                + argument("allow_different", True)
-            )
-        tiled = open_tiled(part)
-        entry = {"run": str(place), "created": attributes.get("created"), "keyframe": keyframe,
-                 "difference": told}  # fmt: skip
-        origin = {**tiled.attributes["provenance"], "developed": entry}
-        tiled = replace(tiled, attributes={**tiled.attributes, "provenance": origin})
-        selection = select(tiled, steps=slice(first, last + 1))
-        write_run(new, selection, block_rows=None, memory=memory, on_note=lambda note: None)
+        told = write_developed(
+            place,
+            new,
+            part,
+            range(first, last + 1),
+            keyframe,
+            difference,
+            allow_different=allow_different,
+        )
     return Developed(steps=len(chosen), keyframe=keyframe, difference=told)
 
 
@@ -184,8 +178,70 @@ def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
         )
 
 
+def write_developed(
+    run: Location,
+    new: Path,
+    part: Path,
+    steps: range,
+    keyframe: int,
+    difference: RowDifference | None = None,
+    *,
+    device: torch.device | None = None,
+    allow_different: bool = False,
+) -> str | None:
+    """Compare trained steps with the run, and write them as a new one.
+
+    Parameters
+    ----------
+    run : Path or RemotePath
+    new : Path
+        The run to write.
+    part : Path
+        Run with the trained steps.
+    steps : range
+        The steps to write.
+    keyframe : int
+        Step of the keyframe that they were trained from.
+    difference : RowDifference, optional
+        A difference before these steps.
+    device : torch.device, optional
+        As for `explain_difference`.
+    allow_different : bool
+        As for `develop_run`.
+
+    Returns
+    -------
+    str or None
+        The first difference.
+
+    Raises
+    ------
+    NothingToResume
+        If there is one, and they are not allowed.
+    """
+    attributes = root_attributes(run)
+    memory = attribute(attributes, "config", "recording", "memory") or EXCHANGE_MEMORY
+    if difference is None:
+        difference = _first_difference(run, part, steps, memory)
+    told = None if difference is None else explain_difference(run, difference, device)
+    if told is not None and not allow_different:
+        raise NothingToResume(
+            f"the developed steps of {run} differ from the recorded ones: {told}; develop them "
+            "on the machine and with the versions that recorded the run, or give "
+            + argument("allow_different", True)
+        )
+    tiled = open_tiled(part)
+    entry = {"run": str(run), "created": attributes.get("created"), "keyframe": keyframe,
+             "difference": told}  # fmt: skip
+    origin = {**tiled.attributes["provenance"], "developed": entry}
+    tiled = replace(tiled, attributes={**tiled.attributes, "provenance": origin})
+    selection = select(tiled, steps=slice(steps.start, steps.stop))
+    write_run(new, selection, block_rows=None, memory=memory, on_note=lambda note: None)
+    return told
+
+
 def _first_difference(
-    run: Location, part: Path, chosen: range, memory: str
+    run: Location, part: Path, chosen: range, memory: int | str
 ) -> RowDifference | None:
     """Return the first row of a part whose values are not those of the run."""
     stored, made = resumed_run(run, None, memory=memory), StoredModel(part)

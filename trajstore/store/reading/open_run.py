@@ -147,7 +147,7 @@ def open_run(
     path: RunPath,
     *,
     chunks: Literal["blocks"] | None = "blocks",
-    developed: bool = False,
+    developed: bool | Callable[[], tuple[Any, ...]] = False,
     cache_size: int | str = "16GiB",
 ) -> xr.Dataset:
     """Open a run lazily. It may still be recorded.
@@ -168,14 +168,16 @@ def open_run(
         or half of it; an object decodes to at most 30 MiB. With None, dask is not used, and each
         selection is read when its values are accessed. This reads the history of a single token
         several times faster.
-    developed : bool
-        Also open what a run of `trainers.record` with ``variables="keyframes"`` stores in its
-        keyframes only: the Dataset has the variables of the tier ``everything`` at every step. The
+    developed : bool or callable
+        Also open what a run with ``variables="keyframes"`` stores in its keyframes only: the Dataset has the variables of the tier ``everything`` at every step. The
         steps between two keyframes are trained again, in another process, when a value of them is
         first read, and compared with the recorded digests. They stay in the folder
         ``NAME.developed`` beside the run, which can be removed at any time. To train them needs the
         extra ``train``. If it is not possible here, reading the value raises the error of
-        `trainers.develop_run`, with the steps and the reason.
+        `trainers.develop_run`, with the steps and the reason. For a run of your own loop, a
+        function without arguments that returns a new model, its optimizer, the step, and the
+        gradient scaler if there is one, each as for `trainers.develop`; it is called in this
+        process for the steps between two keyframes.
     cache_size : int or str
         Largest size of that folder. The steps that were not read for the longest time are removed.
         Steps that need more are not trained: reading their values raises `InvalidArgument`.
@@ -211,7 +213,7 @@ def open_run(
     """
     if developed:
         (installed,) = entry_points(group="trajstore.readers", name="developed")
-        return cast(xr.Dataset, installed.load()(path, chunks, cache_size))
+        return cast(xr.Dataset, installed.load()(path, chunks, cache_size, developed))
     group = open_group(path, zipped=True)
     # Coordinates are not dask arrays, as xarray could not group by or look up values in these.
     ds = run_dataset(group, path)

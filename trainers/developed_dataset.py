@@ -54,8 +54,13 @@ _training = threading.Lock()
 """One training at a time in this process, of whatever run."""
 
 
-def open_developed(path: RunPath, chunks: str | None, cache_size: int | str) -> xr.Dataset:
-    """Open a run of `trainers.record` with keyframes. `trajstore.open_run` describes it."""
+def open_developed(
+    path: RunPath,
+    chunks: str | None,
+    cache_size: int | str,
+    developed: bool | Callable[[], tuple[Any, ...]],
+) -> xr.Dataset:
+    """Open a run with keyframes. `trajstore.open_run` describes it."""
     place, recorded = location(path), open_run(path, chunks=None)
     if attribute(recorded.attrs, "recording", "keyframe_every") is None:
         raise errors.VariableNotRecorded(
@@ -67,12 +72,17 @@ def open_developed(path: RunPath, chunks: str | None, cache_size: int | str) -> 
             f"{path} is not a local folder, so developed steps cannot be kept beside it; copy the "
             "run into one"
         )
-    if not recorded.attrs.get("config"):
-        raise errors.InvalidArgument(
-            f"{path} was not recorded by `trajstore record`; develop its steps with your own loop: "
-            "trajstore.trainers.develop(run, model, optimizer, step, at=STEP)"
-        )
     train = partial(train_in_child, place.absolute())
+    if callable(developed):
+        from trajstore.trainers.development import train_own
+
+        train = partial(train_own, place.absolute(), developed)
+    elif not recorded.attrs.get("config"):
+        raise errors.InvalidArgument(
+            f"{path} was recorded from your own loop, which trains its steps again; give "
+            + errors.argument("developed", "build")
+            + ", a function that returns a new (model, optimizer, step) as for trainers.develop"
+        )
     return developed_dataset(place.absolute(), chunks, parse_bytes(cache_size), train)
 
 
