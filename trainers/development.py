@@ -192,6 +192,11 @@ def train_own(run: Path, build: Build, first: int, last: int, target: Path) -> N
             numbers = range(begin + 1, last + 1)
             for _ in _trained(stored, model, joined, step, scaler, recorder, numbers):
                 pass
+        if recorder.writer is None:
+            raise RecordingError(
+                f"the gradient scaler skipped each of the steps {begin + 1} to {last}, so a new run "
+                "has no first step; select the keyframe after them, or steps before"
+            )
         device = next(model.parameters()).device
         write_developed(run, new, part, range(first, last + 1), begin, device=device)
 

@@ -169,7 +169,8 @@ def open_run(
         selection is read when its values are accessed. This reads the history of a single token
         several times faster.
     developed : bool or callable
-        Also open what a run with ``variables="keyframes"`` stores in its keyframes only: the Dataset has the variables of the tier ``everything`` at every step. The
+        Also open what a run with ``variables="keyframes"`` stores in its keyframes only: the
+        Dataset has the variables of the tier ``everything`` at every step. The
         steps between two keyframes are trained again, in another process, when a value of them is
         first read, and compared with the recorded digests. They stay in the folder
         ``NAME.developed`` beside the run, which can be removed at any time. To train them needs the

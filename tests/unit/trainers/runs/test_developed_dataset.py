@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 from altered_runs import change_attributes, rewrite  # noqa: E402
 from damage import flip  # noqa: E402
 from small_trainings import small_config  # noqa: E402
+from training_loops import Accumulated, Loop, Pair, Scaled  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
@@ -186,8 +187,23 @@ def test_runs_that_cannot_be_developed(straight: Any, tmp_path: Path) -> None:
     with capture(own, optimizer, tmp_path / "own.zarr", **options):
         own(torch.arange(5)).sum().backward()
         optimizer.step()
-    with pytest.raises(InvalidArgument, match=r"your own loop: trajstore\.trainers\.develop\("):
+    with pytest.raises(InvalidArgument, match=r"your own loop, .* give developed=build, a func"):
         open_run(tmp_path / "own.zarr", developed=True)
+
+
+@pytest.mark.parametrize("kind", [Accumulated, Scaled, Pair])
+def test_an_own_loop_is_developed_with_a_new_model(kind: type[Loop], tmp_path: Path) -> None:
+    def build() -> tuple[Any, ...]:
+        loop = kind()
+        return loop.model, loop.optimizers, loop.step, loop.scaler
+
+    kind().train(tmp_path / "whole.zarr", last=6, variables="everything")
+    kind().train(tmp_path / "run.zarr", last=6)
+    whole = open_run(tmp_path / "whole.zarr", chunks=None).load()
+    ds = open_run(tmp_path / "run.zarr", developed=build)
+    for name in whole.data_vars:
+        assert same(ds[name], whole[name]), name
+    assert verify(tmp_path / "run.developed/4-6.zarr").clean
 
 
 @pytest.mark.nightly
