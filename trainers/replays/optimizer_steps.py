@@ -1,30 +1,37 @@
-"""The optimizer and the device of a recorded run, to repeat its steps.
+"""Steps of the optimizer of one matrix, computed again from recorded gradients.
 
 The optimizer is the real class of `torch.optim`; if its state has a separate type, a class of
-`rounded_optimizer`.
+`rounded_optimizer`. A replay begins each step at the recorded row before it; a what-if goes on from
+its own result.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.store.metadata.metadata_form import recorded_facts, resumed_after
-from trajstore.trainers.recording.notes import class_path, processor_name
+from trajstore.errors import argument, config_field
+from trajstore.store.metadata.zarr_json import unproven_rows
+from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
+from trajstore.store.reading.tiled_reader import TiledRun
+from trajstore.trainers.recording.device_to_host import type_name
+from trajstore.trainers.recording.notes import class_path
 from trajstore.trainers.recording.parameters import NO_NUMBERS
-from trajstore.trainers.replays.recorded_rows import Placement
-from trajstore.trainers.replays.replay_result import CannotReplay
+from trajstore.trainers.replays.findings import CannotReplay
+from trajstore.trainers.replays.recorded_rows import Placement, RecordedRow, RecordedRows, tensor_of
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.values.optimizer_rule import numbers_of, with_numbers
+
+Array = npt.NDArray[Any]
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
@@ -63,6 +70,8 @@ class RecordedOptimizer:
     hyperparameters : dict
     steps_some_rows : bool
         True if a step changes only the rows of the sparse gradient.
+    needs_all_rows : bool
+        True if each element of a step depends on all others.
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
     starts : dict of str to float
@@ -83,6 +92,7 @@ class RecordedOptimizer:
         self.hyperparameters = hyperparameters
         self._tensors = {} if tensors is None else tensors
         self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
+        self.needs_all_rows = optimizer_class is getattr(torch.optim, "Muon", None)
         self._is_sparse = sparse or self.steps_some_rows
         self._class: Callable[..., Optimizer] = optimizer_class
         self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
@@ -122,17 +132,6 @@ class RecordedOptimizer:
     def counts_steps(self) -> bool:
         """True if the update depends on the number of steps."""
         return _STEP in self.example
-
-    def check_whole(self, placement: Placement) -> None:
-        """Check that the recorded tokens suffice for a step.
-
-        Raises
-        ------
-        CannotReplay
-            If each element depends on all others, of which some are not known.
-        """
-        if placement.ids is not None and self._class is getattr(torch.optim, "Muon", None):
-            raise CannotReplay("a step of Muon needs all tokens, but the run holds some of them")
 
     def begin(self, weights: torch.Tensor, state: State, steps_taken: int) -> None:
         """Set the parameter and its state.
@@ -316,128 +315,252 @@ def _taken(
     return {name: value for name, value in values.items() if name in accepted}
 
 
-_CAPABILITY = "cpu_capability"
-
-
 @dataclass(frozen=True, kw_only=True)
-class ReplayDevice:
-    """Device of a replay, compared with the device of the recording.
+class StepInputs:
+    """What the step before each row uses beside the gradient.
 
     Attributes
     ----------
+    lr : ndarray of float64, (step,)
+    clip_coef : ndarray, (step,)
+        Bits of the factor of the gradient.
+    numbers : sequence of dict of str to float
+        Other hyperparameters.
+    """
+
+    lr: npt.NDArray[np.float64]
+    clip_coef: Array
+    numbers: Sequence[dict[str, float]]
+
+
+_NEEDED = {
+    "W": "the run has no W; record W",
+    "grad": "the gradient was not recorded; record weights+grads or matrix",
+    "lr": "the learning rate was not recorded; every tier has it",
+    "clip_coef": "the clipping factor was not recorded; every tier has it",
+}
+LARGEST_RATE = 1e30  # torch refuses some of these
+
+
+class OptimizerSteps:
+    """Steps of the optimizer of a run from its recorded gradients.
+
+    Parameters
+    ----------
+    source : TiledRun
+    rows : RecordedRows
     device : torch.device
-        Device to replay on.
-    exact : bool
-        True if both devices are of the same kind, so that every bit has to agree. Processors are
-        if torch uses the same instructions on both.
-    recorded_on, replayed_on : str
-    threads : int, optional
-        Threads of torch; None if irrelevant or unknown.
-    notes : tuple of str
-        Other reasons for different values.
-    """
+        Device of the computation.
+    chosen : ndarray of int, optional
+        Positions of the tokens whose rows are computed; default: all.
+    forced : bool
+        True if each step begins at the recorded row before it.
 
-    device: torch.device
-    exact: bool
-    recorded_on: str
-    replayed_on: str
-    threads: int | None
-    notes: tuple[str, ...]
-
-
-def replay_device(
-    attributes: Mapping[str, Any], step: int = 0, *, products: bool = False
-) -> ReplayDevice:
-    """Return the device to replay a run on: the kind that recorded it, else the CPU.
-
-    Parameters
+    Attributes
     ----------
+    rows, forced
+        As given.
     attributes : mapping
         Attributes of the root of the run.
-    step : int
-        Step before the replayed ones; a resumed run may have been recorded on several devices.
-    products : bool
-        True if products of matrices are computed, too. Their bits depend on the very processor;
-        those of other operations only on its vector instructions.
+    placement : Placement
+    optimizer : RecordedOptimizer
+    inputs : StepInputs
+    recorded : tuple of str
+        W, and the recorded state of the optimizer.
+    rebuilt : tuple of str
+        State of the optimizer that is not recorded, so it is carried from step to step.
 
     Raises
     ------
-    FormatError
-        If ``provenance.resumed`` is not a list of objects with a step.
+    CannotReplay
+        If the run lacks a variable that every step needs, or its optimizer cannot be built.
     """
-    provenance = recorded_facts(attributes, step)
-    recorded = str(provenance.get("device", "an unknown device"))
-    kind = recorded.partition(":")[0]
-    if kind == "cuda" and torch.cuda.is_available():
-        here = torch.cuda.get_device_name()
-        exact = here == provenance.get("device_name")
-        device = torch.device("cuda")
-    elif kind == "mps" and torch.backends.mps.is_available():
-        here, exact, device = "mps", True, torch.device("mps")
-    else:
-        now = {"processor": platform.machine()}
-        now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
-        if products:
-            now["processor_name"] = processor_name()
-        recording = {name: provenance.get(name, value) for name, value in now.items()}
-        here, device = f"cpu ({_listed(now)})", torch.device("cpu")
-        exact = kind == "cpu" and recording == now
-        if kind == "cpu":
-            recorded = f"cpu ({_listed(recording)})"
-    detail = provenance.get("device_name")
-    recorded_on = f"{recorded} ({detail})" if detail else recorded
-    replayed_on = f"cuda ({here})" if device.type == "cuda" else here
-    version = provenance.get("torch", torch.__version__)
-    notes = []
-    if not exact:
-        notes.append(
-            f"recorded on {recorded_on}, replayed on {replayed_on}: different values are counted "
-            "but are no errors"
+
+    def __init__(
+        self,
+        source: TiledRun,
+        rows: RecordedRows,
+        device: torch.device,
+        *,
+        forced: bool,
+        chosen: Array | None = None,
+    ) -> None:
+        for name, reason in _NEEDED.items():
+            if name not in rows:
+                raise CannotReplay(reason)
+        self.rows, self.forced = rows, forced
+        self.placement = Placement(source, device, chosen)
+        self.attributes = attributes = source.attributes
+        weights = getattr(torch, rows.natives["W"].name)
+        self.optimizer = recorded_optimizer(
+            attributes, weights, device, rows.largest_hyperparameters
         )
-        if device.type == kind == "cpu" and recording | {_CAPABILITY: now[_CAPABILITY]} == now:
-            notes.append(
-                f"to compare every bit on a processor that has {recording[_CAPABILITY]}, too, set "
-                f"ATEN_CPU_CAPABILITY={str(recording[_CAPABILITY]).lower()}"
+        self.inputs = StepInputs(
+            lr=rows.values("lr"),
+            clip_coef=rows.scalars("clip_coef"),
+            numbers=[rows.hyperparameters(number) for number in range(len(rows))],
+        )
+        names = self.optimizer.state_names
+        self.recorded = ("W", *(name for name in names if name in rows))
+        self.rebuilt = tuple(name for name in names if name not in rows)
+        self._other_type = self._type_of_another_optimizer()
+        self._other_until = steps_of_another_optimizer(attributes)
+        self._unproven = unproven_rows(attributes, rows.steps)
+
+    def changed(self, optimizer: RecordedOptimizer, inputs: StepInputs) -> Self:
+        """Return the steps of another optimizer from the same gradients."""
+        other = copy.copy(self)
+        other.optimizer, other.inputs = optimizer, inputs
+        return other
+
+    def check(self, number: int) -> None:
+        """Check that the step before a row can be computed.
+
+        Raises
+        ------
+        CannotReplay
+            If it cannot; the message names the step, unless `forced`: one reason may hold for many.
+        """
+        for reason in self._reasons(number):
+            raise CannotReplay(reason)
+
+    def begin(self, row: RecordedRow, carried: State | None = None) -> None:
+        """Set the matrix and the state of the optimizer to those of a row.
+
+        Parameters
+        ----------
+        row : RecordedRow
+            With the variables `recorded`.
+        carried : dict of str to tensor, optional
+            The state `rebuilt` at the row.
+
+        Raises
+        ------
+        CannotReplay
+            If the state at the row is not known.
+        """
+        count, state = self.steps_taken(row), self.recorded[1:]
+        if count and self.rebuilt and carried is None:
+            raise CannotReplay(
+                f"the optimizer's {', '.join(self.rebuilt)} is not recorded, and can be rebuilt "
+                "only from step 0 on, without a step that was not replayed"
+                + self._fix("record the tier matrix")
             )
-    if version != torch.__version__:
-        notes.append(
-            f"recorded with torch {version}, replayed with {torch.__version__}, which may round "
-            "differently: different values are counted but are no errors"
-        )
-    count = provenance.get("threads")
-    return ReplayDevice(
-        device=device,
-        exact=exact and version == torch.__version__,
-        recorded_on=recorded_on,
-        replayed_on=replayed_on,
-        threads=count if isinstance(count, int) and device.type == "cpu" and count > 0 else None,
-        notes=tuple(notes),
-    )
+        if count and state and row.number == 0 and not any(row.bits[n].any() for n in state):
+            it, _ = self._place(row.step + 1)
+            raise CannotReplay(
+                f"the optimizer's state before {it} was not recorded, because recording began there"
+                + self._fix("start a step later (" + argument("at") + ")")
+            )
+        known = {name: self._parameter(name, row) for name in state}
+        self.optimizer.begin(self._parameter("W", row), known | (carried or {}), count)
 
+    def take(self, row: RecordedRow) -> None:
+        """Take the step before a row from its gradient, unless it was skipped."""
+        number, inputs = row.number, self.inputs
+        if not self.rows.idle[number]:
+            factor = tensor_of(inputs.clip_coef[number], self.rows.natives["clip_coef"])
+            gradient, lr = self._parameter("grad", row), float(inputs.lr[number])
+            self.optimizer.step(gradient, factor, lr, inputs.numbers[number])
 
-def replay_devices(
-    attributes: Mapping[str, Any], steps: npt.NDArray[Any], *, products: bool = False
-) -> list[ReplayDevice]:
-    """Return the device to replay each row of a run on, (step,).
+    def steps_taken(self, row: RecordedRow) -> int:
+        """Return the optimizer's steps before a row, at least 1 if it keeps a state there."""
+        count = self.rows.steps_taken(row.number)
+        if count or self.optimizer.counts_steps:
+            return count
+        return int(any(row.bits[name].any() for name in self.recorded[1:]))
 
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of the run.
-    steps : ndarray of int, (step,)
-        Steps of its rows.
-    products : bool
-        See `replay_device`.
+    def lacks_factor(self, number: int) -> bool:
+        """Return True if the factor of a row's gradient is NaN: not known, or there was none."""
+        bits = self.inputs.clip_coef[number]
+        return bool(tensor_of(bits, self.rows.natives["clip_coef"]).isnan())
 
-    Raises
-    ------
-    FormatError
-        See `replay_device`.
-    """
-    begins = [0, *resumed_after(attributes)]
-    devices = [replay_device(attributes, step, products=products) for step in begins]
-    return [devices[max(index - 1, 0)] for index in np.searchsorted(begins, steps).tolist()]
+    def _parameter(self, name: str, row: RecordedRow) -> torch.Tensor:
+        return self.placement.parameter(row.bits[name], self.rows.natives[name])
 
+    def _fix(self, sentence: str) -> str:
+        """Return what helps a what-if, as the end of a message."""
+        return "" if self.forced else f"; {sentence}"
 
-def _listed(provenance: Mapping[str, Any]) -> str:
-    return ", ".join(str(value) for value in provenance.values() if value)
+    def _place(self, step: int) -> tuple[str, str]:
+        """Return how a message names a step, and where: a replay lists the steps of a reason."""
+        return ("it", "") if self.forced else (f"step {step}", f" at step {step}")
+
+    def _reasons(self, number: int) -> Iterator[str]:
+        """Yield why the step before a row cannot be computed; the first one is reported."""
+        rows, optimizer, inputs, fix = self.rows, self.optimizer, self.inputs, self._fix
+        before, step = rows.steps[number - 1 : number + 1].tolist()
+        it, at = self._place(step)
+        later = "start later (" + argument("at") + ")"
+        if self._other_type:
+            yield self._other_type
+        if optimizer.needs_all_rows and not self.placement.is_whole:
+            yield "a step of Muon needs all tokens, but the run holds some of them"
+        if optimizer.steps_some_rows and (self.rebuilt or not self.forced):
+            yield (
+                "SparseAdam changes only the rows of a batch, and the gradients do not tell which "
+                "rows with a gradient of 0 were among them"
+                + ("; record matrix" if self.forced else "")
+            )
+        if step <= self._other_until:
+            start = "start at the fork (" + argument("at", self._other_until) + "), or use"
+            yield (
+                f"another optimizer took {it}, before the run was forked; "
+                f"{'replay' if self.forced else start} the source of the fork"
+            )
+        if step - before != 1:
+            every = attribute(self.attributes, "recording", "every") not in (1, None)
+            yield (
+                "the row of the step before is missing (recorded with every > 1)"
+                if every and self.forced
+                else f"step {before + 1} is missing"
+                if step - before == 2
+                else f"steps {before + 1} to {step - 1} are missing"
+            ) + fix("record with " + argument("every", 1) + f", or {later}")
+        if number in self._unproven and self.forced:
+            yield self._unproven[number]
+        if rows.idle[number]:
+            return
+        if number in self._unproven and self.lacks_factor(number):
+            set_clipping = "set the clipping, such as " + config_field("training.max_grad_norm", 1)
+            yield f"clip_coef is NaN{at}, so the factor of the gradient is unknown" + fix(
+                set_clipping
+            )
+        if np.isnan(inputs.lr[number]):
+            yield f"the learning rate is NaN{at}, so it is unknown" + fix("set schedule.name")
+        if unknown := optimizer.unknown(inputs.numbers[number]):
+            set_decay = "set it, such as " + config_field("optimizer.weight_decay", 0)
+            yield f"{', '.join(unknown)} of hyperparameters is NaN{at}, so it is unknown" + fix(
+                f"{set_decay}, or {later}"
+            )
+        if abs(inputs.lr[number]) >= LARGEST_RATE:
+            yield f"its learning rate{at} is too large for any optimizer"
+        counts = optimizer.counts_steps and rows.steps_taken(number - 1)
+        if counts and not rows.counts_skipped(number):
+            yield (
+                f"the number of skipped steps before {it}, which do not count, is not recorded"
+                + fix("use a run with every step from 0 on")
+            )
+
+    def _type_of_another_optimizer(self) -> str:
+        """Return why the recorded values are not of the optimizer; empty if they may be."""
+        natives, hyperparameters = self.rows.natives, self.optimizer.hyperparameters
+        if natives["W"] != natives["grad"]:
+            return (
+                f"W is {natives['W'].name} but grad is {natives['grad'].name}; torch needs a "
+                "gradient of the parameter's type"
+            )
+        for name in self.recorded[1:]:
+            made = type_name(self.optimizer.example[name].dtype)
+            if natives[name].name != made:
+                return (
+                    f"{name} is {natives[name].name}, but the recorded optimizer keeps it in "
+                    f"{made}, so another optimizer trained the run"
+                )
+        known = isinstance(attribute(self.attributes, "recording", "vocabulary"), int)
+        if hyperparameters.get("rounding") == "stochastic" and not known:
+            return (
+                "stochastic rounding depends on the position in the parameter, but the number of "
+                "tokens of the parameter is not recorded (root attribute recording, vocabulary)"
+            )
+        return ""
