@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,6 @@ CHANGEABLE = (
 )  # fmt: skip
 """Fields of a configuration that act on recorded gradients; other fields have no effect."""
 
-_SHORT = {"rounding": "optimizer.rounding"}
 _CLASSES = {name: rounded.real_class.__name__ for name, rounded in OPTIMIZERS.items()}
 _ROUNDED = {rounded.real_class.__name__: rounded for rounded in OPTIMIZERS.values()}
 _ROUNDING_SETTINGS = ("state_dtype", "rounding", "rounding_seed")
@@ -106,9 +106,10 @@ def changed_settings(
     path = str(attribute(attributes, "optimizer", "class"))
     before = path.rpartition(".")[2].removeprefix("Rounded")
     base = _base_config(attributes, before)
-    full = [_full_name(assignment) for assignment in assignments]
+    full = [re.sub(r"^\s*rounding\s*=", "optimizer.rounding=", given) for given in assignments]
     changed = base.with_values(full)
-    given = {name: _value(changed, name) for name in map(field_name, full)}
+    values = changed.model_dump(mode="json")
+    given = {name: attribute(values, *name.split(".")) for name in map(field_name, full)}
     for name in given:
         if name not in CHANGEABLE:
             raise ConfigError(
@@ -116,7 +117,7 @@ def changed_settings(
                 f"another {name} in a fork of the run (trajstore fork)"
             )
     name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
-    real: type[Optimizer] | None = getattr(torch.optim, name, None)
+    real: type[Optimizer] = getattr(torch.optim, name)
     hyperparameters = _hyperparameters(recorded, given, real, same_class=name == before)
     dtype = given.get("model.dtype", weights_dtype)
     state_dtype = given.get("optimizer.state_dtype") or recorded.get("state_dtype") or dtype
@@ -141,12 +142,10 @@ def changed_settings(
             "foreach": None, "fused": None,
         }  # fmt: skip
         real = _ROUNDED[name]
-    if real is not None:
-        path = class_path(real)
     return ChangedSettings(
         given=given,
-        config=_changed_config(attributes.get("config"), changed, given),
-        optimizer={"class": path, "hyperparameters": hyperparameters},
+        config=_changed_config(attributes.get("config"), given),
+        optimizer={"class": class_path(real), "hyperparameters": hyperparameters},
         weights_dtype=dtype,
         keeps_state=name == before or {name, before} <= {"Adam", "AdamW"},
         kept=frozenset(
@@ -171,63 +170,43 @@ def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
 
 
 def _changed_config(
-    recorded: Mapping[str, Any] | None, changed: RunConfig, given: Mapping[str, Any]
+    recorded: Mapping[str, Any] | None, given: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return the recorded configuration with the given fields changed."""
     if not recorded:
         return None
-    values = changed.model_dump(mode="json")
     config = {section: dict(fields) for section, fields in recorded.items()}
-    for name in given:
+    for name, value in given.items():
         section, _, field = name.partition(".")
-        config.setdefault(section, {})[field] = values[section][field]
+        config.setdefault(section, {})[field] = value
     return config
-
-
-def _full_name(assignment: str) -> str:
-    name, equals, value = assignment.partition("=")
-    return f"{_SHORT.get(name.strip(), name)}{equals}{value}"
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    section, _, field = name.partition(".")
-    return getattr(getattr(config, section), field)
-
-
-def _as_json(value: Any) -> Any:
-    """A hyperparameter as an attribute of a run holds it: pairs are lists."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _hyperparameters(
     recorded: Mapping[str, Any],
     given: Mapping[str, Any],
-    real: type[Optimizer] | None,
+    real: type[Optimizer],
     *,
     same_class: bool,
 ) -> dict[str, Any]:
     """Return the hyperparameters of the optimizer, without those of rounding."""
     values = {key: value for key, value in recorded.items() if key not in _ROUNDING_SETTINGS}
-    if real is not None:
-        accepted = inspect.signature(real).parameters
-        if not same_class:
-            defaults = {
-                key: _as_json(parameter.default)
-                for key, parameter in accepted.items()
-                if parameter.default is not inspect.Parameter.empty
-            }
-            # Flags such as decoupled_weight_decay distinguish the classes, so they are not kept.
-            values = defaults | {k: v for k, v in values.items() if k in _KEPT}
-            values = {k: v for k, v in values.items() if k in accepted or k == "initial_lr"}
-        for field in _HYPERPARAMETERS:
-            if f"optimizer.{field}" in given and field not in accepted:
-                raise ConfigError(
-                    f"optimizer.{field}: {real.__name__} has no {field}; leave it out, or set "
-                    "optimizer.name"
-                )
+    accepted = inspect.signature(real).parameters
+    if not same_class:
+        # Flags such as decoupled_weight_decay distinguish the classes, so they are not kept.
+        kept = {k: v for k, v in values.items() if k in _KEPT}
+        kept = {k: v for k, v in kept.items() if k in accepted or k == "initial_lr"}
+        defaults = {key: parameter.default for key, parameter in accepted.items()}
+        values = {k: v for k, v in defaults.items() if v is not inspect.Parameter.empty} | kept
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     for field in _HYPERPARAMETERS:
+        if f"optimizer.{field}" in given and field not in accepted:
+            raise ConfigError(
+                f"optimizer.{field}: {real.__name__} has no {field}; leave it out, or set "
+                "optimizer.name"
+            )
         if f"optimizer.{field}" in given:
-            values[field] = _as_json(given[f"optimizer.{field}"])
+            values[field] = given[f"optimizer.{field}"]
     if "optimizer.lr" in given and "initial_lr" in values:
         values["initial_lr"] = given["optimizer.lr"]
     return values

@@ -28,13 +28,18 @@ from trajstore.trainers.counterfactuals.settings import (
     changed_schedule,
     changed_settings,
 )
-from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.notes import provenance
 from trajstore.trainers.recording.options import Tokens, select_tokens, torch_threads
 from trajstore.trainers.replays.findings import CannotReplay, replay_device
-from trajstore.trainers.replays.optimizer_steps import OptimizerSteps, recorded_optimizer
-from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, tensor_of
+from trajstore.trainers.replays.optimizer_steps import OptimizerSteps, RecordedOptimizer
+from trajstore.trainers.replays.recorded_rows import (
+    DERIVED,
+    Placement,
+    RecordedRow,
+    RecordedRows,
+    tensor_of,
+)
 from trajstore.units import EXCHANGE_MEMORY
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, as_bits, native_type
 from trajstore.values.optimizer_rule import MOMENTS
@@ -55,16 +60,12 @@ OPTIMIZER_VARIABLES = (
 """Variables that settings of the optimizer change; all others are those of the recorded run."""
 
 
-_OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
-
-
 class Counterfactual:
     """Computes the rows of a counterfactual. Most errors are found before the first row.
 
     Parameters
     ----------
     source : TiledRun
-    rows : RecordedRows
     assignments : sequence of str
     at, tokens, seed
         As for `what_if`.
@@ -98,7 +99,6 @@ class Counterfactual:
     def __init__(
         self,
         source: TiledRun,
-        rows: RecordedRows,
         assignments: Sequence[str],
         *,
         at: int | None,
@@ -106,11 +106,9 @@ class Counterfactual:
         seed: int | None,
         device: torch.device,
     ) -> None:
-        self.source, self.rows = source, rows
-        self.recorded = OptimizerSteps(
-            source, rows, device, chosen=_chosen(source, tokens), forced=False
-        )
-        self.placement = self.recorded.placement
+        self.source, self.rows = source, (rows := RecordedRows(source))
+        self.placement = Placement(source, device, _chosen(source, tokens))
+        self.recorded = OptimizerSteps(source, rows, self.placement, forced=False)
         self.first = first = _row_of(rows, at)
         self.settings = settings = changed_settings(
             source.attributes, rows.natives["W"].name, assignments, seed=seed
@@ -119,8 +117,8 @@ class Counterfactual:
         recorded, changed = source.attributes["optimizer"], settings.optimizer
         if changed["class"] == recorded["class"]:
             changed = {**recorded, **changed}  # also the forms of gradient and hyperparameters
-        optimizer = recorded_optimizer(
-            {"optimizer": changed},
+        optimizer = RecordedOptimizer(
+            changed,
             getattr(torch, settings.weights_dtype),
             device,
             {name: value for name, value in largest.items() if name in settings.kept},
@@ -130,7 +128,7 @@ class Counterfactual:
         for number in range(1, first + 1) if self.recorded.rebuilt else ():
             self.recorded.check(number)
         fresh = {*optimizer.state_names} - {*self.recorded.optimizer.state_names}
-        if rows.steps_taken(first) and (fresh or not settings.keeps_state):
+        if rows.taken[first] and (fresh or not settings.keeps_state):
             name = settings.optimizer["class"].rpartition(".")[2]
             raise CannotReplay(
                 f"{name} with these settings has no state at step {rows.steps[first]}, because the "
@@ -191,14 +189,13 @@ class Counterfactual:
             "clip_coef": inputs.clip_coef[row.number],
         }
         for name, native in self.variables.items():
+            source, derive = DERIVED.get(name, ("", None))
             if name in ("W", *self.steps.optimizer.state_names):
                 values[name] = self._bits(value(name))
-            elif name == "cells":
-                values[name] = self._bits(value("W").to(torch.bfloat16))
+            elif derive and source == "W" and (last is not None or name == "cells"):
+                values[name] = self._bits(derive(value("W"), value("W") if last is None else last))
             elif name in given:
                 values[name] = given[name]
-            elif name in _OF_MOTION and last is not None:
-                values[name] = self._bits(_OF_MOTION[name](value("W"), last))
             elif name == "W_ulp_l1" and self.variables["W"] != self.rows.natives["W"]:
                 # The motion before this row was counted in spacings of another type.
                 values[name] = np.full_like(self._recorded(name, row), native.nan_bits)
@@ -237,9 +234,8 @@ class Counterfactual:
                 types[name] = rows.natives[name]
         return types
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes about the interpretation of the result."""
+    def notes(self, remarks: Sequence[str]) -> tuple[str, ...]:
+        """Return notes about the result when all rows are computed, with those of the writer."""
         notes = [CAVEAT] if self.settings.given else []
         if not self.settings.keeps_state:
             notes.append("the optimizer has another class and starts without a state")
@@ -250,38 +246,69 @@ class Counterfactual:
             )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             notes.append(f"gradients were rounded to {self.variables['W'].name} first")
+        notes += remarks
+        if not self.settings.given and self.first_difference is None:
+            notes.append("no setting was changed; the result equals the recorded run, bit for bit")
+        elif not self.settings.given:
+            notes.append(
+                "no setting was changed, but W or a moment differs from the recorded run from step "
+                f"{self.first_difference} on. Either the run was changed after recording, which "
+                "`trajstore verify` detects, or this machine or version of torch rounds differently"
+            )
         return tuple(notes)
 
-    def attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes of the root of the new run.
+    def writer(self, path: Path, origin: Mapping[str, Any], **options: Any) -> RunWriter:
+        """Return the writer of the new run.
 
         Parameters
         ----------
+        path : Path
         origin : mapping
             Identifies the run with the gradients.
+        **options
+            Of `RunWriter.create`.
         """
-        before = self.source.attributes
-        known = before.get("provenance")
-        corpus = {
-            name: known[name]
-            for name in ("corpus", "tokenizer")
-            if isinstance(known, Mapping) and name in known
+        source, of_tokens = self.source, self.placement.of_tokens
+        populations = {name: of_tokens(values) for name, values in source.populations.items()}
+        coordinates: dict[str, Any] = {
+            name: of_tokens(values)
+            for name, values in source.coordinates.items()
+            if name not in populations
         }
+        return RunWriter.create(
+            path,
+            hidden=source.series["W"].shape[2],
+            hyperparameter=tuple(self.steps.inputs.numbers[0]),
+            variables={name: native.name for name, native in self.variables.items()},
+            config=self.settings.config,
+            attributes=self._attributes(origin),
+            encoding=source.attributes.get("encoding", "delta"),
+            buffers=1,
+            commit_every=None,
+            fsync=False,  # the complete run is flushed before it gets its name
+            populations=populations,
+            **source.row_lengths,
+            **coordinates,
+            **options,
+        )
+
+    def _attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes of the root of the new run."""
+        before, settings = self.source.attributes, self.settings
+        of_settings = {*OPTIMIZER_VARIABLES, *self.steps.optimizer.state_names}
         what_if = {
             **origin,
             "from_step": int(self.rows.steps[self.first]),
-            "settings": [f"{name}={value}" for name, value in self.settings.given.items()],
-            "of_recorded_path": sorted(
-                set(self.variables) - {*OPTIMIZER_VARIABLES, *self.steps.optimizer.state_names}
-            ),
+            "settings": [f"{name}={value}" for name, value in settings.given.items()],
+            "of_recorded_path": sorted(set(self.variables) - of_settings),
             "caveat": CAVEAT,
         }
+        schedule = changed_schedule(before, settings)
+        known = {n: attribute(before, "provenance", n) for n in ("corpus", "tokenizer")}
+        known = {name: value for name, value in known.items() if value is not None}
         attributes: dict[str, Any] = {
-            "optimizer": {
-                **self.settings.optimizer,
-                "schedule": changed_schedule(before, self.settings),
-            },
-            "provenance": provenance(self.placement.device, corpus | {"what_if": what_if}),
+            "optimizer": {**settings.optimizer, "schedule": schedule},
+            "provenance": provenance(self.placement.device, known | {"what_if": what_if}),
         }
         if "recording" in before:
             attributes["recording"] = before["recording"]
@@ -417,11 +444,11 @@ def what_if(
             f"{output} is the run with the gradients; choose another path for the new run"
         )
     source = open_tiled(run)
-    rows = RecordedRows(source)
     device = replay_device(source.attributes)
+    remarks: list[str] = []
     with torch_threads(device.threads):
         planned = Counterfactual(
-            source, rows, settings, at=at, tokens=tokens, seed=seed, device=device.device
+            source, settings, at=at, tokens=tokens, seed=seed, device=device.device
         )
         origin: dict[str, Any] = {
             "run": os.path.basename(os.path.normpath(run)),
@@ -432,70 +459,21 @@ def what_if(
         earlier = attribute(source.attributes, "provenance", "what_if")
         if earlier is not None:
             origin["earlier"] = earlier
-        remarks: list[str] = []
-        with staged_run(target, overwrite=overwrite) as new:
-            _write(
-                new, planned, origin, memory=memory, on_progress=on_progress, on_note=remarks.append
-            )
-    again = () if planned.settings.given else (_nothing_changed(planned.first_difference),)
+        with (
+            staged_run(target, overwrite=overwrite) as path,
+            planned.writer(path, origin, memory=memory, on_note=remarks.append) as new,
+        ):
+            for count, (row, values) in enumerate(planned, 1):
+                for name, place in new.next_row().items():
+                    place[...] = values[name]
+                new.commit_row(row.step)
+                if on_progress is not None:
+                    on_progress(count, len(planned.rows) - planned.first)
+    steps = planned.rows.steps[planned.first :].tolist()
     return WhatIf(
         path=target,
-        rows=len(rows) - planned.first,
-        first_step=int(rows.steps[planned.first]),
-        last_step=int(rows.steps[-1]),
-        notes=(*device.notes, *planned.notes, *remarks, *again),
+        rows=len(steps),
+        first_step=steps[0],
+        last_step=steps[-1],
+        notes=(*device.notes, *planned.notes(remarks)),
     )
-
-
-def _nothing_changed(first_difference: int | None) -> str:
-    """Return a note about a run with unchanged settings."""
-    if first_difference is None:
-        return "no setting was changed; the result equals the recorded run, bit for bit"
-    return (
-        "no setting was changed, but W or a moment differs from the recorded run from step "
-        f"{first_difference} on. Either the run was changed after recording, which "
-        "`trajstore verify` detects, or this machine or version of torch rounds differently"
-    )
-
-
-def _write(
-    path: Path,
-    planned: Counterfactual,
-    origin: Mapping[str, Any],
-    *,
-    memory: int | str,
-    on_progress: Callable[[int, int], None] | None,
-    on_note: Callable[[str], None],
-) -> None:
-    """Write the new run row by row."""
-    total = len(planned.rows) - planned.first
-    source, of_tokens = planned.source, planned.placement.of_tokens
-    populations = {name: of_tokens(values) for name, values in source.populations.items()}
-    coordinates: dict[str, Any] = {
-        name: of_tokens(values)
-        for name, values in source.coordinates.items()
-        if name not in populations
-    }
-    with RunWriter.create(
-        path,
-        hidden=source.series["W"].shape[2],
-        hyperparameter=tuple(planned.steps.inputs.numbers[0]),
-        **source.row_lengths,
-        variables={name: native.name for name, native in planned.variables.items()},
-        config=planned.settings.config,
-        attributes=planned.attributes(origin),
-        memory=memory,
-        encoding=source.attributes.get("encoding", "delta"),
-        on_note=on_note,
-        buffers=1,
-        commit_every=None,
-        fsync=False,  # the complete run is flushed before it gets its name
-        populations=populations,
-        **coordinates,
-    ) as new:
-        for count, (row, values) in enumerate(planned, 1):
-            for name, place in new.next_row().items():
-                place[...] = values[name]
-            new.commit_row(row.step)
-            if on_progress is not None:
-                on_progress(count, total)

@@ -281,26 +281,23 @@ def replay_device(
     """
     provenance = recorded_facts(attributes, step)
     recorded = str(provenance.get("device", "an unknown device"))
-    kind = recorded.partition(":")[0]
-    if kind == "cuda" and torch.cuda.is_available():
-        here = torch.cuda.get_device_name()
-        exact = here == provenance.get("device_name")
-        device = torch.device("cuda")
-    elif kind == "mps" and torch.backends.mps.is_available():
-        here, exact, device = "mps", True, torch.device("mps")
-    else:
+    kind, name = recorded.partition(":")[0], provenance.get("device_name")
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = torch.device(kind if usable.get(kind) else "cpu")
+    now: dict[str, Any] = {}
+    if device.type == "cuda":
+        now = {"device_name": torch.cuda.get_device_name()}
+    elif device.type == "cpu":
         now = {"processor": platform.machine()}
         now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
         if products:
             now["processor_name"] = processor_name()
-        recording = {name: provenance.get(name, value) for name, value in now.items()}
-        here, device = f"cpu ({_listed(now)})", torch.device("cpu")
-        exact = kind == "cpu" and recording == now
-        if kind == "cpu":
-            recorded = f"cpu ({_listed(recording)})"
-    detail = provenance.get("device_name")
-    recorded_on = f"{recorded} ({detail})" if detail else recorded
-    replayed_on = f"cuda ({here})" if device.type == "cuda" else here
+    recording = {fact: provenance.get(fact, value) for fact, value in now.items()}
+    exact = kind == device.type and recording == now
+    if device.type == kind == "cpu":
+        recorded = f"cpu ({_listed(recording)})"
+    recorded_on = f"{recorded} ({name})" if name else recorded
+    replayed_on = f"{device.type} ({_listed(now)})" if now else device.type
     version = provenance.get("torch", torch.__version__)
     notes = []
     if not exact:

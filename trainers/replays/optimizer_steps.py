@@ -50,88 +50,94 @@ _STEP = "step"
 class RecordedOptimizer:
     """A class of `torch.optim` with the recorded hyperparameters, and one parameter that it steps.
 
+    Only classes in this module's list are used, so a file cannot choose what is executed.
+
     Parameters
     ----------
-    optimizer_class : type of Optimizer
-    hyperparameters : dict
-        Hyperparameters of the recorded parameter's group.
+    recorded : object
+        The attribute ``optimizer`` of a run.
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
     largest : mapping of str to float
         The largest number of any step, by the names in the rows.
-    tensors : mapping of str to str, optional
-        Types of the hyperparameters that are tensors, with which torch computes.
-    sparse : bool
-        True if the gradient is a sparse tensor, for which some optimizers have another rule.
 
     Attributes
     ----------
     hyperparameters : dict
-    steps_some_rows : bool
-        True if a step changes only the rows of the sparse gradient.
-    needs_all_rows : bool
-        True if each element of a step depends on all others.
+    numbers : dict of str to float
+        Its numbers, apart from the rate, by the names in the rows of a run.
+    needs_all_rows, steps_some_rows : bool
+        True if each element of a step depends on all others; if a step changes only the rows of
+        the sparse gradient.
+    counts_steps : bool
+        True if the update depends on the number of steps.
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
+    state_names : tuple of str
+        Names of the state without the number of steps, such as ``exp_avg``.
     starts : dict of str to float
         Its state before the first step, without numbers of the whole parameter.
+
+    Raises
+    ------
+    CannotReplay
+        If the run does not record its optimizer, the class is not in `REPLAYABLE`, or this version
+        of torch does not take its hyperparameters.
     """
 
     def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        hyperparameters: dict[str, Any],
-        dtype: torch.dtype,
-        device: torch.device,
-        largest: Mapping[str, float],
-        *,
-        tensors: Mapping[str, str] | None = None,
-        sparse: bool = False,
+        self, recorded: Any, dtype: torch.dtype, device: torch.device, largest: Mapping[str, float]
     ) -> None:
-        self.hyperparameters = hyperparameters
-        self._tensors = {} if tensors is None else tensors
-        self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
-        self.needs_all_rows = optimizer_class is getattr(torch.optim, "Muon", None)
-        self._is_sparse = sparse or self.steps_some_rows
-        self._class: Callable[..., Optimizer] = optimizer_class
-        self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
-        if not self._taken["lr"]:  # each step sets it, but SparseAdam refuses 0, as of a warm-up
-            self._taken["lr"] = 1.0
-        self._taken = {name: self._of_type(name, value) for name, value in self._taken.items()}
+        if not isinstance(recorded, Mapping) or not isinstance(recorded.get("class"), str):
+            raise CannotReplay("the run does not record its optimizer (root attribute optimizer)")
+        known = _optimizer_class(recorded["class"])
+        self.hyperparameters = dict(recorded.get("hyperparameters") or {})
+        if missing := _numbers(known) - {*self.hyperparameters}:
+            names = ", ".join(sorted(missing))
+            raise CannotReplay(f"the run does not record the optimizer's {names}")
+        if device.type == "cpu":
+            # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
+            self.hyperparameters["capturable"] = False
+        self.needs_all_rows = known is getattr(torch.optim, "Muon", None)
+        self.steps_some_rows = known is torch.optim.SparseAdam
+        # Of a sparse gradient, some optimizers have another rule.
+        self._is_sparse = recorded.get("sparse_gradient") is True or self.steps_some_rows
+        self._class: Callable[..., Optimizer] = known
+        self._tensors = recorded.get("tensors") or {}
         self._dtype = dtype
+        try:
+            self._take_first_step(device, largest)
+        except (
+            TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError,
+        ) as error:  # fmt: skip
+            raise CannotReplay(
+                f"{recorded['class']} in this version of torch refuses the recorded "
+                f"hyperparameters ({error})"
+            ) from error
+
+    def _take_first_step(self, device: torch.device, largest: Mapping[str, float]) -> None:
+        """Learn from the step of one element what the optimizer takes and keeps."""
+        taken = _taken(self._class, with_numbers(self.hyperparameters, largest))
+        taken["lr"] = taken["lr"] or 1.0  # SparseAdam refuses 0, as of a warm-up; a step sets it
+        self._taken = {name: self._of_type(name, value) for name, value in taken.items()}
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
         made = {name: float(value) for name, value in self._state().items()}
-        self.step(
-            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"], {}
-        )
-        self._count_type = type(self._optimizer.state[self._parameter].get(_STEP))
-        self.example = self._state()
-        self.starts = {
-            name: made.get(name, 0.0) for name in self.state_names if self.example[name].ndim
-        }
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state without the number of steps, such as ``exp_avg``."""
-        return tuple(name for name in self.example if name != _STEP)
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Its numbers, apart from the rate, by the names in the rows of a run."""
         names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
         numbers = numbers_of((name, self.hyperparameters[name]) for name in names)
-        return {name: number for name, number in numbers.items() if name not in NO_NUMBERS}
+        self.numbers = {name: value for name, value in numbers.items() if name not in NO_NUMBERS}
+        gradient, factor = torch.ones(1, 1, device=device), torch.ones((), device="cpu")
+        self.step(gradient, factor, self.hyperparameters["lr"], {})
+        self._count_type = type(self._optimizer.state[self._parameter].get(_STEP))
+        self.example = self._state()
+        self.counts_steps = _STEP in self.example
+        self.state_names = tuple(name for name in self.example if name != _STEP)
+        self.starts = {n: made.get(n, 0.0) for n in self.state_names if self.example[n].ndim}
 
     def unknown(self, numbers: Mapping[str, float]) -> list[str]:
         """Return which of its numbers are NaN in a row."""
         return [name for name in self.numbers if math.isnan(numbers.get(name, 0.0))]
-
-    @property
-    def counts_steps(self) -> bool:
-        """True if the update depends on the number of steps."""
-        return _STEP in self.example
 
     def begin(self, weights: torch.Tensor, state: State, steps_taken: int) -> None:
         """Set the parameter and its state.
@@ -226,62 +232,6 @@ class RecordedOptimizer:
         }
 
 
-def recorded_optimizer(
-    attributes: Mapping[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    largest: Mapping[str, float],
-) -> RecordedOptimizer:
-    """Return the optimizer of the attribute ``optimizer`` of a run.
-
-    Only classes in this module's list are used, so a file cannot choose what is executed.
-
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of the run.
-    dtype : torch.dtype
-        Type of the parameter.
-    device : torch.device
-    largest : mapping of str to float
-        `RecordedRows.largest_hyperparameters`.
-
-    Raises
-    ------
-    CannotReplay
-        If the run does not record its optimizer, the class is not in `REPLAYABLE`, or this version
-        of torch does not take its hyperparameters.
-    """
-    recorded = attributes.get("optimizer")
-    if not isinstance(recorded, Mapping) or not isinstance(recorded.get("class"), str):
-        raise CannotReplay("the run does not record its optimizer (root attribute optimizer)")
-    path = recorded["class"]
-    optimizer_class = _optimizer_class(path)
-    hyperparameters = dict(recorded.get("hyperparameters") or {})
-    missing = _numbers(optimizer_class) - set(hyperparameters)
-    if missing:
-        raise CannotReplay(f"the run does not record the optimizer's {', '.join(sorted(missing))}")
-    if device.type == "cpu":
-        # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
-        hyperparameters["capturable"] = False
-    try:
-        return RecordedOptimizer(
-            optimizer_class,
-            hyperparameters,
-            dtype,
-            device,
-            largest,
-            tensors=recorded.get("tensors"),
-            sparse=recorded.get("sparse_gradient") is True,
-        )
-    except (
-        TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError,
-    ) as error:  # fmt: skip
-        raise CannotReplay(
-            f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
-        ) from error
-
-
 def _optimizer_class(path: str) -> type[Optimizer]:
     names = [name for name in REPLAYABLE if hasattr(torch.optim, name)]  # Muon is new
     classes: list[type[Optimizer]] = [getattr(torch.optim, name) for name in names]
@@ -334,7 +284,6 @@ class StepInputs:
 
 
 _NEEDED = {
-    "W": "the run has no W; record W",
     "grad": "the gradient was not recorded; record weights+grads or matrix",
     "lr": "the learning rate was not recorded; every tier has it",
     "clip_coef": "the clipping factor was not recorded; every tier has it",
@@ -349,20 +298,16 @@ class OptimizerSteps:
     ----------
     source : TiledRun
     rows : RecordedRows
-    device : torch.device
-        Device of the computation.
-    chosen : ndarray of int, optional
-        Positions of the tokens whose rows are computed; default: all.
+    placement : Placement
     forced : bool
         True if each step begins at the recorded row before it.
 
     Attributes
     ----------
-    rows, forced
+    rows, placement, forced
         As given.
     attributes : mapping
         Attributes of the root of the run.
-    placement : Placement
     optimizer : RecordedOptimizer
     inputs : StepInputs
     recorded : tuple of str
@@ -377,23 +322,16 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self,
-        source: TiledRun,
-        rows: RecordedRows,
-        device: torch.device,
-        *,
-        forced: bool,
-        chosen: Array | None = None,
+        self, source: TiledRun, rows: RecordedRows, placement: Placement, *, forced: bool
     ) -> None:
         for name, reason in _NEEDED.items():
             if name not in rows:
                 raise CannotReplay(reason)
-        self.rows, self.forced = rows, forced
-        self.placement = Placement(source, device, chosen)
+        self.rows, self.placement, self.forced = rows, placement, forced
         self.attributes = attributes = source.attributes
         weights = getattr(torch, rows.natives["W"].name)
-        self.optimizer = recorded_optimizer(
-            attributes, weights, device, rows.largest_hyperparameters
+        self.optimizer = RecordedOptimizer(
+            attributes.get("optimizer"), weights, placement.device, rows.largest_hyperparameters
         )
         self.inputs = StepInputs(
             lr=rows.values("lr"),
@@ -465,7 +403,7 @@ class OptimizerSteps:
 
     def steps_taken(self, row: RecordedRow) -> int:
         """Return the optimizer's steps before a row, at least 1 if it keeps a state there."""
-        count = self.rows.steps_taken(row.number)
+        count = int(self.rows.taken[row.number])
         if count or self.optimizer.counts_steps:
             return count
         return int(any(row.bits[name].any() for name in self.recorded[1:]))
@@ -535,7 +473,7 @@ class OptimizerSteps:
             )
         if abs(inputs.lr[number]) >= LARGEST_RATE:
             yield f"its learning rate{at} is too large for any optimizer"
-        counts = optimizer.counts_steps and rows.steps_taken(number - 1)
+        counts = optimizer.counts_steps and rows.taken[number - 1]
         if counts and not rows.counts_skipped(number):
             yield (
                 f"the number of skipped steps before {it}, which do not count, is not recorded"
@@ -544,21 +482,17 @@ class OptimizerSteps:
 
     def _type_of_another_optimizer(self) -> str:
         """Return why the recorded values are not of the optimizer; empty if they may be."""
-        natives, hyperparameters = self.rows.natives, self.optimizer.hyperparameters
-        if natives["W"] != natives["grad"]:
-            return (
-                f"W is {natives['W'].name} but grad is {natives['grad'].name}; torch needs a "
-                "gradient of the parameter's type"
-            )
-        for name in self.recorded[1:]:
-            made = type_name(self.optimizer.example[name].dtype)
-            if natives[name].name != made:
+        kept = {name: self.optimizer.example[name].dtype for name in self.recorded[1:]}
+        kept["grad"] = getattr(torch, self.rows.natives["W"].name)
+        for name, dtype in kept.items():
+            found, made = self.rows.natives[name].name, type_name(dtype)
+            if found != made:
                 return (
-                    f"{name} is {natives[name].name}, but the recorded optimizer keeps it in "
-                    f"{made}, so another optimizer trained the run"
+                    f"{name} is {found}, but the recorded optimizer keeps it in {made}, so another "
+                    "optimizer trained the run"
                 )
         known = isinstance(attribute(self.attributes, "recording", "vocabulary"), int)
-        if hyperparameters.get("rounding") == "stochastic" and not known:
+        if self.optimizer.hyperparameters.get("rounding") == "stochastic" and not known:
             return (
                 "stochastic rounding depends on the position in the parameter, but the number of "
                 "tokens of the parameter is not recorded (root attribute recording, vocabulary)"

@@ -7,7 +7,7 @@ original position (`Placement`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
+from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
+from trajstore.trainers.replays.findings import CannotReplay
 from trajstore.values.native_types import NativeType, as_bits, widen
 
 Array = npt.NDArray[Any]
@@ -34,14 +36,20 @@ class Placement:
     Parameters
     ----------
     source : TiledRun
-        A run with the variable ``W``.
     device : torch.device
         Device of the computation.
     chosen : ndarray of int, optional
         Positions of some tokens of the run; default: all.
+
+    Raises
+    ------
+    CannotReplay
+        If the run has no ``W``.
     """
 
     def __init__(self, source: TiledRun, device: torch.device, chosen: Array | None = None) -> None:
+        if "W" not in source.series:
+            raise CannotReplay("the run has no W; record W")
         tokens, hidden = source.series["W"].shape[1:]
         ids = source.coordinates["token"].astype(np.int64)
         # Without a recorded size of the vocabulary, the tokens of the run are the vocabulary.
@@ -162,7 +170,7 @@ class RecordedRows:
         if _COUNT in self:
             counts = self.values(_COUNT)
             self.idle[1:] |= (np.diff(counts) == 0) & (np.diff(self.steps) == 1)
-            self.taken = np.where(np.isnan(counts), self.taken, counts)
+            self.taken = np.where(np.isnan(counts), self.taken, counts).astype(np.int64)
         elif "skipped" in self:
             unsure = (self.steps != np.arange(len(self))) | np.isnan(skipped)
             unsure[:1] = self.steps[:1] != 0
@@ -177,7 +185,7 @@ class RecordedRows:
     @property
     def from_start(self) -> bool:
         """True if row 0 is the state before training."""
-        return len(self) > 0 and self.steps[0] == 0 and not self.steps_taken(0)
+        return len(self) > 0 and self.steps[0] == self.taken[0] == 0
 
     def hyperparameters(self, number: int) -> dict[str, float]:
         """Return the numbers that the step before a row used; empty if rows do not hold them."""
@@ -188,10 +196,6 @@ class RecordedRows:
         """The largest number that any step used; a momentum that is ever used has a state."""
         known = {n: [v for v in values if v == v] for n, values in self._hyperparameters.items()}
         return {name: max(values) for name, values in known.items() if values}
-
-    def steps_taken(self, number: int) -> int:
-        """Return the optimizer's steps up to a row."""
-        return int(self.taken[number])
 
     def counts_skipped(self, number: int) -> bool:
         """Return True if the number of skipped steps before a row is known."""
@@ -228,22 +232,25 @@ class RecordedRows:
         """
         stop = len(self) if stop is None else stop
         series = [self._series[name] for name in names if name in self._series]
-        if not series:
-            yield from (self._row(number, {}) for number in range(first, stop))
-            return
         row = sum(int(np.prod(s.shape[1:])) * s.native.itemsize for s in series)
-        most = max(1, window // row)
-        block = series[0].tile[0]
+        most = max(1, window // max(row, 1))
+        block = series[0].tile[0] if series else most
         while first < stop:
             end = min(stop, first + most, (first // block + 1) * block)
             blocks = {s.name: s.bits((slice(first, end),)) for s in series}
             for offset in range(end - first):
                 # A copy, because the window is released before the next rows are read.
-                yield self._row(
-                    first + offset, {n: bits[offset].copy() for n, bits in blocks.items()}
-                )
+                bits = {name: block_bits[offset].copy() for name, block_bits in blocks.items()}
+                number = first + offset
+                yield RecordedRow(number=number, step=int(self.steps[number]), bits=bits)
             del blocks
             first = end
 
-    def _row(self, number: int, bits: dict[str, Array]) -> RecordedRow:
-        return RecordedRow(number=number, step=int(self.steps[number]), bits=bits)
+
+DERIVED: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "grad_token_norm": ("grad", lambda now, _: token_norm(now)),
+    "W_step_norm": ("W", token_norm),
+    "W_ulp_l1": ("W", ulp_l1),
+    "cells": ("W", lambda now, _: now.to(torch.bfloat16)),
+}
+"""Variables that follow from another one in its row, and in the row before."""

@@ -11,6 +11,7 @@ and the state is rounded away.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ import torch
 
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import open_tiled
-from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
 from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.recording.options import torch_threads
 from trajstore.trainers.replays.findings import (
@@ -41,8 +41,14 @@ from trajstore.trainers.replays.findings import (
     ulp_distance,
 )
 from trajstore.trainers.replays.optimizer_steps import LARGEST_RATE, OptimizerSteps, State
-from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, tensor_of
-from trajstore.values.native_types import NATIVE_TYPES, as_bits, convert, is_nan, widen
+from trajstore.trainers.replays.recorded_rows import (
+    DERIVED,
+    Placement,
+    RecordedRow,
+    RecordedRows,
+    tensor_of,
+)
+from trajstore.values.native_types import as_bits, is_nan, widen
 from trajstore.values.optimizer_rule import MOMENTS
 
 Array = npt.NDArray[Any]
@@ -127,29 +133,25 @@ def replay(
     devices = replay_devices(attributes, rows.steps, products=products)
     unreplayed, checks = UnreplayedSteps(), RowChecks(rows)
     exact = all(item.exact for item in (device, *devices))
-    names = set(checks.summaries) if exact else set()
-    if "W" in rows and "cells" in rows:
-        names |= {"W", "cells"}
+    pairs = [(n, of) for n, (of, _) in DERIVED.items() if exact or n == "cells"]
+    names = {name for pair in pairs if pair[0] in rows and pair[1] in rows for name in pair}
     steps: StepReplay | None = None
     starts = dict.fromkeys(MOMENTS, 0.0)
     with unreplayed.collect(*rows.steps[1:].tolist()):
-        forced = OptimizerSteps(source, rows, device.device, forced=True)
-        steps = StepReplay(forced, checks, devices)
+        placement = Placement(source, device.device)
+        steps = StepReplay(OptimizerSteps(source, rows, placement, forced=True), checks, devices)
         names |= {"grad", *steps.recorded}
         starts = steps.starts
     checks.check_scalars()
     previous: RecordedRow | None = None
     for row in rows.read(names):
         with torch_threads(devices[row.number].threads):
-            if previous is None:
-                previous = checks.checked_first_row(row, starts)
-            else:
-                if steps is not None:
-                    with unreplayed.collect(row.step):
-                        steps.replay(previous, row)
-                checks.compare_summaries(previous, row)
-                previous = row
-            checks.check_cells(row)
+            current = row if previous else checks.checked_first_row(row, starts)
+            if previous and steps:
+                with unreplayed.collect(row.step):
+                    steps.replay(previous, current)
+            checks.check_derived(previous, current)
+            previous = current
         if on_progress is not None:
             on_progress(row.number + 1, len(rows))
     replayed = set() if steps is None else steps.replayed
@@ -292,16 +294,12 @@ class StepReplay:
                 f"it was recorded on {device.recorded_on}, but earlier steps on another device"
             )
         if self._steps.optimizer.counts_steps and "step_count" in rows and not rows.idle[number]:
-            before, after = rows.steps_taken(number - 1), rows.steps_taken(number)
+            before, after = rows.taken[number - 1], rows.taken[number]
             if after != before + 1:
                 reason = "it took several" if after > before else "its state was replaced"
                 raise CannotReplay(
                     f"the optimizer counts {after} steps after and {before} before: {reason}"
                 )
-
-
-_OF_GRADIENT = "grad_token_norm"
-_OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
 class RowChecks:
@@ -316,20 +314,12 @@ class RowChecks:
     compared : dict of str to Compared
         Counts of different values, for each variable.
     findings : list of Finding
-    summaries : set of str
-        Variables that `compare_summaries` needs: recorded summaries and their inputs, if those are
-        recorded.
     """
 
     def __init__(self, rows: RecordedRows) -> None:
         self._rows = rows
         self.compared: dict[str, Compared] = {}
         self.findings: list[Finding] = []
-        self.summaries = {name for name in _OF_MOTION if name in rows}
-        if self.summaries:
-            self.summaries.add("W")
-        if _OF_GRADIENT in rows and "grad" in rows:
-            self.summaries |= {_OF_GRADIENT, "grad"}
 
     def compare(
         self, step: int, stored: Mapping[str, Array], computed: Mapping[str, Array]
@@ -362,13 +352,11 @@ class RowChecks:
     def check_scalars(self) -> None:
         """Check that flags are 0 or 1, or NaN like the rate of several steps, and rates usable."""
         rows = self._rows
-        nothing = np.full(len(rows), np.nan)
-        rate = rows.values("lr") if "lr" in rows else nothing
-        skipped = rows.values("skipped") if "skipped" in rows else nothing
-        unlike = ~np.isin(skipped, (0, 1)) & ~np.isnan(skipped)
-        if "skipped" in rows:
-            unlike |= np.isnan(skipped) & ~np.isnan(rate)
-        for name, wrong in (("skipped", unlike), ("lr", abs(rate) >= LARGEST_RATE)):
+        rate, skipped = (
+            rows.values(name) if name in rows else np.zeros(len(rows)) for name in ("lr", "skipped")
+        )
+        is_flag = np.isin(skipped, (0, 1)) | (np.isnan(skipped) & np.isnan(rate))
+        for name, wrong in (("skipped", ~is_flag), ("lr", abs(rate) >= LARGEST_RATE)):
             for step in rows.steps[1:][wrong[1:]].tolist():
                 self.findings.append(Finding(kind="invalid", variable=name, step=step, tokens=0))
 
@@ -381,80 +369,52 @@ class RowChecks:
         if not rows.from_start:
             return row
         bits = dict(row.bits)
-        for name in ("grad", *starts):
-            if name not in bits:
-                continue
+        for name in [name for name in ("grad", *starts) if name in bits]:
             stored, native = bits[name], rows.natives[name]
+            start = torch.tensor(starts.get(name, math.nan), dtype=getattr(torch, native.name))
+            first = as_bits(start, native, name)
             if name == "grad":  # the same NaN everywhere
                 values, counts = np.unique(stored, return_counts=True)
-                wrong = stored != values[counts.argmax()]
-                wrong |= ~tensor_of(stored, native).isnan().numpy()
-            else:
-                dtype = getattr(torch, native.name)
-                start = torch.tensor(starts[name], dtype=dtype, device="cpu")
-                bits[name] = np.full_like(stored, as_bits(start, native, name))
-                wrong = stored != bits[name]
-            if wrong.any():
+                usual = values[counts.argmax()]
+                first = usual if is_nan(usual, native) else first
+            bits[name] = np.full_like(stored, first)
+            if (wrong := stored != bits[name]).any():
                 self.find("start", row.step, {name: wrong})
         return replace(row, bits=bits)
 
     def check_clipping(self, row: RecordedRow, max_grad_norm: object) -> None:
         """Compare the clipping factor with the norm of the gradients and the recorded limit."""
-        rows = self._rows
-        if "grad_norm" not in rows or not isinstance(max_grad_norm, int | float):
+        rows, native = self._rows, self._rows.natives["clip_coef"]
+        if rows.natives.get("grad_norm") != native or not isinstance(max_grad_norm, int | float):
             return
-        native = rows.natives["clip_coef"]
-        stored = np.asarray(rows.scalars("clip_coef")[row.number])
-        if rows.natives["grad_norm"] != native or is_nan(stored, native).any():
-            return
-        norm = tensor_of(rows.scalars("grad_norm")[row.number], native)
-        expected, one = (
-            np.asarray(as_bits(factor, native, "clip_coef"))
-            for factor in (clip_coefficient(norm, max_grad_norm), torch.ones_like(norm))
-        )
-        if stored == one:  # without clipping
-            expected = stored
-        elif not max_grad_norm:
-            return  # the loop did not name its norm, and the recorder found the factor
-        if self.compare(row.step, {"clip_coef": stored}, {"clip_coef": expected}):
+        stored, norm = (rows.scalars(name)[row.number] for name in ("clip_coef", "grad_norm"))
+        factor = clip_coefficient(tensor_of(norm, native), max_grad_norm)
+        expected, one = as_bits(torch.stack([factor, torch.ones_like(factor)]), native, "clip_coef")
+        if is_nan(stored, native) or (not max_grad_norm and stored != one):
+            return  # the loop did not name its norm, and the recorder may have found the factor
+        agrees = stored in (expected, one)  # 1 without clipping
+        if self.compare(
+            row.step, {"clip_coef": stored}, {"clip_coef": stored if agrees else expected}
+        ):
             names = "clip_coef, grad_norm"
             self.findings.append(
                 Finding(kind="inconsistent", variable=names, step=row.step, tokens=0)
             )
 
-    def compare_summaries(self, previous: RecordedRow, row: RecordedRow) -> None:
-        """Compare those summaries of a row that were read."""
-        natives = self._rows.natives
-        computed: dict[str, torch.Tensor] = {}
-        if _OF_GRADIENT in row.bits:
-            computed[_OF_GRADIENT] = token_norm(tensor_of(row.bits["grad"], natives["grad"]))
-        for name, norm in _OF_MOTION.items():
-            if name in row.bits:
-                before, now = (tensor_of(r.bits["W"], natives["W"]) for r in (previous, row))
-                computed[name] = norm(now, before)
-        self._check_derived(
-            row,
-            {
-                name: as_bits(values, NATIVE_TYPES["float32"], name)
-                for name, values in computed.items()
-            },
-        )
-
-    def check_cells(self, row: RecordedRow) -> None:
-        """Compare the cells of a row with W rounded to bfloat16, if both were read."""
-        if not {"W", "cells"} <= row.bits.keys():
-            return
-        native, bfloat16 = self._rows.natives["W"], NATIVE_TYPES["bfloat16"]
-        expected, _ = convert(np.asarray(widen(row.bits["W"], native)), native, bfloat16)
-        cells = row.bits["cells"]
-        nan = is_nan(cells, bfloat16) | is_nan(expected, bfloat16)  # one of them may be lost
-        self._check_derived(row, {"cells": np.where(nan, cells, expected)})
-
-    def _check_derived(self, row: RecordedRow, computed: Mapping[str, Array]) -> None:
-        """Compare variables of a row with values that were computed from others of it.
+    def check_derived(self, previous: RecordedRow | None, row: RecordedRow) -> None:
+        """Compare variables of a row that were read with what they are derived from.
 
         A difference is a finding, unless the step has one: an altered W also changes its summaries.
         """
+        computed = {}
+        for name, (source, derive) in DERIVED.items():
+            # Row 0 has no motion, and no gradient.
+            if {name, source} <= row.bits.keys() and (previous or name == "cells"):
+                native, of = self._rows.natives[name], self._rows.natives[source]
+                now, before = (tensor_of(r.bits[source], of) for r in (row, previous or row))
+                bits = as_bits(derive(now, before), native, name)
+                nan = is_nan(bits, native) & is_nan(row.bits[name], native)
+                computed[name] = np.where(nan, row.bits[name], bits)
         wrong = self.compare(row.step, row.bits, computed)
         if wrong and all(finding.step != row.step for finding in self.findings):
             self.find("inconsistent", row.step, wrong)
