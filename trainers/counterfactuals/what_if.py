@@ -128,7 +128,7 @@ class Counterfactual:
         for number in range(1, first + 1) if self.recorded.rebuilt else ():
             self.recorded.check(number)
         fresh = {*optimizer.state_names} - {*self.recorded.optimizer.state_names}
-        if rows.taken[first] and (fresh or not settings.keeps_state):
+        if first and (fresh or not settings.keeps_state):
             name = settings.optimizer["class"].rpartition(".")[2]
             raise CannotReplay(
                 f"{name} with these settings has no state at step {rows.steps[first]}, because the "
@@ -166,16 +166,18 @@ class Counterfactual:
 
         State that is not recorded is that of the recorded optimizer after all steps from row 0 on.
         """
-        recorded, first = self.recorded, self.first
-        start = 0 if recorded.rebuilt else first
-        (row,) = self.rows.read(recorded.recorded, first=start, stop=start + 1)
-        recorded.begin(row)
-        for row in self.rows.read(["grad"], first=start + 1, stop=first + 1, window=_WINDOW):
-            recorded.take(row)
-        (row,) = self.rows.read({*self.variables, *recorded.recorded}, first=first, stop=first + 1)
-        state = recorded.optimizer.kept(recorded.optimizer.state_names)
+        recorded, first, state, count = self.recorded, self.first, {}, 0
+        names = {*self.variables, *recorded.recorded}
+        (row,) = self.rows.read(names, first=first, stop=first + 1)
+        if self.settings.keeps_state:
+            start = 0 if recorded.rebuilt else first
+            (before,) = self.rows.read(recorded.recorded, first=start, stop=start + 1)
+            recorded.begin(before)
+            for step in self.rows.read(["grad"], first=start + 1, stop=first + 1, window=_WINDOW):
+                recorded.take(step)
+            state = recorded.optimizer.kept(recorded.optimizer.state_names)
+            count = recorded.steps_taken(row)
         weights = self.placement.parameter(row.bits["W"], self.rows.natives["W"])
-        count = recorded.steps_taken(row) if self.settings.keeps_state else 0
         self.steps.optimizer.begin(weights, state, count)
         return row
 

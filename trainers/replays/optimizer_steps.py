@@ -460,16 +460,14 @@ class OptimizerSteps:
         if rows.idle[number]:
             return
         if number in self._unproven and self.lacks_factor(number):
-            set_clipping = "set the clipping, such as " + config_field("training.max_grad_norm", 1)
             yield f"clip_coef is NaN{at}, so the factor of the gradient is unknown" + fix(
-                set_clipping
+                "set the clipping, such as " + config_field("training.max_grad_norm", 1)
             )
         if np.isnan(inputs.lr[number]):
             yield f"the learning rate is NaN{at}, so it is unknown" + fix("set schedule.name")
         if unknown := optimizer.unknown(inputs.numbers[number]):
-            set_decay = "set it, such as " + config_field("optimizer.weight_decay", 0)
             yield f"{', '.join(unknown)} of hyperparameters is NaN{at}, so it is unknown" + fix(
-                f"{set_decay}, or {later}"
+                "set it, such as " + config_field("optimizer.weight_decay", 0) + f", or {later}"
             )
         if abs(inputs.lr[number]) >= LARGEST_RATE:
             yield f"its learning rate{at} is too large for any optimizer"

@@ -142,7 +142,7 @@ def replay(
         steps = StepReplay(OptimizerSteps(source, rows, placement, forced=True), checks, devices)
         names |= {"grad", *steps.recorded}
         starts = steps.starts
-    checks.check_scalars()
+    checks.check_skipped()
     previous: RecordedRow | None = None
     for row in rows.read(names):
         with torch_threads(devices[row.number].threads):
@@ -165,7 +165,7 @@ def replay(
         steps=max(len(rows) - 1, 0),
         replayed=len(replayed),
         skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
-        rebuilt=() if steps is None else steps.rebuilt,
+        rebuilt=steps.rebuilt if steps and replayed else (),
         variables=checks.compared,
         findings=tuple(sorted(checks.findings, key=lambda item: item.step)[:LISTED]),
         total=len(checks.findings),
@@ -254,6 +254,8 @@ class StepReplay:
     def _computed(self, previous: RecordedRow, row: RecordedRow) -> dict[str, Array]:
         """Return the bits of W and the recorded state after the step from one row to the next."""
         steps, number, natives = self._steps, row.number, self._steps.rows.natives
+        if abs(steps.inputs.lr[number]) >= LARGEST_RATE:
+            self._checks.find_scalar("invalid", "lr", row.step)
         steps.check(number)
         self._check_recording(number)
         before = {name: previous.bits[name] for name in self.recorded}
@@ -349,16 +351,19 @@ class RowChecks:
         """Add a finding about the values of a step that a mask marks."""
         self.findings.append(finding_at(wrong, self._rows.tokens, kind=kind, step=step))
 
-    def check_scalars(self) -> None:
-        """Check that flags are 0 or 1, or NaN like the rate of several steps, and rates usable."""
-        rows = self._rows
+    def find_scalar(self, kind: Kind, names: str, step: int) -> None:
+        """Add a finding about a value that belongs to no token."""
+        self.findings.append(Finding(kind=kind, variable=names, step=step, tokens=0))
+
+    def check_skipped(self) -> None:
+        """Check that each row but the first is 0 or 1, or NaN like the rate of several steps."""
         rate, skipped = (
-            rows.values(name) if name in rows else np.zeros(len(rows)) for name in ("lr", "skipped")
+            self._rows.values(name) if name in self._rows else np.zeros(len(self._rows))
+            for name in ("lr", "skipped")
         )
-        is_flag = np.isin(skipped, (0, 1)) | (np.isnan(skipped) & np.isnan(rate))
-        for name, wrong in (("skipped", ~is_flag), ("lr", abs(rate) >= LARGEST_RATE)):
-            for step in rows.steps[1:][wrong[1:]].tolist():
-                self.findings.append(Finding(kind="invalid", variable=name, step=step, tokens=0))
+        wrong = ~np.isin(skipped, (0, 1)) & ~(np.isnan(skipped) & np.isnan(rate))
+        for step in self._rows.steps[1:][wrong[1:]].tolist():
+            self.find_scalar("invalid", "skipped", step)
 
     def checked_first_row(self, row: RecordedRow, starts: Mapping[str, float]) -> RecordedRow:
         """Return the state before training, in which every element of the optimizer's is a start.
@@ -396,10 +401,7 @@ class RowChecks:
         if self.compare(
             row.step, {"clip_coef": stored}, {"clip_coef": stored if agrees else expected}
         ):
-            names = "clip_coef, grad_norm"
-            self.findings.append(
-                Finding(kind="inconsistent", variable=names, step=row.step, tokens=0)
-            )
+            self.find_scalar("inconsistent", "clip_coef, grad_norm", row.step)
 
     def check_derived(self, previous: RecordedRow | None, row: RecordedRow) -> None:
         """Compare variables of a row that were read with what they are derived from.
