@@ -194,7 +194,7 @@ def train_own(run: Path, build: Build, first: int, last: int, target: Path) -> N
                 pass
         if recorder.writer is None:
             raise RecordingError(
-                f"the gradient scaler skipped each of the steps {begin + 1} to {last}, so a new run "
+                f"the gradient scaler skipped the steps {begin + 1} to {last}, so a new run "
                 "has no first step; select the keyframe after them, or steps before"
             )
         device = next(model.parameters()).device

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +20,13 @@ from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
 from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.recording.notes import class_path
-from trajstore.trainers.replays.recorded_rows import RecordedRows, tensor_of
-from trajstore.trainers.replays.replay_result import CannotReplay
+from trajstore.trainers.replays.findings import CannotReplay
+from trajstore.trainers.replays.optimizer_steps import (
+    OptimizerSteps,
+    RecordedOptimizer,
+    StepInputs,
+)
+from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.training_setup import build_schedule
 from trajstore.values.native_types import as_bits
@@ -33,7 +40,6 @@ CHANGEABLE = (
 )  # fmt: skip
 """Fields of a configuration that act on recorded gradients; other fields have no effect."""
 
-_SHORT = {"rounding": "optimizer.rounding"}
 _CLASSES = {name: rounded.real_class.__name__ for name, rounded in OPTIMIZERS.items()}
 _ROUNDED = {rounded.real_class.__name__: rounded for rounded in OPTIMIZERS.values()}
 _ROUNDING_SETTINGS = ("state_dtype", "rounding", "rounding_seed")
@@ -100,9 +106,10 @@ def changed_settings(
     path = str(attribute(attributes, "optimizer", "class"))
     before = path.rpartition(".")[2].removeprefix("Rounded")
     base = _base_config(attributes, before)
-    full = [_full_name(assignment) for assignment in assignments]
+    full = [re.sub(r"^\s*rounding\s*=", "optimizer.rounding=", given) for given in assignments]
     changed = base.with_values(full)
-    given = {name: _value(changed, name) for name in map(field_name, full)}
+    values = changed.model_dump(mode="json")
+    given = {name: attribute(values, *name.split(".")) for name in map(field_name, full)}
     for name in given:
         if name not in CHANGEABLE:
             raise ConfigError(
@@ -110,7 +117,7 @@ def changed_settings(
                 f"another {name} in a fork of the run (trajstore fork)"
             )
     name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
-    real: type[Optimizer] | None = getattr(torch.optim, name, None)
+    real: type[Optimizer] = getattr(torch.optim, name)
     hyperparameters = _hyperparameters(recorded, given, real, same_class=name == before)
     dtype = given.get("model.dtype", weights_dtype)
     state_dtype = given.get("optimizer.state_dtype") or recorded.get("state_dtype") or dtype
@@ -135,12 +142,10 @@ def changed_settings(
             "foreach": None, "fused": None,
         }  # fmt: skip
         real = _ROUNDED[name]
-    if real is not None:
-        path = class_path(real)
     return ChangedSettings(
         given=given,
-        config=_changed_config(attributes.get("config"), changed, given),
-        optimizer={"class": path, "hyperparameters": hyperparameters},
+        config=_changed_config(attributes.get("config"), given),
+        optimizer={"class": class_path(real), "hyperparameters": hyperparameters},
         weights_dtype=dtype,
         keeps_state=name == before or {name, before} <= {"Adam", "AdamW"},
         kept=frozenset(
@@ -165,68 +170,49 @@ def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
 
 
 def _changed_config(
-    recorded: Mapping[str, Any] | None, changed: RunConfig, given: Mapping[str, Any]
+    recorded: Mapping[str, Any] | None, given: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return the recorded configuration with the given fields changed."""
     if not recorded:
         return None
-    values = changed.model_dump(mode="json")
     config = {section: dict(fields) for section, fields in recorded.items()}
-    for name in given:
+    for name, value in given.items():
         section, _, field = name.partition(".")
-        config.setdefault(section, {})[field] = values[section][field]
+        config.setdefault(section, {})[field] = value
     return config
-
-
-def _full_name(assignment: str) -> str:
-    name, equals, value = assignment.partition("=")
-    return f"{_SHORT.get(name.strip(), name)}{equals}{value}"
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    section, _, field = name.partition(".")
-    return getattr(getattr(config, section), field)
-
-
-def _as_json(value: Any) -> Any:
-    """A hyperparameter as an attribute of a run holds it: pairs are lists."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _hyperparameters(
     recorded: Mapping[str, Any],
     given: Mapping[str, Any],
-    real: type[Optimizer] | None,
+    real: type[Optimizer],
     *,
     same_class: bool,
 ) -> dict[str, Any]:
     """Return the hyperparameters of the optimizer, without those of rounding."""
     values = {key: value for key, value in recorded.items() if key not in _ROUNDING_SETTINGS}
-    if real is not None:
-        accepted = inspect.signature(real).parameters
-        if not same_class:
-            defaults = {
-                key: _as_json(parameter.default)
-                for key, parameter in accepted.items()
-                if parameter.default is not inspect.Parameter.empty
-            }
-            # Flags such as decoupled_weight_decay distinguish the classes, so they are not kept.
-            values = defaults | {k: v for k, v in values.items() if k in _KEPT}
-            values = {k: v for k, v in values.items() if k in accepted or k == "initial_lr"}
-        for field in _HYPERPARAMETERS:
-            if f"optimizer.{field}" in given and field not in accepted:
-                raise ConfigError(
-                    f"optimizer.{field}: {real.__name__} has no {field}; leave it out, or set "
-                    "optimizer.name"
-                )
+    accepted = inspect.signature(real).parameters
+    if not same_class:
+        # Flags such as decoupled_weight_decay distinguish the classes, so they are not kept.
+        kept = {k: v for k, v in values.items() if k in _KEPT}
+        kept = {k: v for k, v in kept.items() if k in accepted or k == "initial_lr"}
+        defaults = {key: parameter.default for key, parameter in accepted.items()}
+        values = {k: v for k, v in defaults.items() if v is not inspect.Parameter.empty} | kept
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     for field in _HYPERPARAMETERS:
+        if f"optimizer.{field}" in given and field not in accepted:
+            raise ConfigError(
+                f"optimizer.{field}: {real.__name__} has no {field}; leave it out, or set "
+                "optimizer.name"
+            )
         if f"optimizer.{field}" in given:
-            values[field] = _as_json(given[f"optimizer.{field}"])
+            values[field] = given[f"optimizer.{field}"]
     if "optimizer.lr" in given and "initial_lr" in values:
         values["initial_lr"] = given["optimizer.lr"]
     return values
 
 
+Array = npt.NDArray[Any]
 Rates = npt.NDArray[np.float64]
 
 
@@ -241,64 +227,89 @@ def changed_schedule(attributes: Mapping[str, Any], settings: ChangedSettings) -
     return schedule
 
 
-def changed_learning_rates(
-    rows: RecordedRows, attributes: Mapping[str, Any], settings: ChangedSettings
-) -> Rates:
+def changed_inputs(
+    steps: OptimizerSteps, optimizer: RecordedOptimizer, settings: ChangedSettings, first: int
+) -> StepInputs:
+    """Return what each step after a row uses; that row has what the run recorded.
+
+    Parameters
+    ----------
+    steps : OptimizerSteps
+        As recorded.
+    optimizer : RecordedOptimizer
+        With the changed settings.
+    settings : ChangedSettings
+    first : int
+
+    Raises
+    ------
+    CannotReplay
+        If the rate changes and the run does not record the initial rate of the schedule, or if
+        clipping changes and the norm of all gradients is not recorded.
+    """
+    recorded, numbers = steps.inputs, optimizer.numbers
+    # In the order of the run, with which the new one is compared.
+    names = [n for n in dict.fromkeys([*recorded.numbers[first], *numbers]) if n in numbers]
+    changed = [
+        {n: row[n] if n in row and n in settings.kept else numbers[n] for n in names}
+        for row in recorded.numbers
+    ]
+    changed[first] = {name: recorded.numbers[first].get(name, math.nan) for name in names}
+    lr = _changed_rates(steps, settings).copy()
+    lr[first] = recorded.lr[first]
+    clip_coef = _changed_clip_coefs(steps, settings).copy()
+    clip_coef[first] = recorded.clip_coef[first]
+    return StepInputs(lr=lr, clip_coef=clip_coef, numbers=changed)
+
+
+def _changed_rates(steps: OptimizerSteps, settings: ChangedSettings) -> Rates:
     """Return the learning rate of the step before each row, (step,).
 
     The rates are as recorded if neither the rate nor its schedule changes. If the known schedules
     of all segments reproduce the recorded rates, they also give the changed rates. Otherwise the
     recorded rates are multiplied.
-
-    Raises
-    ------
-    CannotReplay
-        If a rate changes and the run does not record the initial rate of the schedule.
     """
-    recorded = rows.rates
-    reshaped = [name for name in settings.given if name.startswith("schedule.")]
+    recorded, rows, attributes = steps.inputs.lr, steps.rows, steps.attributes
+    reshaped = any(name.startswith("schedule.") for name in settings.given)
     if not reshaped and "optimizer.lr" not in settings.given:
         return recorded
     base = _base_rate(attributes)
     lr = float(settings.given.get("optimizer.lr", base))
-    counts = np.array([rows.steps_taken(max(number - 1, 0)) for number in range(len(rows))])
-    counts[0] = max(rows.steps_taken(0) - 1, 0)
-    if reshaped:
-        schedule = _schedule(changed_schedule(attributes, settings))
-        return _scheduled(lr, schedule, counts, recorded)
-    scaled: Rates = recorded * (lr / base)
-    as_recorded, changed = np.full_like(recorded, np.nan), scaled.copy()
-    for first, schedule in _recorded_schedules(attributes):
-        after = np.asarray(rows.steps) > first
-        as_recorded[after] = _scheduled(base, schedule, counts, recorded)[after]
-        changed[after] = _scheduled(lr, schedule, counts, recorded)[after]
-    return changed if np.array_equal(as_recorded, recorded, equal_nan=True) else scaled
+    counts = np.concatenate([np.maximum(rows.taken[:1] - 1, 0), rows.taken[:-1]]).astype(int)
+    schedules = (
+        [(0, _schedule(changed_schedule(attributes, settings)))]
+        if reshaped
+        else _recorded_schedules(attributes)
+    )
+
+    def scheduled(rate: float) -> Rates:
+        rates = np.full_like(recorded, np.nan)
+        for after, schedule in schedules:
+            optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=rate)
+            factor = build_schedule(optimizer, schedule, schedule.steps or 1).lr_lambdas[0]
+            later = rows.steps > after
+            rates[later] = [rate * factor(count) for count in counts[later].tolist()]
+        return np.where(np.isnan(recorded), np.nan, rates)
+
+    if reshaped or np.array_equal(scheduled(base), recorded, equal_nan=True):
+        return scheduled(lr)
+    return recorded * (lr / base)
 
 
-def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[npt.NDArray[Any]]:
-    """Return the bits of the factor by which clipping multiplies each row's gradient.
-
-    Raises
-    ------
-    CannotReplay
-        If clipping changes and the norm of all gradients is not recorded.
-    """
+def _changed_clip_coefs(steps: OptimizerSteps, settings: ChangedSettings) -> Array:
+    """Return the bits of the factor by which clipping multiplies each row's gradient."""
     if "training.max_grad_norm" not in settings.given:
-        return rows.clip_coefs
-    if "grad_norm" not in rows:
+        return steps.inputs.clip_coef
+    if "grad_norm" not in steps.rows:
         raise CannotReplay(
             "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
             "tier, such as " + argument("variables", "'matrix'")
         )
-    norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
+    norms, natives = steps.rows.scalars("grad_norm"), steps.rows.natives
     largest = float(settings.given["training.max_grad_norm"])
-    factors = []
-    for number in range(len(rows)):
-        coefficient = clip_coefficient(tensor_of(rows.scalar("grad_norm", number), norm), largest)
-        if rows.steps[number] == 0:
-            coefficient = torch.full_like(coefficient, float("nan"))
-        factors.append(as_bits(coefficient.to(getattr(torch, factor.name)), factor, "clip_coef"))
-    return factors
+    factors = clip_coefficient(tensor_of(norms, natives["grad_norm"]), largest)
+    factor = natives["clip_coef"]
+    return as_bits(factors.to(getattr(torch, factor.name)), factor, "clip_coef")
 
 
 def _base_rate(attributes: Mapping[str, Any]) -> float:
@@ -349,14 +360,3 @@ def _schedule(values: Mapping[str, Any]) -> ScheduleConfig:
             f"schedule.steps is missing; set the step at which the {schedule.name} decay ends"
         )
     return schedule
-
-
-def _scheduled(
-    lr: float, schedule: ScheduleConfig, counts: npt.NDArray[np.int64], recorded: Rates
-) -> Rates:
-    """Return the rates of a schedule after given numbers of steps; NaN where none is recorded."""
-    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr)
-    built = build_schedule(optimizer, schedule, schedule.steps or 1)
-    factor = built.lr_lambdas[0]
-    rates = np.array([lr * factor(int(steps)) for steps in counts])
-    return np.where(np.isnan(recorded), np.nan, rates)

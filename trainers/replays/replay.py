@@ -2,54 +2,97 @@
 
 For each step, the real optimizer of `torch.optim` gets W and the state of the previous row and the
 recorded gradient, clipped as in the training. Its result is compared with the row, bit for bit.
+
+`RowChecks` checks what needs no step. Row 0 is the state before training, ``skipped`` is 0 or 1,
+and the clipping factor follows from the norm of all gradients. Summaries and cells are computed
+again from the recorded arrays. They show what steps cannot: a changed gradient whose effect on W
+and the state is rounded away.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
-from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.store.reading.run_attributes import attribute
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.trainers.process_mode import process_mode
-from trajstore.trainers.recording.device_to_host import type_name
-from trajstore.trainers.replays.recorded_optimizer import (
-    ReplayDevice,
-    State,
-    recorded_optimizer,
-    replay_device,
-    replay_devices,
-)
-from trajstore.trainers.replays.recorded_rows import (
-    RecordedRow,
-    RecordedRows,
-    RowChecks,
-    check_inputs,
-    recorded_placement,
-    tensor_of,
-)
-from trajstore.trainers.replays.replay_result import (
+from trajstore.trainers.recording.gradient import clip_coefficient
+from trajstore.trainers.replays.findings import (
     LISTED,
     CannotReplay,
+    Compared,
     Finding,
+    Findings,
     Kind,
-    Replay,
+    ReplayDevice,
+    Unreplayed,
     UnreplayedSteps,
     finding_at,
+    replay_device,
+    replay_devices,
+    ulp_distance,
 )
-from trajstore.values.native_types import widen
+from trajstore.trainers.replays.optimizer_steps import LARGEST_RATE, OptimizerSteps, State
+from trajstore.trainers.replays.recorded_rows import (
+    DERIVED,
+    Placement,
+    RecordedRow,
+    RecordedRows,
+    tensor_of,
+)
+from trajstore.values.native_types import as_bits, is_nan, widen
 from trajstore.values.optimizer_rule import MOMENTS
 
 Array = npt.NDArray[Any]
 
-_LARGEST_RATE = 1e30
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Findings):
+    """Result of `trajstore.trainers.replays.replay.replay`.
+
+    Attributes
+    ----------
+    optimizer : str, optional
+        Class of the optimizer.
+    replayed_on : str
+    replayed, skipped : int
+        Of the steps recorded after the first row, those that were replayed; those of them that a
+        gradient scaler had skipped.
+    rebuilt : tuple of str
+        State of the optimizer that is not recorded, rebuilt from row 0 on.
+    variables : dict of str to Compared
+    findings : tuple of Finding
+        The first `LISTED`. On another kind of device, different values are counted but are none.
+    unreplayed : tuple of Unreplayed
+    """
+
+    optimizer: str | None
+    replayed_on: str
+    replayed: int
+    skipped: int
+    rebuilt: tuple[str, ...]
+    variables: dict[str, Compared]
+    findings: tuple[Finding, ...]
+    unreplayed: tuple[Unreplayed, ...]
+
+    @property
+    def differing(self) -> int:
+        """Number of different values of all variables together."""
+        return sum(compared.differing for compared in self.variables.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        facts = super().facts() | {"differing": self.differing}
+        return facts | {"total_findings": facts.pop("total")}
 
 
 def replay(
@@ -84,61 +127,55 @@ def replay(
     (True, 3)
     """
     source = open_tiled(path)
-    rows = RecordedRows(source)
-    products = str(attribute(source.attributes, "optimizer", "class")).endswith(".Muon")
-    device = replay_device(source.attributes, products=products)
-    devices = replay_devices(source.attributes, rows.steps, products=products)
-    unreplayed = UnreplayedSteps()
-    checks = RowChecks(rows)
-    findings = checks.findings
+    rows, attributes = RecordedRows(source), source.attributes
+    optimizer = attribute(attributes, "optimizer", "class")
+    products = str(optimizer).endswith(".Muon")
+    device = replay_device(attributes, products=products)
+    devices = replay_devices(attributes, rows.steps, products=products)
+    unreplayed, checks = UnreplayedSteps(), RowChecks(rows)
     exact = all(item.exact for item in (device, *devices))
-    names = set(checks.summaries) if exact else set()
-    if "W" in rows and "cells" in rows:
-        names |= {"W", "cells"}
+    pairs = [(n, of) for n, (of, _) in DERIVED.items() if exact or n == "cells"]
+    names = {name for pair in pairs if pair[0] in rows and pair[1] in rows for name in pair}
     steps: StepReplay | None = None
+    starts = dict.fromkeys(MOMENTS, 0.0)
     with (
         process_mode(device.threads, device.modes),
         unreplayed.collect(*rows.steps[1:].tolist()),
     ):
-        steps = StepReplay(source, rows, device.device, devices, checks)
+        placement = Placement(source, device.device)
+        steps = StepReplay(OptimizerSteps(source, rows, placement, forced=True), checks, devices)
         names |= {"grad", *steps.recorded}
+        starts = steps.starts
     checks.check_skipped()
     previous: RecordedRow | None = None
     for here, part in itertools.groupby(rows.read(names), lambda row: devices[row.number]):
         with process_mode(here.threads, here.modes):
             for row in part:
-                if previous is None:
-                    starts = dict.fromkeys(MOMENTS, 0.0) if steps is None else steps.starts
-                    counts = steps is None or steps.counts_steps
-                    previous = checks.checked_first_row(row, starts if counts else {})
-                else:
-                    if steps is not None:
-                        with unreplayed.collect(row.step):
-                            steps.replay(previous, row)
-                    checks.compare_summaries(previous, row)
-                    previous = row
-                checks.check_cells(row)
+                current = row if previous else checks.checked_first_row(row, starts)
+                if previous and steps:
+                    with unreplayed.collect(row.step):
+                        steps.replay(previous, current)
+                checks.check_derived(previous, current)
+                previous = current
                 if on_progress is not None:
                     on_progress(row.number + 1, len(rows))
-    replayed = frozenset() if steps is None else frozenset(steps.replayed)
+    replayed = set() if steps is None else steps.replayed
+    notes = dict.fromkeys(note for item in (device, *devices) for note in item.notes)
     return Replay(
         path=os.fspath(path),
-        optimizer=attribute(source.attributes, "optimizer", "class"),
+        optimizer=optimizer,
         exact=exact,
         recorded_on=device.recorded_on,
         replayed_on=device.replayed_on,
         steps=max(len(rows) - 1, 0),
         replayed=len(replayed),
         skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
-        rebuilt=() if steps is None else steps.rebuilt,
+        rebuilt=steps.rebuilt if steps and replayed else (),
         variables=checks.compared,
-        findings=tuple(sorted(findings, key=lambda item: item.step)[:LISTED]),
-        total=len(findings),
+        findings=tuple(sorted(checks.findings, key=lambda item: item.step)[:LISTED]),
+        total=len(checks.findings),
         unreplayed=unreplayed.all(),
-        notes=(
-            *dict.fromkeys(note for item in (device, *devices) for note in item.notes),
-            *(() if steps is None else steps.notes),
-        ),
+        notes=(*notes, *(() if steps is None else steps.notes)),
     )
 
 
@@ -151,85 +188,31 @@ class StepReplay:
 
     Parameters
     ----------
-    source : TiledRun
-    rows : RecordedRows
-    device : torch.device
-        Device of the computation.
-    devices : sequence of ReplayDevice, (step,)
-        Of each row. If it is not exact, different values are counted but are no findings.
+    steps : OptimizerSteps
+        With `forced`.
     checks : RowChecks
         Counts the compared values, and collects the errors.
+    devices : sequence of ReplayDevice, (step,)
+        Of each row. If it is not exact, different values are counted but are no findings.
 
     Attributes
     ----------
-    recorded : tuple of str
-        W, and the recorded state of the optimizer.
-    rebuilt : tuple of str
-        State of the optimizer that is not recorded, so it is carried from step to step.
-    replayed : list of int
+    recorded, rebuilt : tuple of str
+        See `OptimizerSteps`.
+    replayed : set of int
         Steps that were repeated.
     starts : dict of str to float
-        State of an element before the first step.
-    counts_steps : bool
-        True if the update depends on the number of steps.
-
-    Raises
-    ------
-    CannotReplay
-        If the run lacks a variable that every step needs, or its optimizer cannot be built.
+        State of an element before the first step, if it is known from the number of steps.
     """
 
     def __init__(
-        self,
-        source: TiledRun,
-        rows: RecordedRows,
-        device: torch.device,
-        devices: Sequence[ReplayDevice],
-        checks: RowChecks,
+        self, steps: OptimizerSteps, checks: RowChecks, devices: Sequence[ReplayDevice]
     ) -> None:
-        check_inputs(rows)
-        attributes, natives = source.attributes, rows.natives
-        if natives["W"] != natives["grad"]:
-            raise CannotReplay(
-                f"W is {natives['W'].name} but grad is {natives['grad'].name}; torch needs a "
-                "gradient of the parameter's type"
-            )
-        weights = getattr(torch, natives["W"].name)
-        self._optimizer = optimizer = recorded_optimizer(
-            attributes, weights, device, rows.largest_hyperparameters
-        )
-        self._placement = recorded_placement(source, device)
-        optimizer.check_whole(self._placement)
-        self.starts, self.counts_steps = optimizer.starts, optimizer.counts_steps
-        state = [name for name in optimizer.state_names if name in natives]
-        for name in state:
-            made = type_name(optimizer.example[name].dtype)
-            if natives[name].name != made:
-                raise CannotReplay(
-                    f"{name} is {natives[name].name}, but the recorded optimizer keeps it in "
-                    f"{made}, so another optimizer trained the run"
-                )
-        stochastic = optimizer.hyperparameters.get("rounding") == "stochastic"
-        if stochastic and not isinstance(attribute(attributes, "recording", "vocabulary"), int):
-            raise CannotReplay(
-                "stochastic rounding depends on the position in the parameter, but the number of "
-                "tokens of the parameter is not recorded (root attribute recording, vocabulary)"
-            )
-        self.recorded = ("W", *state)
-        self.rebuilt = tuple(name for name in optimizer.state_names if name not in state)
-        if optimizer.steps_some_rows and self.rebuilt:
-            raise CannotReplay(
-                f"{', '.join(self.rebuilt)} is not recorded, and cannot be rebuilt: a step changes "
-                "only some rows, which the gradient does not tell; record matrix"
-            )
-        self.replayed: list[int] = []
-        self._rows = rows
-        self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
-        self._other_optimizer_until = steps_of_another_optimizer(attributes)
-        self._every = attribute(attributes, "recording", "every")
-        self._unproven = unproven_rows(attributes, rows.steps)
-        self._checks = checks
-        self._devices = devices
+        self.recorded, self.rebuilt = steps.recorded, steps.rebuilt
+        self.replayed: set[int] = set()
+        self.starts = steps.optimizer.starts if steps.optimizer.counts_steps else {}
+        self._steps, self._checks, self._devices = steps, checks, devices
+        self._max_grad_norm = attribute(steps.attributes, "optimizer", "schedule", "max_grad_norm")
         self._carried: State | None = None
         self._dropped: Array | None = None  # (token, hidden)
         self._most_dropped = 0
@@ -250,149 +233,195 @@ class StepReplay:
         Raises
         ------
         CannotReplay
-            If an input of the step is not known.
+            If the step cannot be computed.
         """
         try:
-            self._check(previous, row)
+            computed = self._computed(previous, row)
         except CannotReplay:
             # The result of the step is not known, so neither is any rebuilt state.
             self._carried = self._dropped = None
             raise
-        skipped = bool(self._rows.idle[row.number])
-        lacks_gradient = not skipped and self._lacks_gradient(row)
-        if skipped or lacks_gradient:
-            computed = {name: previous.bits[name] for name in self.recorded}
-        else:
-            computed = self._step(previous, row)
-        is_known = not np.isnan(self._rows.value("clip_coef", row.number))
-        is_equal = all((row.bits[name] == bits).all() for name, bits in computed.items())
-        if not (skipped or is_known or is_equal):
-            self._carried = self._dropped = None
+        exact = self._devices[row.number].exact
+        skipped = bool(self._steps.rows.idle[row.number])
+        if exact and not skipped:
+            self._checks.check_clipping(row, self._max_grad_norm)
+        if (dropped := self._dropped) is not None:
+            computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
+        wrong = self._checks.compare(row.step, row.bits, computed)
+        self.replayed.add(row.step)
+        if wrong and (exact or skipped):  # a skipped step changes nothing on any device
+            self._checks.find("skipped" if skipped else "mismatch", row.step, wrong)
+            if self.rebuilt:
+                concerned: Array = np.any([*wrong.values()], axis=0)
+                self._dropped = concerned if dropped is None else dropped | concerned
+                self._most_dropped = max(self._most_dropped, int(np.count_nonzero(self._dropped)))
+
+    def _computed(self, previous: RecordedRow, row: RecordedRow) -> dict[str, Array]:
+        """Return the bits of W and the recorded state after the step from one row to the next."""
+        steps, number, natives = self._steps, row.number, self._steps.rows.natives
+        if abs(steps.inputs.lr[number]) >= LARGEST_RATE:
+            self._checks.find_scalar("invalid", "lr", row.step)
+        steps.check(number)
+        self._check_recording(number)
+        before = {name: previous.bits[name] for name in self.recorded}
+        if steps.rows.idle[number]:
+            return before
+        # torch leaves a parameter without a gradient out of a step.
+        unclipped = steps.lacks_factor(number)
+        absent = unclipped and bool(is_nan(row.bits["grad"], natives["grad"]).all())
+        computed = before
+        if not absent:
+            steps.begin(previous, self._carried)
+            steps.take(row)
+            self._carried = steps.optimizer.kept(self.rebuilt)
+            computed = {
+                name: steps.placement.bits(steps.optimizer.value(name), natives[name])
+                for name in self.recorded
+            }
+        if steps.optimizer.steps_some_rows:
+            # A row without a gradient was not in the batch, if it has not changed.
+            as_before = [(row.bits[name] == bits).all(1) for name, bits in before.items()]
+            idle = np.all(as_before, axis=0) & ~np.any(widen(row.bits["grad"], natives["grad"]), 1)
+            for name, bits in computed.items():
+                bits[idle] = before[name][idle]
+        if unclipped and any((row.bits[name] != bits).any() for name, bits in computed.items()):
             raise CannotReplay(
                 "it changed the matrix, but has no recorded gradient"
-                if lacks_gradient
+                if absent
                 else "clip_coef is NaN, and the step does not follow from the recorded gradient "
                 "without a factor"
             )
-        exact = self._devices[row.number].exact
-        if exact and not skipped and is_known:
-            self._checks.check_clipping(row, self._max_grad_norm)
-        if self._dropped is not None:
-            dropped = self._dropped
-            computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
-        for name, bits in computed.items():
-            self._checks.compare(name, row.step, row.bits[name], bits)
-        if exact or skipped:  # a skipped step changes nothing on any device
-            self._find(row, computed, skipped=skipped)
-        self.replayed.append(row.step)
-
-    def _step(self, previous: RecordedRow, row: RecordedRow) -> dict[str, Array]:
-        """Return the bits of W and the recorded state after the step from one row to the next."""
-        rows, place, natives = self._rows, self._placement, self._rows.natives
-        before = {
-            name: place.parameter(previous.bits[name], natives[name]) for name in self.recorded
-        }
-        state = before | (self._carried or {})
-        self._optimizer.begin(before["W"], state, self._steps_taken(previous))
-        factor = tensor_of(rows.scalar("clip_coef", row.number), natives["clip_coef"])
-        gradient = place.parameter(row.bits["grad"], natives["grad"])
-        numbers = rows.hyperparameters(row.number)
-        self._optimizer.step(gradient, factor, rows.value("lr", row.number), numbers)
-        self._carried = self._optimizer.kept(self.rebuilt)
-        computed = {
-            name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded
-        }
-        if self._optimizer.steps_some_rows:
-            # A row without a gradient was not in the batch, if it has not changed.
-            as_before = [(row.bits[name] == previous.bits[name]).all(1) for name in self.recorded]
-            idle = np.all(as_before, axis=0) & ~np.any(widen(row.bits["grad"], natives["grad"]), 1)
-            for name, bits in computed.items():
-                bits[idle] = previous.bits[name][idle]
         return computed
 
-    def _lacks_gradient(self, row: RecordedRow) -> bool:
-        """Return True if the parameter had no gradient, so that torch leaves it out of a step."""
-        if not np.isnan(self._rows.value("clip_coef", row.number)):
-            return False
-        return bool(tensor_of(row.bits["grad"], self._rows.natives["grad"]).isnan().all())
-
-    def _steps_taken(self, row: RecordedRow) -> int:
-        """Return the optimizer's steps before a row, at least 1 if it keeps a state there."""
-        count = self._rows.steps_taken(row.number)
-        if count or self._optimizer.counts_steps:
-            return count
-        return int(any(row.bits[name].any() for name in self.recorded[1:]))
-
-    def _find(self, row: RecordedRow, computed: dict[str, Array], *, skipped: bool) -> None:
-        """Add a finding if the row differs from the result of the step."""
-        wrong = {name: row.bits[name] != bits for name, bits in computed.items()}
-        wrong = {name: mask for name, mask in wrong.items() if mask.any()}
-        if not wrong:
-            return
-        kind: Kind = "skipped" if skipped else "mismatch"
-        self._checks.findings.append(finding_at(wrong, self._rows.tokens, kind=kind, step=row.step))
-        if self.rebuilt:
-            concerned: Array = np.any(list(wrong.values()), axis=0)
-            self._dropped = concerned if self._dropped is None else self._dropped | concerned
-            self._most_dropped = max(self._most_dropped, int(np.count_nonzero(self._dropped)))
-
-    def _check(self, previous: RecordedRow, row: RecordedRow) -> None:
-        rows = self._rows
-        if row.step <= self._other_optimizer_until:
-            raise CannotReplay(
-                "another optimizer took it, before the run was forked; replay the source of the "
-                "fork"
-            )
-        if row.step - previous.step != 1 and self._every in (1, None):
-            raise CannotReplay(missing_steps(previous.step, row.step))
-        if row.step - previous.step != 1:
-            raise CannotReplay("the row of the step before is missing (recorded with every > 1)")
-        device = self._devices[row.number]
-        if device.device != self._placement.device:
+    def _check_recording(self, number: int) -> None:
+        """Check that one step of the optimizer, on one device, lies between two rows."""
+        rows, device = self._steps.rows, self._devices[number]
+        if device.device != self._steps.placement.device:
             raise CannotReplay(
                 f"it was recorded on {device.recorded_on}, but earlier steps on another device"
             )
-        if row.number in self._unproven:
-            raise CannotReplay(self._unproven[row.number])
-        if rows.idle[row.number]:
-            return
-        if self._optimizer.counts_steps and "step_count" in rows:
-            before, after = (rows.steps_taken(neighbor.number) for neighbor in (previous, row))
+        if self._steps.optimizer.counts_steps and "step_count" in rows and not rows.idle[number]:
+            before, after = rows.taken[number - 1], rows.taken[number]
             if after != before + 1:
                 reason = "it took several" if after > before else "its state was replaced"
                 raise CannotReplay(
                     f"the optimizer counts {after} steps after and {before} before: {reason}"
                 )
-        rate = rows.value("lr", row.number)
-        if np.isnan(rate):
-            raise CannotReplay("the learning rate is NaN, so it is unknown")
-        if unknown := self._optimizer.unknown(rows.hyperparameters(row.number)):
-            raise CannotReplay(f"{', '.join(unknown)} of hyperparameters is NaN, so it is unknown")
-        if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
-            self._checks.findings.append(
-                Finding(kind="invalid", variable="lr", step=row.step, tokens=0)
-            )
-            raise CannotReplay("its learning rate is too large for any optimizer")
-        if self._steps_taken(previous) == 0:
+
+
+class RowChecks:
+    """Checks of the rows of a run, with their results.
+
+    Parameters
+    ----------
+    rows : RecordedRows
+
+    Attributes
+    ----------
+    compared : dict of str to Compared
+        Counts of different values, for each variable.
+    findings : list of Finding
+    """
+
+    def __init__(self, rows: RecordedRows) -> None:
+        self._rows = rows
+        self.compared: dict[str, Compared] = {}
+        self.findings: list[Finding] = []
+
+    def compare(
+        self, step: int, stored: Mapping[str, Array], computed: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Compare variables of one step, in native bits; return a mask for each that differs."""
+        found = {}
+        for name, bits in computed.items():
+            counted = self.compared.setdefault(name, Compared())
+            counted.steps += 1
+            wrong = np.asarray(stored[name] != bits)
+            if not wrong.any():
+                continue
+            found[name] = wrong
+            native = self._rows.natives[name]
+            distance = ulp_distance(stored[name][wrong], bits[wrong], native)
+            place = np.argwhere(wrong)[0].tolist()
+            counted.differing += int(np.count_nonzero(wrong))
+            counted.ulps = None if distance is None else max(distance, counted.ulps or 0)
+            counted.first = counted.first or {
+                "step": step,
+                "token": int(self._rows.tokens[place[0]]) if place else None,
+                "hidden": place[1] if len(place) > 1 else None,
+            }
+        return found
+
+    def find(self, kind: Kind, step: int, wrong: dict[str, Array]) -> None:
+        """Add a finding about the values of a step that a mask marks."""
+        self.findings.append(finding_at(wrong, self._rows.tokens, kind=kind, step=step))
+
+    def find_scalar(self, kind: Kind, names: str, step: int) -> None:
+        """Add a finding about a value that belongs to no token."""
+        self.findings.append(Finding(kind=kind, variable=names, step=step, tokens=0))
+
+    def check_skipped(self) -> None:
+        """Check that each row but the first is 0 or 1, or NaN like the rate of several steps."""
+        rate, skipped = (
+            self._rows.values(name) if name in self._rows else np.zeros(len(self._rows))
+            for name in ("lr", "skipped")
+        )
+        wrong = ~np.isin(skipped, (0, 1)) & ~(np.isnan(skipped) & np.isnan(rate))
+        for step in self._rows.steps[1:][wrong[1:]].tolist():
+            self.find_scalar("invalid", "skipped", step)
+
+    def checked_first_row(self, row: RecordedRow, starts: Mapping[str, float]) -> RecordedRow:
+        """Return the state before training, in which every element of the optimizer's is a start.
+
+        Another state, or a gradient, gives a finding. A run that starts later is not checked.
+        """
+        rows = self._rows
+        if not rows.from_start:
+            return row
+        bits = dict(row.bits)
+        for name in [name for name in ("grad", *starts) if name in bits]:
+            stored, native = bits[name], rows.natives[name]
+            start = torch.tensor(starts.get(name, math.nan), dtype=getattr(torch, native.name))
+            first = as_bits(start, native, name)
+            if name == "grad":  # the same NaN everywhere
+                values, counts = np.unique(stored, return_counts=True)
+                usual = values[counts.argmax()]
+                first = usual if is_nan(usual, native) else first
+            bits[name] = np.full_like(stored, first)
+            if (wrong := stored != bits[name]).any():
+                self.find("start", row.step, {name: wrong})
+        return replace(row, bits=bits)
+
+    def check_clipping(self, row: RecordedRow, max_grad_norm: object) -> None:
+        """Compare the clipping factor with the norm of the gradients and the recorded limit."""
+        rows, native = self._rows, self._rows.natives["clip_coef"]
+        if rows.natives.get("grad_norm") != native or not isinstance(max_grad_norm, int | float):
             return
-        if self._optimizer.counts_steps and not rows.counts_skipped(row.number):
-            raise CannotReplay(
-                "the number of skipped steps before it, which do not count, is not recorded"
-            )
-        if self.rebuilt and self._carried is None:
-            raise CannotReplay(
-                f"the optimizer's {', '.join(self.rebuilt)} is not recorded, and can be "
-                "rebuilt only from step 0 on, without a step that was not replayed"
-            )
-        state = self.recorded[1:]
-        if previous.number == 0 and state and not any(previous.bits[name].any() for name in state):
-            raise CannotReplay(
-                "the optimizer's state before this step is not recorded (the run starts here)"
-            )
+        stored, norm = (rows.scalars(name)[row.number] for name in ("clip_coef", "grad_norm"))
+        factor = clip_coefficient(tensor_of(norm, native), max_grad_norm)
+        expected, one = as_bits(torch.stack([factor, torch.ones_like(factor)]), native, "clip_coef")
+        if is_nan(stored, native) or (not max_grad_norm and stored != one):
+            return  # the loop did not name its norm, and the recorder may have found the factor
+        agrees = stored in (expected, one)  # 1 without clipping
+        if self.compare(
+            row.step, {"clip_coef": stored}, {"clip_coef": stored if agrees else expected}
+        ):
+            self.find_scalar("inconsistent", "clip_coef, grad_norm", row.step)
 
+    def check_derived(self, previous: RecordedRow | None, row: RecordedRow) -> None:
+        """Compare variables of a row that were read with what they are derived from.
 
-def missing_steps(before: int, after: int) -> str:
-    """Return a sentence about the steps between two rows."""
-    if after - before == 2:
-        return f"step {before + 1} is missing"
-    return f"steps {before + 1} to {after - 1} are missing"
+        A difference is a finding, unless the step has one: an altered W also changes its summaries.
+        """
+        computed = {}
+        for name, (source, derive) in DERIVED.items():
+            # Row 0 has no motion, and no gradient.
+            if {name, source} <= row.bits.keys() and (previous or name == "cells"):
+                native, of = self._rows.natives[name], self._rows.natives[source]
+                now, before = (tensor_of(r.bits[source], of) for r in (row, previous or row))
+                bits = as_bits(derive(now, before), native, name)
+                nan = is_nan(bits, native) & is_nan(row.bits[name], native)
+                computed[name] = np.where(nan, row.bits[name], bits)
+        wrong = self.compare(row.step, row.bits, computed)
+        if wrong and all(finding.step != row.step for finding in self.findings):
+            self.find("inconsistent", row.step, wrong)

@@ -33,12 +33,13 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.existing_run import Comparison, RowDifference
-from trajstore.trainers.replays.recorded_optimizer import replay_device, replay_devices
-from trajstore.trainers.replays.replay_result import (
+from trajstore.trainers.replays.findings import (
     LISTED,
     CannotReplay,
     Unreplayed,
     UnreplayedSteps,
+    replay_device,
+    replay_devices,
     ulp_distance,
 )
 from trajstore.trainers.runs.changed_settings import check_text, recorded_config

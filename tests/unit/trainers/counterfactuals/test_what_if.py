@@ -22,8 +22,8 @@ from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.analysis import exact_moments  # noqa: E402
 from trajstore.errors import InvalidArgument, RunExists, StepNotFound  # noqa: E402
 from trajstore.trainers import fork, record, what_if  # noqa: E402
+from trajstore.trainers.replays.findings import CannotReplay  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.replays.replay_result import CannotReplay  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 
 pytestmark = pytest.mark.torch

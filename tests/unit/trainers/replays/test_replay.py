@@ -21,8 +21,7 @@ from trajstore.cli.run_commands import print_replay  # noqa: E402
 from trajstore.store.reading.tiled_reader import open_tiled  # noqa: E402
 from trajstore.trainers import attach, capture  # noqa: E402
 from trajstore.trainers.replays.recorded_rows import RecordedRows  # noqa: E402
-from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.replays.replay_result import Replay  # noqa: E402
+from trajstore.trainers.replays.replay import Replay, replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -12,8 +12,8 @@ from altered_runs import change_attributes, flip, flipped  # noqa: E402
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
+from trajstore.trainers.replays.findings import Finding  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.replays.replay_result import Finding  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -16,8 +16,7 @@ from tiny_runs import tiny_run  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.replays.replay_result import Replay  # noqa: E402
+from trajstore.trainers.replays.replay import Replay, replay  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -16,7 +16,7 @@ from tiny_runs import tiny_run  # noqa: E402
 from trajstore import export, open_run  # noqa: E402
 from trajstore.cli.run_commands import print_replay  # noqa: E402
 from trajstore.trainers import capture, replay, what_if  # noqa: E402
-from trajstore.trainers.replays.replay_result import CannotReplay  # noqa: E402
+from trajstore.trainers.replays.findings import CannotReplay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

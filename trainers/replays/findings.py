@@ -1,16 +1,29 @@
-"""The result of a replay: counts per variable, findings, and steps that were not replayed."""
+"""What steps that are computed again tell of a run: differences, and steps that prove nothing.
+
+`Findings` is the result of a replay and of a proof, and `ReplayDevice` says whether every bit has
+to agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajstore.errors import TrajstoreError
+from trajstore.store.metadata.metadata_form import (
+    recorded_facts,
+    recorded_modes,
+    recorded_threads,
+    resumed_after,
+)
+from trajstore.trainers.recording.notes import processor_name
 from trajstore.values.native_types import NativeType, ordinal, widen
 
 Array = npt.NDArray[Any]
@@ -93,10 +106,6 @@ class Finding:
         }[self.kind]
         return f"{where}: {self.variable}{count} {text}"
 
-    def facts(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self) | {"sentence": self.sentence}
-
 
 @dataclass(kw_only=True)
 class Unreplayed:
@@ -125,45 +134,29 @@ class Unreplayed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
-    """Result of `trajstore.trainers.replays.replay.replay`.
+class Findings:
+    """Result of steps that were computed again and compared with a run.
 
     Attributes
     ----------
     path : str
-    optimizer : str, optional
-        Class of the optimizer.
     exact : bool
         True if the run was recorded on this kind of device, so that every bit has to agree.
-        Otherwise different values are counted but are no findings.
-    recorded_on, replayed_on : str
-    steps, replayed, skipped : int
-        Steps recorded after the first row; the replayed ones; the replayed ones that a gradient
-        scaler had skipped.
-    rebuilt : tuple of str
-        State of the optimizer that is not recorded, rebuilt from row 0 on.
-    variables : dict of str to Compared
-    findings : tuple of Finding
-        The first `LISTED`.
+    recorded_on : str
+        Device of the recording.
+    steps : int
+        Steps to compare.
     total : int
-        Number of all findings.
-    unreplayed : tuple of Unreplayed
+        Number of all findings, of which a result lists the first `LISTED`.
     notes : tuple of str
+        Reasons for different values.
     """
 
     path: str
-    optimizer: str | None
     exact: bool
     recorded_on: str
-    replayed_on: str
     steps: int
-    replayed: int
-    skipped: int
-    rebuilt: tuple[str, ...]
-    variables: dict[str, Compared]
-    findings: tuple[Finding, ...]
     total: int
-    unreplayed: tuple[Unreplayed, ...]
     notes: tuple[str, ...]
 
     @property
@@ -171,22 +164,20 @@ class Replay:
         """True if no check found an error."""
         return not self.total
 
-    @property
-    def differing(self) -> int:
-        """Number of different values of all variables together."""
-        return sum(compared.differing for compared in self.variables.values())
-
     def facts(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        values = asdict(self) | {
-            "clean": self.clean,
-            "differing": self.differing,
-            "findings": [finding.facts() for finding in self.findings],
-            "total_findings": self.total,
-            "unreplayed": [asdict(part) | {"sentence": part.sentence} for part in self.unreplayed],
-        }
-        del values["total"]
-        return values
+        """Return the fields as JSON values."""
+        values: dict[str, Any] = _facts(self)
+        return values | {"clean": self.clean}
+
+
+def _facts(value: Any) -> Any:
+    """Return a value as JSON values; parts with a sentence have it, too."""
+    if is_dataclass(value):
+        values = {field.name: _facts(getattr(value, field.name)) for field in fields(value)}
+        return values | ({"sentence": value.sentence} if hasattr(value, "sentence") else {})
+    if isinstance(value, dict):
+        return {name: _facts(part) for name, part in value.items()}
+    return [*map(_facts, value)] if isinstance(value, tuple) else value
 
 
 class UnreplayedSteps:
@@ -242,3 +233,131 @@ def ulp_distance(stored: Array, computed: Array, native: NativeType) -> int | No
     ordinals = (ordinal(widen(bits, native), native.name) for bits in (stored, computed))
     left, right = (values.astype(np.int64) for values in ordinals)
     return int(np.abs(left - right).max(initial=0))
+
+
+_CAPABILITY = "cpu_capability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayDevice:
+    """Device of a replay, compared with the device of the recording.
+
+    Attributes
+    ----------
+    device : torch.device
+        Device to replay on.
+    exact : bool
+        True if both devices are of the same kind, so that every bit has to agree. Processors are
+        if torch uses the same instructions on both.
+    recorded_on, replayed_on : str
+    threads : int, optional
+        Threads of torch; None if irrelevant or unknown.
+    modes : dict
+        Modes of the process, see `process_modes`.
+    notes : tuple of str
+        Other reasons for different values.
+    """
+
+    device: torch.device
+    exact: bool
+    recorded_on: str
+    replayed_on: str
+    threads: int | None
+    modes: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def replay_device(
+    attributes: Mapping[str, Any], step: int = 0, *, products: bool = False
+) -> ReplayDevice:
+    """Return the device to replay a run on: the kind that recorded it, else the CPU.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    step : int
+        Step before the replayed ones; a resumed run may have been recorded on several devices.
+    products : bool
+        True if products of matrices are computed, too. Their bits depend on the very processor;
+        those of other operations only on its vector instructions.
+
+    Raises
+    ------
+    FormatError
+        If ``provenance.resumed`` is not a list of objects with a step.
+    """
+    provenance = recorded_facts(attributes, step)
+    recorded = str(provenance.get("device", "an unknown device"))
+    kind, name = recorded.partition(":")[0], provenance.get("device_name")
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = torch.device(kind if usable.get(kind) else "cpu")
+    now: dict[str, Any] = {}
+    if device.type == "cuda":
+        now = {"device_name": torch.cuda.get_device_name()}
+    elif device.type == "cpu":
+        now = {"processor": platform.machine()}
+        now[_CAPABILITY] = torch.backends.cpu.get_cpu_capability()
+        if products:
+            now["processor_name"] = processor_name()
+    recording = {fact: provenance.get(fact, value) for fact, value in now.items()}
+    exact = kind == device.type and recording == now
+    if device.type == kind == "cpu":
+        recorded = f"cpu ({_listed(recording)})"
+    recorded_on = f"{recorded} ({name})" if name else recorded
+    replayed_on = f"{device.type} ({_listed(now)})" if now else device.type
+    version = provenance.get("torch", torch.__version__)
+    notes = []
+    if not exact:
+        notes.append(
+            f"recorded on {recorded_on}, replayed on {replayed_on}: different values are counted "
+            "but are no errors"
+        )
+        if device.type == kind == "cpu" and recording | {_CAPABILITY: now[_CAPABILITY]} == now:
+            notes.append(
+                f"to compare every bit on a processor that has {recording[_CAPABILITY]}, too, set "
+                f"ATEN_CPU_CAPABILITY={str(recording[_CAPABILITY]).lower()}"
+            )
+    if version != torch.__version__:
+        notes.append(
+            f"recorded with torch {version}, replayed with {torch.__version__}, which may round "
+            "differently: different values are counted but are no errors"
+        )
+    count = recorded_threads(attributes, step)
+    return ReplayDevice(
+        device=device,
+        exact=exact and version == torch.__version__,
+        recorded_on=recorded_on,
+        replayed_on=replayed_on,
+        threads=count if count and count > 0 and device.type == "cpu" else None,
+        modes=recorded_modes(attributes, step),
+        notes=tuple(notes),
+    )
+
+
+def replay_devices(
+    attributes: Mapping[str, Any], steps: npt.NDArray[Any], *, products: bool = False
+) -> list[ReplayDevice]:
+    """Return the device to replay each row of a run on, (step,).
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root of the run.
+    steps : ndarray of int, (step,)
+        Steps of its rows.
+    products : bool
+        See `replay_device`.
+
+    Raises
+    ------
+    FormatError
+        See `replay_device`.
+    """
+    later = resumed_after(attributes)
+    devices = [replay_device(attributes, step, products=products) for step in (0, *later)]
+    return [devices[index] for index in np.searchsorted(later, steps).tolist()]
+
+
+def _listed(provenance: Mapping[str, Any]) -> str:
+    return ", ".join(str(value) for value in provenance.values() if value)
