@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,12 @@ from trajstore.schema import INTEGERS, STEP, VARIABLES, variables_of
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
-from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.trainers.recording.existing_run import Comparison, RowDifference
 from trajstore.trainers.replays.findings import (
     LISTED,
     CannotReplay,
+    Findings,
     Unreplayed,
     UnreplayedSteps,
     replay_device,
@@ -46,7 +47,7 @@ from trajstore.trainers.runs.changed_settings import check_text, recorded_config
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.walk import walk
 from trajstore.trainers.states.states import States
-from trajstore.trainers.texts import Corpus, load_corpus
+from trajstore.trainers.texts import load_corpus
 from trajstore.values.native_types import native_type
 
 _SEGMENT = 256
@@ -77,53 +78,35 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class Proof(Findings):
     """Result of `prove`.
 
     Attributes
     ----------
-    path : str
-    exact : bool
-        True if the device is of the kind that recorded the run, so that every bit has to agree.
-    recorded_on, repeated_on : str
-    steps, proven : int
-        Selected steps, and those that agree in every bit.
+    repeated_on : str
+    proven : int
+        Of the selected steps, those that agree in every bit.
     variables : tuple of str
         Compared variables.
     differences : tuple of Difference
         The first ones, in the order of the steps.
-    total : int
-        Number of all differences.
     differing : int
         Number of steps with a difference.
     unproven : tuple of Unreplayed
         Steps that were not compared.
-    notes : tuple of str
-        Reasons for different values.
     """
 
-    path: str
-    exact: bool
-    recorded_on: str
     repeated_on: str
-    steps: int
     proven: int
     variables: tuple[str, ...]
     differences: tuple[Difference, ...]
-    total: int
     differing: int
     unproven: tuple[Unreplayed, ...]
-    notes: tuple[str, ...]
 
     @property
     def clean(self) -> bool:
         """True without a difference; on another device differences are no errors."""
         return not self.exact or not self.total
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        unproven = [asdict(entry) | {"sentence": entry.sentence} for entry in self.unproven]
-        return asdict(self) | {"clean": self.clean, "unproven": unproven}
 
 
 def prove(
@@ -173,9 +156,9 @@ def prove(
     """
     run = location(path)
     group: Any = open_group(run)
-    attributes: dict[str, Any] = group.attrs.asdict()
-    _check_provable(path, attributes)
-    recorded = np.asarray(group[STEP.name][...])
+    states = States(run)
+    attributes, recorded = states.attributes, np.array(states.steps, np.int64)
+    _check_provable(path, states)
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
     devices = replay_devices(attributes, recorded, products=True)
@@ -183,36 +166,67 @@ def prove(
     sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(recorded_config(run), **sources)
     check_text(run, text)
-    proofs = _Proofs(run, attributes, recorded.tolist(), text, sources)
-    for number in proofs.prove(rows):
+    missing, unproven = unproven_rows(attributes, recorded), UnreplayedSteps()
+    differences: list[Difference] = []
+    proven = finished = 0
+    while finished < len(rows):
+        segment, count = _segment(rows[finished:], states, missing), 1
+        first, last = segment[0], int(recorded[segment[-1]])
+        with unproven.collect(int(recorded[first])):
+            if first in missing:
+                raise CannotReplay(missing[first])
+            if recorded[first] <= steps_of_another_optimizer(attributes):
+                raise CannotReplay(
+                    "another optimizer or type trained it, before the run was forked; prove the "
+                    "source of the fork"
+                )
+            compared = Comparison(first_row=first)
+            try:
+                start = states.before(int(recorded[first - 1]))
+                walk(run, text, start, last, compared, sources=sources)
+            except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
+                raise CannotReplay(wording(error)) from error
+            proven += compared.agreed
+            difference, count = compared.difference, len(segment)
+            if difference is not None and difference.row < first:
+                count = 1
+                names = ", ".join(difference.variables)
+                raise CannotReplay(f"{names} cannot be restored from the row before")
+            if difference is not None:
+                count = difference.row - first + 1
+                differences += _differences(difference, group)
+            elif compared.agreed < count:
+                count = 1
+                raise CannotReplay("the repeated training does not reach its row")
+        finished += count
         if on_progress is not None:
-            on_progress(number, len(rows))
-    differences = proofs.differences
+            on_progress(finished, len(rows))
     return Proof(
         path=str(path),
         exact=all(devices[row].exact for row in rows),
         recorded_on=device.recorded_on,
         repeated_on=device.replayed_on,
         steps=len(rows),
-        proven=proofs.proven,
+        proven=proven,
         variables=tuple(name for name in group.array_keys() if name in variables_of(attributes)),
         differences=tuple(differences[:LISTED]),
         total=len(differences),
         differing=len({difference.step for difference in differences}),
-        unproven=proofs.unproven.all(),
+        unproven=unproven.all(),
         notes=tuple(dict.fromkeys(note for row in rows for note in devices[row].notes)),
     )
 
 
-def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
+def _check_provable(path: RunPath, states: States) -> None:
     """Check that the training of a run can be repeated from its rows."""
+    attributes = states.attributes
     computed = attribute(attributes, "provenance", "what_if")
     if not attributes.get("config") or attributes.get("imported") or computed:
         raise InvalidArgument(
             f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
             "train a step in your program: after restore(), or with keyframes in develop()"
         )
-    if States(location(path)).stored is None:
+    if states.stored is None:
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
             + argument("variables", "'everything'")
@@ -221,126 +235,54 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
         )
 
 
-class _Proofs:
-    """The proofs of rows, with their results so far."""
+def _segment(rows: list[int], states: States, missing: Container[int]) -> list[int]:
+    """Return the first rows, up to a gap or keyframe: those that need no new start."""
+    first, ends = rows[0], states.keyframes
+    consecutive = itertools.takewhile(
+        lambda pair: (
+            pair[1] == first + pair[0]
+            and pair[1] not in missing
+            and (pair[1] == first or states.steps[pair[1] - 1] not in ends)
+        ),
+        enumerate(rows[:_SEGMENT]),
+    )
+    return [row for _, row in consecutive] or [first]
 
-    def __init__(
-        self,
-        run: Location,
-        attributes: Mapping[str, Any],
-        steps: list[int],
-        text: Corpus,
-        sources: dict[str, str],
-    ) -> None:
-        self.proven = 0
-        self.differences: list[Difference] = []
-        self.unproven = UnreplayedSteps()
-        self._group: Any = open_group(run)
-        self._attributes = attributes
-        self._steps = steps
-        self._run, self._text, self._sources = run, text, sources
-        self._states = States(run)
-        self._keyframes: set[int] = set()
-        if not self._states.in_rows and self._states.stored is not None:
-            self._keyframes = {*self._states.stored.steps.tolist()}
-        self._unproven = unproven_rows(attributes, np.asarray(steps))
-        self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
-    def prove(self, rows: list[int]) -> Iterator[int]:
-        """Prove rows; yield the number of finished ones."""
-        finished = 0
-        while finished < len(rows):
-            count = 1  # without a comparison
-            with self.unproven.collect(self._steps[rows[finished]]):
-                if rows[finished] in self._unproven:
-                    raise CannotReplay(self._unproven[rows[finished]])
-                count = self._prove_first(self._segment(rows[finished:]))
-            finished += count
-            yield finished
-
-    def _segment(self, rows: list[int]) -> list[int]:
-        """Return the first rows, up to a gap or keyframe: those that need no new start."""
-        first = rows[0]
-        consecutive = itertools.takewhile(
-            lambda pair: (
-                pair[1] == first + pair[0]
-                and pair[1] not in self._unproven
-                and (pair[1] == first or self._steps[pair[1] - 1] not in self._keyframes)
-            ),
-            enumerate(rows[:_SEGMENT]),
-        )
-        return [row for _, row in consecutive]
-
-    def _prove_first(self, rows: list[int]) -> int:
-        """Prove consecutive rows up to the first different one; return their number.
-
-        Raises
-        ------
-        CannotReplay
-            If the first row cannot be compared.
-        """
-        first = rows[0]
-        before, last = self._steps[first - 1], self._steps[rows[-1]]
-        if self._steps[first] <= self._other_optimizer_until:
-            raise CannotReplay(
-                "another optimizer or type trained it, before the run was forked; prove the source "
-                "of the fork"
-            )
-        compared = Comparison(first_row=first)
-        try:
-            state = self._states.before(before)
-            walk(self._run, self._text, state, last, compared, sources=self._sources)
-        except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
-            raise CannotReplay(wording(error)) from error
-        self.proven += compared.agreed
-        difference = compared.difference
-        if difference is None:
-            if compared.agreed < len(rows):
-                raise CannotReplay("the repeated training does not reach its row")
-            return len(rows)
-        if difference.row < first:
-            names = ", ".join(difference.variables)
-            raise CannotReplay(f"{names} cannot be restored from the row before")
-        self.differences += self._differences(difference)
-        return difference.row - first + 1
-
-    def _differences(self, row: RowDifference) -> Iterator[Difference]:
-        """Yield the differences of a row, for each variable and parameter."""
-        for name in row.variables:
-            if name not in row.stored:
+def _differences(row: RowDifference, group: Any) -> Iterator[Difference]:
+    """Yield the differences of a row, for each variable and parameter."""
+    for name in row.variables:
+        if name not in row.stored:
+            yield Difference(step=row.step, variable=name, parameter=None, elements=1, ulps=None)
+            continue
+        native = native_type(str(group[name].attrs["native_dtype"]))
+        for parameter, part in _parts(name, group):
+            stored = np.atleast_1d(row.stored[name])[part]
+            computed = np.atleast_1d(row.computed[name])[part]
+            wrong = stored != computed
+            if wrong.any():
+                distance = ulp_distance(stored[wrong], computed[wrong], native)
                 yield Difference(
-                    step=row.step, variable=name, parameter=None, elements=1, ulps=None
+                    step=row.step,
+                    variable=name,
+                    parameter=parameter,
+                    elements=int(np.count_nonzero(wrong)),
+                    ulps=None if name in INTEGERS else distance,
                 )
-                continue
-            native = native_type(str(self._group[name].attrs["native_dtype"]))
-            for parameter, part in self._parts(name):
-                stored = np.atleast_1d(row.stored[name])[part]
-                computed = np.atleast_1d(row.computed[name])[part]
-                wrong = stored != computed
-                if wrong.any():
-                    yield Difference(
-                        step=row.step,
-                        variable=name,
-                        parameter=parameter,
-                        elements=int(np.count_nonzero(wrong)),
-                        ulps=None
-                        if name in INTEGERS
-                        else ulp_distance(stored[wrong], computed[wrong], native),
-                    )
 
-    def _parts(self, variable: str) -> Iterator[tuple[str | None, Any]]:
-        """Yield the parameters of a variable, each with its place in a row."""
-        dims = VARIABLES[variable].dims[1:]
-        table = self._attributes.get("parameters", ())
-        if dims == ("token", "hidden"):
-            yield self._attributes["recording"]["parameter"], ...
-        elif dims == ("element",):
-            for entry in table:
-                if entry["variable"] != "W":
-                    start = entry["offset"]
-                    yield entry["name"], slice(start, start + math.prod(entry["shape"]))
-        elif dims == ("parameter",):
-            for number, name in enumerate(map(str, self._group["parameter"][...])):
-                yield name, slice(number, number + 1)
-        else:
-            yield None, ...
+
+def _parts(variable: str, group: Any) -> Iterator[tuple[str | None, Any]]:
+    """Yield the parameters of a variable, each with its place in a row."""
+    dims, attributes = VARIABLES[variable].dims[1:], group.attrs
+    if dims == ("token", "hidden"):
+        yield attributes["recording"]["parameter"], ...
+    elif dims == ("element",):
+        for entry in attributes.get("parameters", ()):
+            if entry["variable"] != "W":
+                start = entry["offset"]
+                yield entry["name"], slice(start, start + math.prod(entry["shape"]))
+    elif dims == ("parameter",):
+        for number, name in enumerate(map(str, group["parameter"][...])):
+            yield name, slice(number, number + 1)
+    else:
+        yield None, ...

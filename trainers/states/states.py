@@ -39,6 +39,8 @@ class States:
         Its rows or keyframes, if they hold the whole state.
     in_rows : bool
         True if each row holds the whole state.
+    keyframes : set of int
+        Steps of the keyframes.
     """
 
     def __init__(self, run: Location, rows: int | None = None) -> None:
@@ -52,6 +54,9 @@ class States:
         )
         keyframes = has_keyframes(self.attributes) and (run / KEYFRAMES / METADATA_KEY).exists()
         self.stored = StoredModel(run) if self.steps and (self.in_rows or keyframes) else None
+        self.keyframes: set[int] = set()
+        if self.stored is not None and keyframes:
+            self.keyframes = {*self.stored.steps.tolist()}
         self._folder = CheckpointFolder(run)
 
     def before(self, step: int) -> State | None:
