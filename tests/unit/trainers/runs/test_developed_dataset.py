@@ -71,7 +71,7 @@ def full(developed: Path, tmp_path: Path) -> Path:
 def cached(run: Path) -> dict[str, int]:
     """Inode of each stretch."""
     folder = run.with_suffix(".developed")
-    return {path.name: (path / "zarr.json").stat().st_ino for path in sorted(folder.glob("*"))}
+    return {path.name: (path / "zarr.json").stat().st_ino for path in sorted(folder.glob("*.zarr"))}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -93,6 +93,29 @@ def test_every_variable_of_every_step(chunks: Any, full: Path, whole: xr.Dataset
                 whole.params.isel(step=slice(5, 2, -1), element=3))  # fmt: skip
     assert cached(full) == before
     assert verify(full).clean
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["training.autocast=float16", "model.dtype=float32", "initialization.kind=normal",
+         "initialization.sigma=300", "optimizer.lr=1", "recording.keyframe_every=6"],  # skips steps
+        ["optimizer.name=sgd", "optimizer.momentum=0.9"],
+    ],
+)  # fmt: skip
+def test_counts_and_marks_follow_from_the_keyframes(
+    settings: list[str], straight: Any, tmp_path: Path
+) -> None:
+    path = shutil.copytree(straight(config_of("keyframes", *settings)), tmp_path / "run.zarr")
+    ds = open_run(path, developed=True)
+    whole = open_run(straight(config_of("everything", *settings)), chunks=None)
+    parameters = [each.traj.parameter(LAYER) for each in (ds, whole)]
+    assert cached(path) == {}
+    for one, other in [parameters, (ds, whole)]:
+        assert {*one.data_vars} - {"step_digest", "params_digest"} == {*other.data_vars}
+        for name in other.data_vars:
+            assert same(one[name], other[name]), name
 
 
 def test_a_read_develops_the_stretches_it_needs(run: Path, whole: xr.Dataset) -> None:
@@ -153,7 +176,9 @@ def test_a_missing_text_is_named(run: Path, tmp_path: Path) -> None:
 
     change_attributes(run / "keyframes", lose)
     change_attributes(run, lose)
-    with pytest.raises(CorpusError, match=r"steps 4 to 6 of .*lost\.txt.*by hand.*step=4:7 -o "):
+    with pytest.raises(
+        CorpusError, match=r"steps 4 to 6 of .*: the corpus .*by hand.*step=4:7 -o "
+    ):
         open_run(run, developed=True).params.sel(step=5).load()
 
 
