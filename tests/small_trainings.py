@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
-from trajstore.trainers.runs.run_state import RunState
 
 Straight = Callable[[RunConfig], Path]
 BLOCK = 4
@@ -42,9 +47,18 @@ def contents(run: Path) -> dict[str, bytes]:
     }
 
 
-def last_checkpoint(run: Path) -> RunState:
-    """The newest one beside a run."""
-    return RunState.load(max(checkpoint_folder(run).iterdir()))
+def checkpoints(run: Path) -> list[int]:
+    """Steps of those beside a run."""
+    files = checkpoint_folder(run).glob("step-*.safetensors")
+    return sorted(int(file.stem.removeprefix("step-")) for file in files)
+
+
+def last_checkpoint(run: Path) -> Any:
+    """The fields and tensors of the newest one beside a run, read as its format is described."""
+    file = max(checkpoint_folder(run).iterdir())
+    with safe_open(file, "pt") as opened:
+        fields = json.loads(opened.metadata()["trajstore"])
+    return SimpleNamespace(**fields | {"tensors": load_file(file)})
 
 
 def same_values(one: Path, other: Path) -> xr.Dataset:

@@ -68,7 +68,7 @@ PRESETS = {
     "micro-batches": ["gatsby", "training.accumulation=2", "optimizer.state_dtype=float32",
                       "optimizer.rounding=stochastic"],
     SCALED: ["gatsby-adam", "training.autocast=float16", "model.dtype=float32",
-                           "initialization.kind=normal", "initialization.sigma=10",
+                           "initialization.kind=normal", "initialization.sigma=20",
                            "optimizer.lr=1", "schedule.name=cosine"],
 }  # fmt: skip
 LOOPS: dict[str, type[Loop]] = {
@@ -235,12 +235,14 @@ class Program:
     def restore(self, step: int) -> None:
         step = self.held(step)
         loop, (model, states) = self.make(), self.states[step]
-        assert restore(self.whole, loop.model, loop.optimizers, step=step) == step
+        several = isinstance(loop.optimizers, tuple)
+        given = loop.optimizers[::-1] if several else loop.optimizers  # in any order
+        assert restore(self.whole, loop.model, given, step=step) == step
         assert same(loop.state(), self.states[step])
         built = model_at(self.whole, step, constructor=lambda: self.make().model)
         assert same(dict(built.state_dict()), model)
-        if len(states) == 1:
-            assert same(optimizer_state_at(self.whole, step)["state"], states[0])
+        held = optimizer_state_at(self.whole, step)
+        assert same([one["state"] for one in (held if several else [held])], states)
 
     def develop(self, step: int) -> None:
         loop = self.make()
@@ -257,8 +259,8 @@ class Program:
 def test_a_state_is_that_of_the_straight_run(
     program: str, door: str, source: str, column: str, draw: int, straight: Straight, tmp_path: Path
 ) -> None:
-    # 3 and 4 are skipped: a development of skipped steps alone fails by mistake.
-    steps = (1, 2, 5) if column == SCALED else range(1, STEPS - 1)
+    # 1, 4 and 5 are skipped: a development of skipped steps alone fails by mistake.
+    steps = (2, 3) if column == SCALED else range(1, STEPS - 1)
     step = random.Random(f"{program}{door}{source}{column}{draw}").choice(steps)
     kind: Callable[..., Any] = Preset if program == "preset" else Program
     getattr(kind(straight, source, column, tmp_path), door.replace("-", "_"))(step)
