@@ -64,8 +64,8 @@ SOURCES = {"C": "matrix", "K": "keyframes", "R": "everything", "T": "weights+gra
            "E": "everything"}  # fmt: skip
 """The tiers of the runs; [E] is everything for comparison, also of float16."""
 PRESETS = {
-    "plain": ["gatsby-adam"],
-    "micro-batches": ["gatsby", "training.accumulation=2", "optimizer.state_dtype=float32",
+    "plain": ["gatsby"],
+    "micro-batches": ["gatsby-adam", "training.accumulation=2", "optimizer.state_dtype=float32",
                       "optimizer.rounding=stochastic"],
     SCALED: ["gatsby-adam", "training.autocast=float16", "model.dtype=float32",
                            "initialization.kind=normal", "initialization.sigma=20",

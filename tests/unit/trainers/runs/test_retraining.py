@@ -163,16 +163,6 @@ def listed(path: Path) -> list[tuple[int, int]]:
     return [(entry["step"], entry["config"]["training"]["steps"]) for entry in segments]
 
 
-def same_until(one: Path, other: Path, step: int) -> None:
-    a, b = (
-        xr.open_zarr(path, chunks=None).sel(step=slice(None, step)).load() for path in (one, other)
-    )
-    assert a.step.values[-1] == step
-    for name in a.variables:
-        if a[name].dtype.kind in "fi":
-            assert a[name].values.tobytes() == b[name].values.tobytes(), name
-
-
 def test_the_configuration_of_each_segment_is_recorded(extended: Path) -> None:
     assert listed(extended) == [(0, 3), (3, 5), (5, 7)]
     assert recorded_config(extended).training.steps == 7
@@ -197,7 +187,7 @@ def test_a_fork_repeats_every_segment_until_there(
     notes: list[str] = []
     other = fork(extended, tmp_path / "other.zarr", at=at, settings=["optimizer.lr=3e-3"],
                  corpus=text, on_note=notes.append)  # fmt: skip
-    same_until(extended, other, at)
+    same_values(extended, other, until=at)
     assert xr.open_zarr(other).step.values[-1] == steps
     before = [entry for entry in listed(extended) if entry[0] < at]
     assert listed(other) == [*before, (at, steps)]
@@ -213,7 +203,7 @@ def test_a_run_that_is_cut_keeps_only_what_holds(
     RunWriter.resume(path, rows=5).close("interrupted")
     extend(path, 6, corpus=text)
     assert listed(path) == [(0, 3), (3, 5), (4, 6)]
-    same_until(extended, path, 4)
+    same_values(extended, path, until=4)
 
 
 def test_an_extension_that_was_not_recorded_is_refused(text: Path, tmp_path: Path) -> None:
