@@ -223,6 +223,17 @@ def copy(stopped: Path, to: Path) -> Path:
     return Path(shutil.copytree(stopped, to))
 
 
+@pytest.mark.nightly
+def test_from_the_nearest_checkpoint_before(stopped: Path, tmp_path: Path) -> None:
+    path = copy(stopped, tmp_path / "run.zarr")
+    record(recorded_config(path), path, resume=True)
+    shutil.rmtree(checkpoint_folder(path))
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
+    proven: list[int] = []
+    fork(path, tmp_path / "other.zarr", at=8, on_retrain=lambda step, last: proven.append(step))
+    assert proven == [7, 8]
+
+
 def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
     whole: Path, stopped: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -236,6 +236,7 @@ def test_a_checkpoint_past_the_committed_rows_is_passed_over(
     record(recorded_config(interrupted), interrupted, resume=True, stop=stop_after(2))
     assert checkpoints(interrupted) == [7]
     early.write_bytes(data)
+    early.with_name("step-00000006.safetensors").symlink_to("gone")  # a recording removed it
     RunWriter.resume(interrupted, rows=7).close("interrupted")
     record(recorded_config(interrupted), interrupted, resume=True)
     ds = agree(straight(config_of("trainer")), interrupted)

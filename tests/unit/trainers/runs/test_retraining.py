@@ -35,8 +35,11 @@ def config_of(*assignments: str) -> RunConfig:
 
 
 def test_what_is_proven_is_locked_and_then_kept_as_a_checkpoint(
-    lost: Path, text: Path, straight: Straight
+    lost: Path, text: Path, straight: Straight, tmp_path: Path
 ) -> None:
+    """A checkpoint of another run is none of this run."""
+    record(config_of(), tmp_path / "another.zarr", corpus=text, stop=stop_after(5))
+    checkpoint_folder(tmp_path / "another.zarr").rename(checkpoint_folder(lost))
     seen = []
 
     def look(step: int, last: int) -> None:
