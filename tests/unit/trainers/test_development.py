@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from altered_runs import rewrite
@@ -35,7 +35,6 @@ from trajstore.errors import (  # noqa: E402
     VariableNotRecorded,
 )
 from trajstore.trainers import TrajectoryCallback, capture, develop, restore  # noqa: E402
-from trajstore.trainers.recording.options import torch_threads  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -143,36 +142,11 @@ def test_exchanged_batches_are_an_error(tmp_path: Path) -> None:
         Scheduled().develop(tmp_path / "run.zarr", 2)
 
 
-class Summed(Scheduled):
-    """A loop whose loss has sums that several threads share."""
-
-    options: ClassVar[dict[str, Any]] = {"keyframe_every": 100}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.float()
-
-    def step(self, inputs: list[Any]) -> None:
-        generator = torch.Generator().manual_seed(int(inputs[0]["ids"].sum()))
-        noise = torch.randn(1 << 20, generator=generator)
-        factor = noise.sum() + noise.dot(noise.roll(1))
-        logits = self.model(inputs[0]["ids"])["logits"]
-        (logits.square().mean() * factor).backward()
-        self.observe(inputs=inputs[0])
-        self.take()
-
-
-@pytest.mark.nightly
-def test_another_number_of_threads_is_named(tmp_path: Path) -> None:
-    with torch_threads(2):
-        Summed().train(tmp_path / "run.zarr")
-    with (
-        torch_threads(1),
-        pytest.raises(NothingToResume, match=r"_digest .*threads was 2 and is now 1"),
-    ):
-        Summed().develop(tmp_path / "run.zarr", STEPS - 1)
-    with torch_threads(2):
-        assert Summed().develop(tmp_path / "run.zarr", STEPS - 1).difference is None
+def test_another_number_of_threads_is_named(run: Path) -> None:
+    provenance = open_run(run).attrs["provenance"] | {"threads": 99}
+    RunWriter.resume(run, attributes={"provenance": provenance}).close("complete")
+    with pytest.raises(NothingToResume, match=r"_digest .*threads was 99 and is now \d"):
+        Unclipped().develop(run, 5)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from trajstore.errors import (
 
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
+from altered_runs import change_attributes  # noqa: E402
 from muon_runs import SmallGPT  # noqa: E402
 from recorded_models import STEPS, OwnModel, gpt2, record_gpt2, same  # noqa: E402
 from safetensors import safe_open  # noqa: E402
@@ -104,10 +105,11 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
 
 
 def test_another_version_of_transformers_is_named(
-    recorded: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, version = sys.modules["transformers"], transformers.__version__  # imported again by tests
-    monkeypatch.setattr("trajstore.trainers.step_model.version_of", lambda package: "99.0")
+    used = sys.modules["transformers"]  # imported again by tests
+    version, run = transformers.__version__, Path(shutil.copytree(recorded.path, tmp_path / "run"))
+    change_attributes(run, lambda root: root["model_config"].update(transformers="99.0"))
 
     class Renamed(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -116,11 +118,11 @@ def test_another_version_of_transformers_is_named(
             del self.transformer.ln_f
 
     monkeypatch.setattr(used, "GPT2LMHeadModel", Renamed)
-    with pytest.raises(InvalidArgument, match=rf"no transformer.other.*{version}.*99.0: install"):
-        model_at(recorded.path, 1)
+    with pytest.raises(InvalidArgument, match=rf"no transformer.other.*99.0.*{version}: install"):
+        model_at(run, 1)
     monkeypatch.setattr(used, "GPT2LMHeadModel", None)
-    with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*99.0 does not have.*{version}"):
-        model_at(recorded.path, 1)
+    with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*{version} does not have.*99.0"):
+        model_at(run, 1)
 
 
 def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) -> None:
