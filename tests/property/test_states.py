@@ -84,7 +84,7 @@ def cells() -> list[Any]:
         program, door, *letters = line.split()
         for column, source in itertools.product(LOOPS, range(4)):
             if (letter := letters[4 * [*LOOPS].index(column) + source]) != ".":
-                each = 4 if program == "preset" else 2
+                each = 4 if program == "preset" else 3
                 quick = (number + source + [*LOOPS].index(column)) % each == 0
                 for draw in range(3):
                     marks = [] if quick and not draw else [pytest.mark.nightly]
