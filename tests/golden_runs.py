@@ -3,7 +3,8 @@
 ``python tests/golden_runs.py`` writes the archive of the installed version. It also holds
 digests.json: for each run SHA-256 of every variable and coordinate. The archive of 0.3.0 has two
 more runs, of a build before it: `delta` with a block of three rows, `parts` with several objects a
-block.
+block. ``python tests/golden_runs.py keyframes`` writes that run alone, of a build before a release,
+as runs-VERSION-keyframes.zip.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ COMMANDS = {
     "norms": f"{SMALL} --variables norms,cells --set training.accumulation=2",
     "everything": f"{SMALL} --variables everything --set recording.block_rows=4",
     "everything-compact": f"{SMALL} --variables everything --encoding compact",
+    "keyframes": f"{SMALL} --variables keyframes --steps 10 --set recording.block_rows=4 "
+    "--set recording.keyframe_every=4",
     "mixed": f"{SMALL} --set optimizer.state_dtype=float32 --population rare=token_count<9 "
     "--variables matrix,hidden_mean,hidden_trace,hidden_cosine,W_step_norm,W_ulp_l1",
     "untied": f"{SMALL} --set model.tied=false",
@@ -83,8 +86,12 @@ def train(path: Path, dtype: str, steps: range, *, resume: bool = False) -> None
         torch.distributed.destroy_process_group()
 
 
-def write_runs(folder: Path) -> None:
-    """Write all runs."""
+def write_runs(folder: Path, *names: str) -> None:
+    """Write all runs, or some of those that a command writes."""
+    for name in names:
+        _run(folder, f"{COMMANDS[name]} -o {name}.zarr")
+    if names:
+        return
     for name, command in COMMANDS.items():
         if name == "imported":
             _run(folder, "export matrix.zarr -o matrix.safetensors")
@@ -146,18 +153,18 @@ def digests(ds: xr.Dataset) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def main(*names: str) -> None:
     import trajstore
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_runs(folder)
+        write_runs(folder, *names)
         found = {}
         for path in sorted(folder.glob("*.zarr")):
             ds = trajstore.open_run(path)
             found[path.name] = {"fingerprint": ds.attrs["fingerprint"], "values": digests(ds)}
         (folder / "digests.json").write_text(json.dumps(found, indent=1))
-        target = DATA / f"runs-{trajstore.__version__}.zip"
+        target = DATA / f"runs-{'-'.join([trajstore.__version__, *names])}.zip"
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 archive.write(file, file.relative_to(folder))
@@ -165,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

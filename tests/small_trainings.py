@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 import xarray as xr
 
 pytest.importorskip("torch")
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
-from trajstore.trainers.states.checkpoints import load_state
-from trajstore.trainers.states.state import State
 
 Straight = Callable[[RunConfig], Path]
 BLOCK = 4
@@ -44,24 +47,34 @@ def contents(run: Path) -> dict[str, bytes]:
     }
 
 
-def last_checkpoint(run: Path) -> State:
-    """The newest one beside a run."""
-    return load_state(max(checkpoint_folder(run).iterdir()))
+def checkpoints(run: Path) -> list[int]:
+    """Steps of those beside a run."""
+    files = checkpoint_folder(run).glob("step-*.safetensors")
+    return sorted(int(file.stem.removeprefix("step-")) for file in files)
 
 
-def same_values(one: Path, other: Path) -> xr.Dataset:
-    """The second run, all of whose variables are, bit for bit, those of the first."""
-    a, b = (xr.open_zarr(path, chunks=None).load() for path in (one, other))
+def last_checkpoint(run: Path) -> Any:
+    """The fields and tensors of the newest one beside a run, read as its format is described."""
+    file = max(checkpoint_folder(run).iterdir())
+    with safe_open(file, "pt") as opened:
+        fields = json.loads(opened.metadata()["trajstore"])
+    return SimpleNamespace(**fields | {"tensors": load_file(file)})
+
+
+def same_values(one: Path, other: Path, *, until: int | None = None) -> xr.Dataset:
+    """The second run, all of whose variables are, bit for bit, those of the first.
+
+    Also of the first steps alone.
+    """
+    a, b = (
+        xr.open_zarr(path, chunks=None).sel(step=slice(None, until)).load() for path in (one, other)
+    )
+    assert until in (None, b.step.values[-1])
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
-        if a[name].dtype.kind in "fi":
-            assert a[name].values.tobytes() == b[name].values.tobytes(), name
+        one_has, other_has = a[name].values, b[name].values
+        if a[name].dtype.kind in "OUT":
+            assert one_has.tolist() == other_has.tolist(), name
+        else:
+            assert one_has.tobytes() == other_has.tobytes(), name
     return b
-
-
-def tensors_of(state: State) -> dict[str, torch.Tensor]:
-    """All tensors of a state by their names in a checkpoint."""
-    kept = {f"{name}.{key}": v for name, values in state.kept.items() for key, v in values.items()}
-    return {f"model.{name}": v for name, v in state.weights.items()} | {
-        f"optimizer.{name}": v for name, v in kept.items()
-    }

@@ -48,7 +48,7 @@ def test_a_run_is_read_verified_and_exported(
     assert exported == written["values"]
 
 
-RESUMED = ("matrix", "compact", "everything", "fork", *LOOPS)
+RESUMED = ("matrix", "compact", "everything", "fork", "keyframes", *LOOPS)
 
 
 @pytest.mark.torch
@@ -78,3 +78,23 @@ def test_a_run_is_resumed(unpacked: Path, tmp_path: Path, version: str, name: st
     first = digests(after.isel(step=slice(rows)))
     assert first == WRITTEN[version, name]["values"]
     assert trajstore.verify(run).clean
+
+
+KEYFRAMES = [version for version, name in WRITTEN if name == "keyframes.zarr"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("version", KEYFRAMES)
+def test_a_run_with_keyframes_is_developed(unpacked: Path, tmp_path: Path, version: str) -> None:
+    """Another processor may give other bits."""
+    trainers = pytest.importorskip("trajstore.trainers", exc_type=ImportError)
+    run = unpacked / version / "keyframes.zarr"
+    part = tmp_path / "part.zarr"
+    done = trainers.develop_run(run, part, steps="6:8", allow_different=True)
+    assert (done.steps, done.keyframe) == (2, 4)
+    assert {"W", "params", "params_grad"} <= {*trajstore.open_run(part).data_vars}
+    W = trainers.model_at(run, 4).lm_head.weight.detach().float().numpy()
+    assert (trajstore.open_run(run).W.sel(step=4).values == W).all()
+    assert trainers.optimizer_state_at(run, 8)["state"]
+    proof = trainers.prove(run)
+    assert (proof.steps, proof.unproven) == (10, ())

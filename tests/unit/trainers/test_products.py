@@ -18,11 +18,11 @@ from trajstore.trainers import (  # noqa: E402
     float32_products,
     fork,
     preset,
+    prove,
     record,
     recorded_config,
 )
 from trajstore.trainers.products import modes_of_products, native_is_slow  # noqa: E402
-from trajstore.trainers.runs.proven_steps import prove  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

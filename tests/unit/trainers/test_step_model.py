@@ -24,14 +24,15 @@ from trajstore.errors import (
 
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
-from list_recorder import batches  # noqa: E402
-from muon_runs import SmallGPT, muon_and_adamw  # noqa: E402
-from muon_runs import train as train_gpt  # noqa: E402
+from altered_runs import change_attributes  # noqa: E402
+from muon_runs import SmallGPT  # noqa: E402
 from recorded_models import STEPS, OwnModel, gpt2, record_gpt2, same  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from small_trainings import same_values  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
+from small_trainings import contents  # noqa: E402
+from training_loops import STEPS as RESTORED  # noqa: E402
+from training_loops import Accumulated, Pair  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from trajstore.errors import NothingToResume  # noqa: E402
 from trajstore.trainers import (  # noqa: E402
@@ -39,34 +40,26 @@ from trajstore.trainers import (  # noqa: E402
     checkout,
     model_at,
     models,
-    optimizer_state_at,
     restore,
 )
 
 pytestmark = pytest.mark.torch
 
 
-def test_a_model_has_the_bits_that_torch_kept(recorded: Any) -> None:
-    before = torch.get_rng_state()
-    model = model_at(recorded.path, 3)
-    assert same(dict(model.state_dict()), dict(recorded.models[3]))
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert not model.training
-    assert model.config.n_layer == 2
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any) -> None:
-    first = None
+    first, before = None, torch.get_rng_state()
     for step, model in models(recorded.path):
         first = first or model
         assert model is first
         assert same(dict(model.state_dict()), dict(recorded.models[step])), step
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert not model.training
         model.train()  # undone at the next step, like the gradient
         model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
         model.half()
     assert [step for step, _ in models(recorded.path, [5, 1])] == [1, 5]
     assert step == STEPS
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_buffers_and_flags_of_an_own_model(own: Any) -> None:
@@ -112,10 +105,11 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
 
 
 def test_another_version_of_transformers_is_named(
-    recorded: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, version = sys.modules["transformers"], transformers.__version__  # imported again by tests
-    monkeypatch.setattr("trajstore.trainers.step_model.version_of", lambda package: "99.0")
+    used = sys.modules["transformers"]  # imported again by tests
+    version, run = transformers.__version__, Path(shutil.copytree(recorded.path, tmp_path / "run"))
+    change_attributes(run, lambda root: root["model_config"].update(transformers="99.0"))
 
     class Renamed(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -124,11 +118,11 @@ def test_another_version_of_transformers_is_named(
             del self.transformer.ln_f
 
     monkeypatch.setattr(used, "GPT2LMHeadModel", Renamed)
-    with pytest.raises(InvalidArgument, match=rf"no transformer.other.*{version}.*99.0: install"):
-        model_at(recorded.path, 1)
+    with pytest.raises(InvalidArgument, match=rf"no transformer.other.*99.0.*{version}: install"):
+        model_at(run, 1)
     monkeypatch.setattr(used, "GPT2LMHeadModel", None)
-    with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*99.0 does not have.*{version}"):
-        model_at(recorded.path, 1)
+    with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*{version} does not have.*99.0"):
+        model_at(run, 1)
 
 
 def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) -> None:
@@ -162,6 +156,8 @@ def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
     tokenizer = AutoTokenizer.from_pretrained(found.path)
     assert tokenizer(text)["input_ids"] == [*text.encode()]
     assert tokenizer.decode([*text.encode()]) == text
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("é")
     assert same(torch.load(found.path / "optimizer.pt"), recorded.optimizers[4])
     assert (found.tokenizer, found.notes) == ("ascii", ())
     with pytest.raises(RunExists, match="already exists"):
@@ -219,153 +215,54 @@ def test_the_weights_of_a_step_in_a_file(
         checkout(own.path, file, step=4, optimizer=True, overwrite=True)
 
 
-def test_a_character_that_is_not_ascii_is_an_error() -> None:
-    from trajstore.trainers.texts import AsciiTokenizer
-
-    with pytest.raises(Exception, match="UNK"):
-        AsciiTokenizer().pretrained()("é")
-
-
 def test_the_states_of_two_optimizers(tmp_path: Path) -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1))
-    model.loss_type = "ForCausalLM"
-    hidden = [p for p in model.transformer.h.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is one for one in hidden)]
-    pair = torch.optim.Muon(hidden), torch.optim.AdamW(others)
-    ids = torch.arange(12).reshape(2, 6)
-    with capture(model, pair, tmp_path / "run.zarr", variables="everything"):
-        for _ in range(2):
-            model(ids, labels=ids).loss.backward()
-            for optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad()
-    found = checkout(tmp_path / "run.zarr", tmp_path / "step", step=2, optimizer=True)
+    loop = Pair()
+    loop.train(tmp_path / "run.zarr", last=2, variables="everything")
+    found = checkout(tmp_path / "run.zarr", tmp_path / "step", step=2, optimizer=True,
+                     constructor=SmallGPT)  # fmt: skip
     states = torch.load(found.path / "optimizer.pt")
-    assert same(states, [one.state_dict() for one in pair])
+    assert same([one["state"] for one in states], loop.state()[1])
+    for optimizer, held in zip(loop.optimizers, states, strict=True):
+        optimizer.load_state_dict(held)
 
 
-RESTORED_STEPS = 7
-
-
-def built() -> tuple[Any, Any]:
-    model = OwnModel(dropout=0.1)
-    groups = [
-        {"params": [model.embedding.weight, model.head.weight], "weight_decay": 0.1},
-        {"params": [*model.normalization.parameters(), *model.sometimes.parameters()], "lr": 0.1},
-    ]
-    return model, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
-
-
-def train(
-    path: Path,
-    model: Any,
-    optimizer: Any,
-    *,
-    first: int = 0,
-    last: int = RESTORED_STEPS,
-    every: int = 1,
-) -> None:
-    """Train with two micro-batches and clipping; the examples of a step follow from its number."""
-    with capture(
-        model, optimizer, path, variables="everything", parameter="embedding.weight",
-        resume=first > 0, first_step=first, max_grad_norm=0.05, every=every,
-    ) as recorder:  # fmt: skip
-        for step in range(first, last):
-            optimizer.param_groups[1]["lr"] = 0.1 / (step + 1)
-            losses = []
-            for part in range(2):
-                ids = (torch.arange(10).reshape(2, 5) * (step + part + 1)) % 11
-                logits = model(ids, whole=step % 2 == 0)
-                loss = torch.nn.functional.cross_entropy(logits, ids.flatten()) / 2
-                loss.backward()
-                losses.append(loss.detach() * 2)
-            recorder.observe(loss=torch.stack(losses).mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("restored") / "run.zarr"
-    torch.manual_seed(5)
-    train(path, *built())
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A loop with dropout and buffers."""
+    Accumulated().train(path := tmp_path / "run.zarr", variables="everything")
     return path
 
 
-@pytest.mark.parametrize("step", [None, 2])
-def test_a_loop_continues_from_a_recorded_step(run: Path, step: int | None, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
-    model, optimizer = built()
-    first = restore(path, model, optimizer, step=step)
-    assert first == (RESTORED_STEPS - 1 if step is None else step)
-    train(path, model, optimizer, first=first)
-    ds = same_values(run, path)
-    assert "random_state" in ds
-    assert "buffers" in ds
-
-
-def test_the_last_step_of_a_model_with_dropout_is_repeated(run: Path) -> None:
-    with pytest.raises(InvalidArgument, match=f"does not hold step {RESTORED_STEPS + 1}"):
-        restore(run, *built(), step=RESTORED_STEPS)
+def test_what_cannot_be_restored(run: Path, tmp_path: Path) -> None:
+    loop = Accumulated()
+    with pytest.raises(InvalidArgument, match=f"does not hold step {RESTORED + 1}"):
+        restore(run, loop.model, loop.optimizers, step=RESTORED)  # it draws numbers
+    other = torch.optim.RAdam(loop.model.parameters())
+    with pytest.raises(InvalidArgument, match=r"the optimizer is RAdam, and that of .* was SGD"):
+        restore(run, loop.model, other)
+    with pytest.raises(InvalidArgument, match=r"embedding.weight is float64 in the model"):
+        restore(run, loop.model.double(), loop.optimizers)
 
 
 def test_rows_with_a_next_step_can_be_restored(tmp_path: Path) -> None:
-    train(tmp_path / "run.zarr", *built(), every=3)
-    assert restore(tmp_path / "run.zarr", *built()) == 6
+    options: dict[str, Any] = {"variables": "everything", "every": 3}
+    for name, last in (("run.zarr", RESTORED), ("none.zarr", 3)):
+        Accumulated().train(tmp_path / name, last=last, **options)
+    loop = Accumulated()
+    assert restore(tmp_path / "run.zarr", loop.model, loop.optimizers) == 6
     with pytest.raises(InvalidArgument, match=r"does not hold step 4, .* restore step 6"):
-        restore(tmp_path / "run.zarr", *built(), step=3)
-    train(tmp_path / "none.zarr", *built(), every=3, last=3)
+        restore(tmp_path / "run.zarr", loop.model, loop.optimizers, step=3)
     with pytest.raises(InvalidArgument, match="no step that can be restored"):
-        restore(tmp_path / "none.zarr", *built())
+        restore(tmp_path / "none.zarr", loop.model, loop.optimizers)
 
 
-def test_types_are_never_changed(run: Path) -> None:
-    model, optimizer = built()
-    with pytest.raises(InvalidArgument, match=r"embedding.weight is float64 in the model"):
-        restore(run, model.double(), optimizer)
-
-
-def test_the_optimizer_is_of_the_recorded_class(run: Path) -> None:
-    model, _ = built()
-    other = torch.optim.RAdam(model.parameters())
-    with pytest.raises(InvalidArgument, match=r"the optimizer is RAdam, and that of .* was AdamW"):
-        restore(run, model, other)
-
-
-def test_a_resume_compares_the_whole_state(run: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
-    model, optimizer = built()
-    restore(path, model, optimizer, step=3)
-    optimizer.state[model.sometimes.weight]["exp_avg"][0, 0] += 1
-    model.normalization.running_mean[1] = 2
-    with pytest.raises(NothingToResume, match="buffers, params_exp_avg of the training differ"):
-        train(path, model, optimizer, first=3)
-    same_values(run, path)  # nothing has changed
-
-
-def test_muon_and_adamw_continue_from_a_step_in_the_middle(tmp_path: Path) -> None:
-    data = batches(9)
-    path = tmp_path / "run.zarr"
-    options = {"variables": "everything", "encoding": "compact"}
-    model = SmallGPT()
-    pair = muon_and_adamw(model)
-    with capture(model, pair, path, **options):
-        train_gpt(model, pair, data)
-    weights = [one.clone() for one in model.parameters()]
-    ended = [one.state_dict() for one in pair]
-    assert same([one["state"] for one in optimizer_state_at(path, 9)],
-                [one["state"] for one in ended])  # fmt: skip
-
-    model = SmallGPT(seed=1)
-    pair = muon_and_adamw(model)
-    assert restore(path, model, pair[::-1], step=5) == 5
-    for optimizer, held in zip(pair, optimizer_state_at(path, 5), strict=True):
-        assert same(optimizer.state_dict()["state"], held["state"])
-        optimizer.load_state_dict(held)
-    copied = Path(shutil.copytree(path, tmp_path / "copy.zarr"))
-    with capture(model, pair, copied, resume=True, first_step=5, **options):
-        train_gpt(model, pair, data[5:], first=5)
-    assert all(map(torch.equal, model.parameters(), weights))
-    assert same([one.state_dict() for one in pair], ended)
-    same_values(path, copied)
+def test_a_resume_compares_the_whole_state(run: Path) -> None:
+    loop, before = Accumulated(), contents(run)
+    restore(run, loop.model, loop.optimizers, step=3)
+    loop.optimizers.state[loop.model.sometimes.weight]["momentum_buffer"][0, 0] += 1
+    loop.model.normalization.running_mean[1] = 2
+    with pytest.raises(
+        NothingToResume, match="buffers, params_momentum_buffer of the training differ"
+    ):
+        loop.train(run, first=3, resume=True, variables="everything")
+    assert contents(run) == before

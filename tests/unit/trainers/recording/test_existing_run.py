@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 from crashing import killed  # noqa: E402
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
 from list_recorder import TinyModel, take_steps  # noqa: E402
+from small_trainings import contents, same_values  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked  # noqa: E402
@@ -57,33 +58,21 @@ class Loop:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., xr.Dataset]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Runs of the training without a break."""
     folder = tmp_path_factory.mktemp("straight")
 
     @functools.cache
-    def recorded(**options: Any) -> xr.Dataset:
+    def recorded(**options: Any) -> Path:
         path = folder / f"{len(list(folder.iterdir()))}.zarr"
         Loop().run(path, 0, STEPS, **options)
-        return opened(path)
+        return path
 
     return recorded
 
 
 def opened(path: Path) -> xr.Dataset:
     return xr.open_zarr(path, chunks=None)
-
-
-def same(a: xr.Dataset, resumed: Path) -> xr.Dataset:
-    b = opened(resumed)
-    assert list(a.variables) == list(b.variables)
-    for name in a.variables:
-        values = [ds[name].values for ds in (a, b)]
-        if name == "parameter":  # of texts whose bytes say where they are
-            values = [np.array(texts.tolist()) for texts in values]
-        assert values[0].tobytes() == values[1].tobytes(), name
-    assert b.attrs["status"] == "complete"
-    return b
 
 
 @pytest.mark.parametrize(("taken", "every"), [(5, 1), (7, 3)])
@@ -98,7 +87,8 @@ def test_a_loop_continues_from_its_own_checkpoint(
     again = Loop()
     again.restore(checkpoint)
     again.run(path, taken, STEPS, every=every, resume=True, first_step=taken)
-    ds = same(straight(every=every), path)
+    ds = same_values(straight(every=every), path)
+    assert ds.attrs["status"] == "complete"
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [taken, taken]
 
 
@@ -126,7 +116,7 @@ def test_cells_without_the_weights(straight: Any, path: Path) -> None:
     options, loop = {"variables": "cells,grad"}, Loop()
     loop.run(path, 0, 5, **options)
     loop.run(path, 5, STEPS, resume=True, first_step=5, **options)
-    same(straight(**options), path)
+    same_values(straight(**options), path)
     with pytest.raises(NothingToResume, match=r"weights of the training differ from"):
         Loop().run(path, STEPS, STEPS, resume=True, first_step=STEPS, **options)
 
@@ -143,7 +133,7 @@ def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(
     again = Loop()
     again.train(0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
-    same(straight(**options), path)
+    same_values(straight(**options), path)
 
 
 def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
@@ -157,11 +147,7 @@ def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
     loop.run(tmp_path / "run.zarr", 0, 5, **options)
     loop.run(tmp_path / "run.zarr", 5, STEPS, resume=True, first_step=5, **options)
     for name in options["parameter"]:
-        same(opened(tmp_path / f"straight.{name}.zarr"), tmp_path / f"run.{name}.zarr")
-
-
-def content(run: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+        same_values(tmp_path / f"straight.{name}.zarr", tmp_path / f"run.{name}.zarr")
 
 
 def widen(model: Any) -> None:
@@ -186,13 +172,13 @@ def widen(model: Any) -> None:
 def test_wrong_resumes(options: Any, change: Any, message: str, path: Path) -> None:
     loop = Loop()
     loop.run(path, 0, 5, every=options.get("every", 1))
-    before = content(path)
+    before = contents(path)
     if change is not None:
         change(loop.model)
     with pytest.raises((NothingToResume, InvalidArgument), match=message):
         capture(loop.model, loop.optimizer, path, variables=RECORD,
                 **{"resume": True, "first_step": 5, **options}).__enter__()  # fmt: skip
-    assert content(path) == before
+    assert contents(path) == before
 
 
 def test_another_state_of_the_optimizer_is_noted(path: Path) -> None:
@@ -228,18 +214,18 @@ def test_a_resume_changes_the_run_with_its_first_row(options: Any, path: Path) -
     loop.run(path, 0, 3, **options)
     checkpoint = loop.checkpoint()
     loop.run(path, 3, 5, resume=True, first_step=3, **options)
-    before = content(folder)
+    before = contents(folder)
     loop.restore(checkpoint)
     options = {"variables": RECORD, **options, "resume": True, "first_step": 3}
     with capture(loop.model, loop.optimizer, path, **options) as run:
         run.commit()
-    assert content(folder) == before
+    assert contents(folder) == before
     with capture(loop.model, loop.optimizer, path, **options) as run:
         loop.train(3, 4)
         run.commit()
         for step in folder.rglob("step/zarr.json"):  # also of the keyframes
             assert opened(step.parents[1]).step.values[-1] in (2, 4)
-    assert content(folder) != before
+    assert contents(folder) != before
 
 
 def test_what_compact_does_not_compute_is_said_once_in_each_recording(path: Path) -> None:
@@ -284,7 +270,7 @@ def test_a_kill_leaves_the_last_checkpoint_and_its_rows(
     loop.run(path, saved["step"], STEPS, resume=True, first_step=saved["step"], on_step=save)
     assert torch.load(file) == STEPS
     assert [*file.parent.iterdir()] == [file]  # nothing is left of the dead process
-    same(straight(block_rows=32), path)
+    same_values(straight(block_rows=32), path)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, path: Path) -> None:
@@ -315,7 +301,7 @@ def test_a_run_without_rows_begins(straight: Any, tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "o.zarr", token=[0, 1], hidden=2, variables={"W": "float32"}):
         shutil.copytree(tmp_path / "o.zarr", empty)  # as a kill leaves it
     Loop().run(empty, 0, STEPS, resume=True, first_step=0)
-    same(straight(every=1), empty)
+    same_values(straight(every=1), empty)
     notes: list[str] = []
     loop = Loop()
     loop.run(tmp_path / "late.zarr", 3, 5, resume=True, first_step=3, on_note=notes.append)
@@ -350,7 +336,7 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
         steps = [step for step in range(0, STEPS + 1, every) if not 6 < step <= 10]
         assert ds.step.values.tolist() == steps
         for name in ds.data_vars.keys() - {"W_step_norm", "W_ulp_l1"}:
-            expected = unbroken[name].sel(step=steps).values
+            expected = opened(unbroken)[name].sel(step=steps).values
             assert ds[name].values.tobytes() == expected.tobytes(), name
         (gap,) = [
             note for note in ds.attrs["notes"] if note["note"].startswith("there are no rows")
@@ -362,7 +348,7 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
     again = Loop()
     again.train(0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
-    ds = same(unbroken, path)
+    ds = same_values(unbroken, path)
     assert not any("there are no rows" in note["note"] for note in ds.attrs["notes"])
 
 
@@ -431,6 +417,6 @@ def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path, path: Path)
     assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [*range(6)])
     again = TrajectoryCallback(path, resume=True, **options)
     trainer(tmp_path / "b", again).train(resume_from_checkpoint=True)
-    ds = same(opened(unbroken), path)
+    ds = same_values(unbroken, path)
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [4]
     assert np.isfinite(ds.loss.values[1:]).all()

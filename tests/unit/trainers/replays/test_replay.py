@@ -19,9 +19,8 @@ from tiny_runs import scaled_run, tiny_run  # noqa: E402
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.cli.run_commands import print_replay  # noqa: E402
 from trajstore.store.reading.tiled_reader import open_tiled  # noqa: E402
-from trajstore.trainers import attach, capture  # noqa: E402
+from trajstore.trainers import attach, capture, replay  # noqa: E402
 from trajstore.trainers.replays.recorded_rows import RecordedRows  # noqa: E402
-from trajstore.trainers.replays.replay import Replay, replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -29,7 +28,7 @@ STEPS = 9
 SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
 
 
-def proven(path: Path, *variables: str, steps: int = STEPS) -> Replay:
+def proven(path: Path, *variables: str, steps: int = STEPS) -> Any:
     """The replay of a run of which nothing differs, and every step was replayed."""
     result = replay(path)
     assert result.findings == ()

@@ -16,7 +16,7 @@ from tiny_runs import tiny_run  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers.replays.replay import Replay, replay  # noqa: E402
+from trajstore.trainers import replay  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -27,7 +27,7 @@ ROUNDINGS = pytest.mark.parametrize(
 )
 
 
-def proven(path: Path, steps: int = STEPS) -> Replay:
+def proven(path: Path, steps: int = STEPS) -> Any:
     result = replay(path)
     assert result.findings == ()
     assert (result.clean, result.exact, result.unreplayed) == (True, True, ())
@@ -126,7 +126,7 @@ def test_settings_that_are_lost_or_changed_are_reported(tmp_path: Path) -> None:
     def settings(root: dict[str, Any]) -> dict[str, Any]:
         return root["optimizer"]["hyperparameters"]
 
-    def changed(change: Callable[[dict[str, Any]], Any]) -> Replay:
+    def changed(change: Callable[[dict[str, Any]], Any]) -> Any:
         path = shutil.copytree(recorded, tmp_path / "copy.zarr", dirs_exist_ok=True)
         change_attributes(path, change)
         return replay(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,14 @@ from small_trainings import (  # noqa: E402
     Straight,
     contents,
     last_checkpoint,
+    same_values,
     small_config,
     stop_after,
-    tensors_of,
 )
 
 from trajstore import RunWriter, errors, repair, verify  # noqa: E402
 from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
-from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
-from trajstore.trainers.replays.replay import replay  # noqa: E402
-from trajstore.trainers.states.checkpoints import CheckpointFolder, load_state, save_state  # noqa: E402
+from trajstore.trainers import RunConfig, fork, record, recorded_config, replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -63,24 +63,12 @@ def parts(one: Path, other: Path) -> dict[str, int | None]:
     return found
 
 
-def test_a_fork_with_nothing_set_is_its_source_to_the_end(
-    whole: Path, stopped: Path, tmp_path: Path
-) -> None:
-    other = fork(stopped, tmp_path / "other.zarr", at=6)
-    assert set(parts(whole, other).values()) == {None}
-    a, b = last_checkpoint(whole), last_checkpoint(other)
-    assert (a.step, a.rows, a.counters, a.config) == (b.step, b.rows, b.counters, b.config)
-    for key, tensor in tensors_of(a).items():
-        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, tensors_of(b)[key])))
-    before, after = (xr.open_zarr(path).attrs for path in (whole, other))
-    assert before["optimizer"] == after["optimizer"]
-    entry = after["provenance"]["fork"]
-    assert (entry["run"], entry["created"]) == (
-        str(stopped), xr.open_zarr(stopped).attrs["created"],
-    )  # fmt: skip
+def test_the_provenance_names_the_source(stopped: Path, tmp_path: Path) -> None:
+    other = fork(stopped, tmp_path / "other.zarr", at=6, stop=stop_after(1))
+    attributes = xr.open_zarr(stopped).attrs
+    entry = xr.open_zarr(other).attrs["provenance"]["fork"]
+    assert (entry["run"], entry["created"]) == (str(stopped), attributes["created"])
     assert (entry["step"], entry["proven_until"], entry["settings"]) == (6, 6, {})
-    assert replay(other).clean
-    assert verify(other).clean
 
 
 def test_without_a_checkpoint_the_steps_until_there_are_proven(
@@ -109,25 +97,6 @@ def test_without_a_checkpoint_the_steps_until_there_are_proven(
     assert set(parts(other, at_once).values()) == {None}
 
 
-@pytest.mark.nightly
-def test_from_the_nearest_checkpoint_before(stopped: Path, text: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    shutil.copytree(stopped, path)
-    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
-    record(recorded_config(path), path, corpus=text, resume=True)
-    shutil.rmtree(checkpoint_folder(path))
-    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
-    assert last_checkpoint(path).step == 6
-    proven: list[int] = []
-    other = fork(
-        path, tmp_path / "other.zarr", at=8, settings=["schedule.name=constant"],
-        on_retrain=lambda step, last: proven.append(step),
-    )  # fmt: skip
-    assert proven == [7, 8]
-    assert parts(path, other)["lr"] == 9
-    assert (xr.open_zarr(other).lr.values[9:] == 1e-3).all()
-
-
 def test_weights_and_moments_become_float32(whole: Path, stopped: Path, tmp_path: Path) -> None:
     other = fork(stopped, tmp_path / "other.zarr", at=6, settings=["model.dtype=float32"])
     ds = xr.open_zarr(other).load()
@@ -140,7 +109,7 @@ def test_weights_and_moments_become_float32(whole: Path, stopped: Path, tmp_path
     narrow = ds.W.values[7:].view("u4") & 0xFFFF
     assert narrow.any()
     taken = last_checkpoint(other)
-    assert tensors_of(taken)["optimizer.transformer.wte.weight.exp_avg"].dtype == torch.float32
+    assert taken.tensors["optimizer.0.exp_avg"].dtype == torch.float32
     assert verify(other).clean
     replayed = replay(other)
     assert not replayed.findings
@@ -230,117 +199,6 @@ def test_where_training_again_differs_the_fork_has_what_was_trained(
     assert verify(other).clean
 
 
-def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
-    whole: Path, tmp_path: Path
-) -> None:
-    cases: list[tuple[int, list[str], Any, str]] = [
-        (10, [], errors.StepNotFound, "no row of step 10; the nearest: 9"),
-        (0, [], errors.InvalidArgument, "fork at step 0"),
-        (9, [], errors.ConfigError, "no step remains after step 9.*training.steps=18"),
-        (
-            6,
-            ["recording.every=2"],
-            errors.ConfigError,
-            "recording.every cannot change at a fork",
-        ),
-        (6, ["training.autocast=float16"], errors.ConfigError, "gradient scaler"),
-    ]
-    for at, settings, kind, sentence in cases:
-        with pytest.raises(kind, match=sentence):
-            fork(whole, tmp_path / "other.zarr", at=at, settings=settings)
-    assert not list(tmp_path.iterdir())
-
-
-def test_other_calls_that_are_refused(stopped: Path, text: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.zarr"
-    with pytest.raises(errors.RunNotFound):
-        fork(tmp_path / "no.zarr", other, at=3)
-    with pytest.raises(errors.InvalidArgument, match="copy the run"):
-        fork("s3://bucket/run.zarr", other, at=3)
-    with pytest.raises(errors.RunExists):
-        fork(stopped, stopped, at=3)
-    with pytest.raises(errors.InvalidArgument, match="is the run to fork"):
-        fork(stopped, stopped, at=3, overwrite=True)
-    path = tmp_path / "run.zarr"
-    shutil.copytree(stopped, path)
-    RunWriter.resume(path, attributes={"imported": {"from": "x"}}).close("interrupted")
-    with pytest.raises(errors.NothingToResume, match="was imported"):
-        fork(path, other, at=3)
-    shutil.rmtree(path)
-    with RunWriter.create(path, token=[0, 1], hidden=2, variables={"W": "float32"}) as run:
-        run.append(0, W=np.zeros((2, 2), "float32"))
-    with pytest.raises(errors.NothingToResume, match=r"only the program.*restore\(\).*what_if\(\)"):
-        fork(path, other, at=0)
-    shutil.rmtree(path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_float32_run_does_not_become_bfloat16(text: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    record(small_config(["gatsby", "model.dtype=float32"], steps=3), path, corpus=text)
-    with pytest.raises(errors.ConfigError, match="W would change from float32 to bfloat16"):
-        fork(path, tmp_path / "other.zarr", at=2, settings=["model.dtype=bfloat16"])
-    assert not (tmp_path / "other.zarr").exists()
-
-
-@pytest.mark.parametrize(
-    "failing",
-    [
-        "trainers.runs.fork.CheckpointFolder.stage",
-        "trainers.runs.fork.CheckpointFolder.place",
-        "store.writing.create.move_into_place",
-    ],
-)
-def test_what_fails_while_it_is_made_leaves_nothing(
-    failing: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(f"trajstore.{failing}", fail)
-    with pytest.raises(OSError, match="No space"):
-        fork(stopped, tmp_path / "other.zarr", at=6)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_fails_leaves_the_run_that_was_to_be_overwritten_and_its_checkpoints(
-    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "other.zarr"
-    shutil.copytree(stopped, target)
-    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(target))
-    before = contents(tmp_path)
-    stage = CheckpointFolder.stage
-
-    def fail(self: CheckpointFolder, *state: Any) -> None:
-        if state:
-            stage(self, *state)
-        raise OSError(28, "No space left on device")
-
-    for method in ("stage", "place"):
-        with monkeypatch.context() as patched:
-            patched.setattr(CheckpointFolder, method, fail)
-            with pytest.raises(OSError, match="No space"):
-                fork(stopped, target, at=6, overwrite=True)
-        assert contents(tmp_path) == before
-    fork(stopped, target, at=6, settings=["optimizer.lr=3e-3"], overwrite=True)
-    assert xr.open_zarr(target).attrs["provenance"]["fork"]["step"] == 6
-    assert last_checkpoint(target).step == STEPS
-
-
-def test_where_training_again_differs_before_it_began_nothing_is_made(
-    stopped: Path, text: Path, tmp_path: Path
-) -> None:
-    """The beginning is changed, as if another machine had made it."""
-    path = tmp_path / "run.zarr"
-    shutil.copytree(stopped, path)
-    config = recorded_config(path).with_values(["training.seed=7"]).model_dump(mode="json")
-    RunWriter.resume(path, attributes={"config": config}).close("interrupted")
-    with pytest.raises(errors.NothingToResume, match=r"forked at step 3, .*at step 0 W differs"):
-        fork(path, tmp_path / "other.zarr", at=3, corpus=text)
-    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
-
-
 def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> None:
     """Its random numbers are those of the step, wherever it begins to draw them."""
     source, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
@@ -356,17 +214,119 @@ def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> Non
     assert replayed.replayed
     skipped = int((xr.open_zarr(other).skipped == 1).sum())
     assert skipped
-    assert tensors_of(last_checkpoint(other))["optimizer.transformer.wte.weight.step"] == STEPS - skipped
+    assert last_checkpoint(other).tensors["optimizer.0.step"] == STEPS - skipped
 
 
-def test_the_checkpoint_must_be_of_the_run(stopped: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    shutil.copytree(stopped, path)
+def copy(stopped: Path, to: Path) -> Path:
+    """A copy of the run, with its checkpoint."""
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(to))
+    return Path(shutil.copytree(stopped, to))
+
+
+@pytest.mark.nightly
+def test_from_the_nearest_checkpoint_before(stopped: Path, tmp_path: Path) -> None:
+    path = copy(stopped, tmp_path / "run.zarr")
+    record(recorded_config(path), path, resume=True)
+    shutil.rmtree(checkpoint_folder(path))
     shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
-    (file,) = checkpoint_folder(path).iterdir()
-    taken = load_state(file)
-    tensors_of(taken)["model.transformer.wte.weight"][3, 2] += 1
-    save_state(taken, file)
-    with pytest.raises(errors.NothingToResume, match="the checkpoint of step 6 differ"):
-        fork(path, tmp_path / "other.zarr", at=6)
-    assert not (tmp_path / "other.zarr").exists()
+    proven: list[int] = []
+    fork(path, tmp_path / "other.zarr", at=8, on_retrain=lambda step, last: proven.append(step))
+    assert proven == [7, 8]
+
+
+def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
+    whole: Path, stopped: Path, text: Path, tmp_path: Path
+) -> None:
+    def changed(name: str, **attributes: Any) -> Path:
+        RunWriter.resume(path := copy(stopped, tmp_path / name), attributes=attributes).close()
+        return path
+
+    seeded = recorded_config(stopped).with_values(["training.seed=7"]).model_dump(mode="json")
+    rewrite(altered := copy(stopped, tmp_path / "altered.zarr"), "W", (6, 3, 2))
+    wide = record(small_config(["gatsby", "model.dtype=float32"], steps=3), tmp_path / "wide.zarr")
+    own = tmp_path / "own.zarr"
+    with RunWriter.create(own, token=[0, 1], hidden=2, variables={"W": "float32"}) as run:
+        run.append(0, W=np.zeros((2, 2), "float32"))
+    cases: list[tuple[Any, int, list[str], Any, str]] = [
+        (whole, 10, [], errors.StepNotFound, "no row of step 10; the nearest: 9"),
+        (whole, 0, [], errors.InvalidArgument, "fork at step 0"),
+        (whole, 9, [], errors.ConfigError, "no step remains after step 9.*training.steps=18"),
+        (whole, 6, ["recording.every=2"], errors.ConfigError, "every cannot change at a fork"),
+        (whole, 6, ["training.autocast=float16"], errors.ConfigError, "gradient scaler"),
+        (wide, 2, ["model.dtype=bfloat16"], errors.ConfigError,
+         "W would change from float32 to bfloat16"),
+        (tmp_path / "no.zarr", 3, [], errors.RunNotFound, "no run"),
+        ("s3://bucket/run.zarr", 3, [], errors.InvalidArgument, "copy the run"),
+        (changed("imported.zarr", imported={"from": "x"}), 3, [], errors.NothingToResume,
+         "was imported"),
+        (own, 0, [], errors.NothingToResume, r"only the program.*restore\(\).*what_if\(\)"),
+        (altered, 6, [], errors.NothingToResume, "the checkpoint of step 6 differ"),
+        # As if another machine had made the beginning.
+        (changed("seeded.zarr", config=seeded), 3, [], errors.NothingToResume,
+         r"forked at step 3, .*at step 0 W differs"),
+    ]  # fmt: skip
+    before = contents(tmp_path)
+    for source, at, settings, kind, sentence in cases:
+        with pytest.raises(kind, match=sentence):
+            fork(source, tmp_path / "other.zarr", at=at, settings=settings, corpus=text)
+    with pytest.raises(errors.RunExists):
+        fork(altered, altered, at=3)
+    with pytest.raises(errors.InvalidArgument, match="is the run to fork"):
+        fork(altered, altered, at=3, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("failing", [".step-", "step-", "other.zarr"])
+def test_what_fails_while_it_is_made_leaves_all_as_it_was(
+    failing: str, overwrite: bool, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint cannot be written or get its name, or the run cannot."""
+    target = tmp_path / "other.zarr"
+    if overwrite:
+        copy(stopped, target)
+    before, changes, failed = contents(tmp_path), ["optimizer.lr=3e-3"], []  # type: ignore[var-annotated]
+
+    def fail(call: Any, source: Any, to: Any) -> Any:
+        if not failed and Path(to).name.startswith(failing) and tmp_path in Path(to).parents:
+            failed.append(to)
+            raise OSError(28, "No space left on device")
+        return call(source, to)
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, partial(fail, getattr(os, name)))
+        patch.setattr("trajstore.store.writing.create.exchange", lambda *paths: False)
+        with pytest.raises(OSError, match="No space"):
+            fork(stopped, target, at=6, settings=changes, overwrite=overwrite)
+    assert contents(tmp_path) == before
+    fork(stopped, target, at=6, settings=changes, overwrite=overwrite)
+    assert xr.open_zarr(target).attrs["provenance"]["fork"]["step"] == 6
+    assert last_checkpoint(target).step == STEPS
+
+
+def test_a_fork_with_other_types_resumes_from_its_rows(straight: Straight, tmp_path: Path) -> None:
+    everything = small_config(["gatsby", "recording.variables=everything"], steps=STEPS)
+    settings, source = ["model.dtype=float32", "optimizer.lr=1e-4"], straight(everything)
+    ends = {"whole.zarr": STEPS, "other.zarr": 2}
+    whole, other = (
+        fork(source, tmp_path / name, at=6, settings=settings, stop=stop_after(steps))
+        for name, steps in ends.items()
+    )
+    record(recorded_config(other), other, resume=True)
+    ds = same_values(whole, other)
+    assert ds.params.attrs["native_dtype"] == ds.attrs["parameters"][1]["dtype"] == "float32"
+    assert not checkpoint_folder(other).exists()
+    assert verify(other).clean
+
+
+def test_a_fork_to_another_optimizer_has_none_of_the_state(
+    straight: Straight, tmp_path: Path
+) -> None:
+    momentum = ["gatsby-adam", "optimizer.name=sgd", "optimizer.momentum=0.9"]
+    source = straight(small_config(momentum, "recording.variables=everything", steps=STEPS))
+    settings = ["optimizer.name=adam", "optimizer.momentum=0", "optimizer.lr=1e-4"]
+    ds = xr.open_zarr(other := fork(source, tmp_path / "a.zarr", at=7, settings=settings))
+    assert (ds.attrs["status"], ds.sizes["step"]) == ("complete", STEPS + 1)
+    assert not {"momentum_buffer", "params_momentum_buffer", "param_kept"} & {*ds}
+    assert verify(other).clean

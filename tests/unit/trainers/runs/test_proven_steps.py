@@ -17,8 +17,7 @@ from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.cli.main import main  # noqa: E402
 from trajstore.cli.run_commands import print_proof  # noqa: E402
 from trajstore.errors import InvalidArgument, VariableNotRecorded  # noqa: E402
-from trajstore.trainers import fork, record  # noqa: E402
-from trajstore.trainers.runs.proven_steps import prove  # noqa: E402
+from trajstore.trainers import fork, prove, record  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

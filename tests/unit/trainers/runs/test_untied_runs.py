@@ -14,8 +14,7 @@ from small_trainings import last_checkpoint, same_values, small_config, stop_aft
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, RunExists  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import fork, plan, record, recorded_config  # noqa: E402
-from trajstore.trainers.replays.replay import replay  # noqa: E402
+from trajstore.trainers import fork, plan, record, recorded_config, replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
