@@ -166,7 +166,7 @@ class Preset:
             same_rows(path / "keyframes", self.whole / "keyframes", after)
         if self.source in "CT":
             states = [vars(last_checkpoint(run)) for run in (path, self.whole)]
-            for name in ("step", "rows", "state", "config"):
+            for name in ("step", "rows", "counters", "config"):
                 assert states[0][name] == states[1][name], name
             assert same(states[0]["tensors"], states[1]["tensors"])
         assert verify(path).clean

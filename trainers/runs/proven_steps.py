@@ -261,13 +261,13 @@ def _differences(row: RowDifference, group: Any) -> Iterator[Difference]:
             computed = np.atleast_1d(row.computed[name])[part]
             wrong = stored != computed
             if wrong.any():
-                distance = ulp_distance(stored[wrong], computed[wrong], native)
+                pair = stored[wrong], computed[wrong]
                 yield Difference(
                     step=row.step,
                     variable=name,
                     parameter=parameter,
                     elements=int(np.count_nonzero(wrong)),
-                    ulps=None if name in INTEGERS else distance,
+                    ulps=None if name in INTEGERS else ulp_distance(*pair, native),
                 )
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from altered_runs import rewrite

@@ -22,6 +22,7 @@ from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import FormatError  # noqa: E402
 from trajstore.trainers import record, recorded_config  # noqa: E402
 from trajstore.trainers.runs.checkpointing import Checkpointing  # noqa: E402
+from trajstore.trainers.states.state import State  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -148,21 +149,21 @@ class Schedule:
         self.committed_rows = 0
         self.layout = SimpleNamespace(arrays={})
         self.stops = False
-        self.save: Any = lambda path, fsync: path.touch()
+        self.weights: Any = {}
         recording = SimpleNamespace(checkpoint_every=every)
         config = SimpleNamespace(
-            has_keyframes=False, training=SimpleNamespace(steps=STEPS), recording=recording
-        )
-        training: Any = SimpleNamespace(config=config)
+            has_keyframes=False, training=SimpleNamespace(steps=STEPS), recording=recording,
+            model_dump=lambda mode: {},
+        )  # fmt: skip
+        training: Any = SimpleNamespace(config=config, state=self.state)
         self.checkpointing = Checkpointing(
             training, self.path, sources={}, taken_from=None, stop=lambda: self.stops,
             fsync=False, clock=lambda: self.now,
         )  # fmt: skip
-        self.checkpointing._take = self._take  # type: ignore[method-assign]
 
-    def _take(self, recorder: Any, scaler: Any) -> Any:
+    def state(self, recorder: Any, scaler: Any, **others: Any) -> State:
         self.now += self.cost
-        return SimpleNamespace(step=recorder.step, rows=recorder.rows, save=self.save)
+        return State(step=recorder.step, rows=recorder.rows, weights=self.weights, kept={})
 
     def step(self, number: int, *, at_block_end: bool = False, waits: bool = True) -> list[int]:
         """Take a step, wait until its checkpoint is written, and return all checkpoints."""
@@ -216,13 +217,14 @@ def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path)
 def test_it_is_written_while_the_training_continues(tmp_path: Path) -> None:
     schedule, goes_on, full = Schedule(tmp_path), threading.Event(), False
 
-    def save(path: Path, fsync: bool) -> None:
-        assert goes_on.wait(timeout=30)
-        if full:
-            raise OSError(28, "No space left on device")
-        path.touch()
+    class Weights(dict[str, Any]):
+        def items(self) -> Any:  # as a disk that takes its time
+            assert goes_on.wait(timeout=30)
+            if full:
+                raise OSError(28, "No space left on device")
+            return super().items()
 
-    schedule.save = save
+    schedule.weights = Weights()
     schedule.committed_rows = STEPS + 1
     for step in range(1, 40):
         assert schedule.step(step, waits=False) == []

@@ -109,7 +109,7 @@ def test_weights_and_moments_become_float32(whole: Path, stopped: Path, tmp_path
     narrow = ds.W.values[7:].view("u4") & 0xFFFF
     assert narrow.any()
     taken = last_checkpoint(other)
-    assert taken.tensors["optimizer.0.exp_avg"].dtype == torch.float32
+    assert taken.tensors["optimizer.transformer.wte.weight.exp_avg"].dtype == torch.float32
     assert verify(other).clean
     replayed = replay(other)
     assert not replayed.findings
@@ -214,7 +214,9 @@ def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> Non
     assert replayed.replayed
     skipped = int((xr.open_zarr(other).skipped == 1).sum())
     assert skipped
-    assert last_checkpoint(other).tensors["optimizer.0.step"] == STEPS - skipped
+    assert (
+        last_checkpoint(other).tensors["optimizer.transformer.wte.weight.step"] == STEPS - skipped
+    )
 
 
 def copy(stopped: Path, to: Path) -> Path:

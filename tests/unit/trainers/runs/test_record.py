@@ -150,7 +150,7 @@ def agree(one: Path, other: Path) -> xr.Dataset:
     b = same_values(one, other)
     assert b.attrs["status"] == "complete"
     c, d = last_checkpoint(one), last_checkpoint(other)
-    assert (c.step, c.rows, c.state) == (d.step, d.rows, d.state)
+    assert (c.step, c.rows, c.counters) == (d.step, d.rows, d.counters)
     assert c.tensors.keys() == d.tensors.keys()
     for name, tensor in c.tensors.items():
         bits, expected = (t.reshape(-1).view(torch.uint8) for t in (d.tensors[name], tensor))
@@ -248,7 +248,7 @@ def test_a_run_that_is_named_alike_is_refused_before_it_is_trained(
 ) -> None:
     alike = interrupted.with_suffix("")
     assert checkpoint_folder(alike) == checkpoint_folder(interrupted)
-    with pytest.raises(errors.RunExists, match=r"run\.ckpt has checkpoints of run\.zarr"):
+    with pytest.raises(errors.RunExists, match=r"run.zarr exists, and run would have"):
         record(config_of("trainer"), alike, corpus=text)
     assert not alike.exists()
     assert checkpoints(interrupted) == [5]
@@ -357,7 +357,7 @@ def test_what_cannot_be_resumed_is_one_sentence_and_changes_nothing(
     rewrite(interrupted, "W", (5, 3, 2))
     refused(errors.NothingToResume, r"differ from .* at step 5")
     write_checkpoint(file)
-    refused(errors.FormatError, r"has checkpoint format 1, .* reads format 3;")
+    refused(errors.FormatError, r"has checkpoint format 1, .* reads the formats 3 to 4;")
     with pytest.raises(errors.RunNotFound, match="there is no run at"):
         recorded_config(tmp_path / "nowhere.zarr")
     with pytest.raises(errors.InvalidArgument, match="encoding='zip', expected 'delta'"):

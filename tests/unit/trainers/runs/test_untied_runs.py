@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from small_trainings import last_checkpoint, same_values, small_config, stop_after, tensors_of  # noqa: E402
+from small_trainings import last_checkpoint, same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, RunExists  # noqa: E402
@@ -47,7 +47,7 @@ def stopped(_stopped: Path, tmp_path: Path) -> Path:
 
 
 def test_each_run_holds_its_matrix(straight: list[Path]) -> None:
-    end = tensors_of(last_checkpoint(straight[0]))
+    end = last_checkpoint(straight[0]).tensors
     runs = [open_run(run).load() for run in straight]
     for ds, name in zip(runs, ("lm_head.weight", "transformer.wte.weight"), strict=True):
         assert ds.attrs["recording"]["parameter"] == name
