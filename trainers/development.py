@@ -34,7 +34,7 @@ from trajstore.trainers.recording.existing_run import Comparison
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.parameters import JoinedOptimizer, find_group
 from trajstore.trainers.recording.step_inputs import Inputs, decoded
-from trajstore.trainers.runs.developed_run import Developed, write_developed
+from trajstore.trainers.runs.developed_run import Developed, step_to_reach, write_developed
 from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.states.stored_model import StoredModel, row_of
 from trajstore.trainers.step_model import StepModel, restore, set_generators, set_numbers
@@ -183,20 +183,15 @@ def train_own(run: Path, build: Build, first: int, last: int, target: Path) -> N
     restore(run, model, optimizer, step=begin)
     names = {name: stored.attributes["recording"][name] for name in ("parameter", "logits_mode")}
     options = RecordingOptions(variables=_WHOLE, **names)
-    loop, last = TrainingLoop(scaler=scaler, first_step=begin), max(last, begin + 1)
+    loop = TrainingLoop(scaler=scaler, first_step=begin)
     with staged_run(target) as new:
         part = new.with_name("developed.zarr")
         with open_recorder(
             model, joined, part, options, loop, on_note=lambda sentence: None
         ) as recorder:
-            numbers = range(begin + 1, last + 1)
+            numbers = range(begin + 1, step_to_reach(run, begin, last) + 1)
             for _ in _trained(stored, model, joined, step, scaler, recorder, numbers):
                 pass
-        if recorder.writer is None:
-            raise RecordingError(
-                f"the gradient scaler skipped the steps {begin + 1} to {last}, so a new run "
-                "has no first step; select the keyframe after them, or steps before"
-            )
         device = next(model.parameters()).device
         write_developed(run, new, part, range(first, last + 1), begin, device=device)
 

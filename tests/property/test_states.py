@@ -1,8 +1,7 @@
 """The state after a step is that of the straight run, wherever it stands and whatever moves it.
 
 A state stands in a [C]heckpoint, a [K]eyframe, a [R]ow of everything, or nowhere: then [T]raining
-from the start reaches it again. A dot is a cell that cannot be; a small letter,
-one that fails by mistake.
+from the start reaches it again. A dot is a cell that cannot be.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ preset   fork     C K R T  C K R T        C K R T             . . . .
 preset   restore  . K R .  . K R .        . K R .             . . . .
 preset   develop  . K . .  . K . .        . K . .             . . . .
 preset   prove    . K R .  . K R .        . K R .             . . . .
-preset   what-if  C k R T  C k R T        C k R T             . . . .
+preset   what-if  C K R T  C K R T        C K R T             . . . .
 loop     resume   . K R .  . K R .        . . . .             . K R .
 loop     restore  . K R .  . K R .        . K R .             . K R .
 loop     develop  . K . .  . K . .        . K . .             . K . .
-loop     what-if  . k R T  . k R T        . k R T             . k R T
+loop     what-if  . K R T  . K R T        . K R T             . K R T
 """
 """Why the others cannot be: a preset has one optimizer, and no dropout (the loops have). `restore`,
 `prove` and `develop` need a state in the run itself; `develop` needs keyframes. Only the program of
@@ -88,10 +87,8 @@ def cells() -> list[Any]:
                 quick = (number + source + [*LOOPS].index(column)) % each == 0
                 for draw in range(3):
                     marks = [] if quick and not draw else [pytest.mark.nightly]
-                    if letter.islower():
-                        marks.append(pytest.mark.xfail(strict=True))
                     name = f"{program}-{door}-{letter}-{column}-{draw}"
-                    cell = (program, door, letter.upper(), column, draw)
+                    cell = (program, door, letter, column, draw)
                     found.append(pytest.param(*cell, marks=marks, id=name))
     return found
 
@@ -269,8 +266,8 @@ class Program:
 def test_a_state_is_that_of_the_straight_run(
     program: str, door: str, source: str, column: str, draw: int, straight: Straight, tmp_path: Path
 ) -> None:
-    # 1, 4 and 5 are skipped: a development of skipped steps alone fails by mistake.
-    steps = (2, 3) if column == SCALED else range(1, STEPS - 1)
+    # Of float16, 1, 4 and 5 are skipped; a run that stops before a step is taken does not exist.
+    steps = range(1 + (column == SCALED and door == "resume"), STEPS - 1)
     step = random.Random(f"{program}{door}{source}{column}{draw}").choice(steps)
     kind: Callable[..., Any] = Preset if program == "preset" else Program
     getattr(kind(straight, source, column, tmp_path), door.replace("-", "_"))(step)

@@ -17,7 +17,7 @@ import torch
 
 from trajstore.arguments import ANY, checks_types, exact
 from trajstore.errors import InvalidArgument, StepNotFound, argument
-from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
+from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.metadata_form import FINGERPRINT
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
@@ -225,7 +225,7 @@ class Counterfactual:
         """Return the variables of the new run with their types."""
         types, rows, optimizer = {}, self.rows, self.steps.optimizer
         for name in dict.fromkeys([*RECORDED, *optimizer.state_names]):
-            if name in (*MODEL, *EVERYTHING):  # of the recorded model, not of the changed one
+            if name in (*MODEL, *EVERYTHING, *INTEGERS):  # of the recorded model, not of another
                 continue
             if name in ("W", "grad") and name in rows:
                 types[name] = NATIVE_TYPES[self.settings.weights_dtype]

@@ -152,7 +152,7 @@ def develop_run(
             state = train(state, begin)
         part, difference = new.with_name("developed.zarr"), compared.difference
         if difference is None or allow_different:
-            train(state, max(last, begin + 1), part=part)
+            train(state, step_to_reach(place, begin, last), part=part)
         told = write_developed(
             place,
             new,
@@ -176,6 +176,17 @@ def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
             f"{run} was not recorded by `trajstore record`; develop its steps with your own loop: "
             "trajstore.trainers.develop(run, model, optimizer, step, at=STEP)"
         )
+
+
+def step_to_reach(run: Location, begin: int, last: int) -> int:
+    """Return the last step to train after `begin`: a run begins when an optimizer takes a step.
+
+    So it is later than the last wanted one, if a gradient scaler skipped all steps until there.
+    """
+    group: Any = open_group(run)
+    steps = whole(run, group, STEP.name)
+    taken = steps[(group["skipped"][:] != 1) if "skipped" in group else slice(None)]
+    return int(max(last, *taken[taken > begin][:1], begin + 1))
 
 
 def write_developed(
