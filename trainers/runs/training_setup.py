@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import SkipBatchSampler
 from safetensors.torch import save_model
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -64,41 +63,36 @@ class Batches:
     def __init__(
         self, dataset: Dataset[Batch], batch_size: int, *, seed: int, skipped_shuffles: int = 0
     ) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._loader = DataLoader(
-            dataset, batch_size=batch_size, shuffle=True, generator=self._generator
+        self._dataset = dataset
+        self._order: DataLoader[int] = DataLoader(
+            range(len(dataset)),  # type: ignore[arg-type]
+            batch_size=batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(seed),
+            collate_fn=list,
         )
         for _ in range(skipped_shuffles):
-            next(iter(self._loader))
-        self._iterator: Iterator[Batch] = iter(())
+            next(iter(self._order))
+        self._indices: Iterator[list[int]] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._iterator = iter(self._loader)
-            batch = next(self._iterator)
+        batch: Batch = default_collate([self._dataset[index] for index in self._next_indices()])
         return batch
 
     def skip(self, batches: int) -> None:
         """Skip the first batches, without loading their examples."""
-        order: DataLoader[int] = DataLoader(
-            range(len(self._loader.dataset)),  # type: ignore[arg-type]
-            batch_sampler=self._loader.batch_sampler,
-            generator=self._generator,
-            collate_fn=len,
-        )
-        while batches > len(order):  # the end of an epoch belongs to it, as in `__next__`
-            batches -= sum(1 for _ in order)
-        # Like the loader, which draws the order, but without loading the skipped examples.
-        rest = DataLoader(
-            self._loader.dataset,
-            batch_sampler=SkipBatchSampler(self._loader.batch_sampler, batches),
-            generator=self._generator,
-        )
-        self._iterator = iter(rest) if batches else iter(())
+        for _ in range(batches):
+            self._next_indices()
+
+    def _next_indices(self) -> list[int]:
+        indices = next(self._indices, None)
+        if indices is None:
+            self._indices = iter(self._order)
+            indices = next(self._indices)
+        return indices
 
 
 def build_model(config: ModelConfig) -> GPT2LMHeadModel:
