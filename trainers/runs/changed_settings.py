@@ -158,7 +158,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
                 + config_field("training.steps", 2 * last)
             )
         complete = all(each["status"] == "complete" for each in of_each)
-        state = None if complete and steps == last else states.before(last)
+        state = None if complete and steps == last else states.before()
     return ResumePoint(runs=runs, last_step=last, complete=complete, state=state)
 
 

@@ -143,7 +143,7 @@ def fork(
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    newest = source.states.before(source.steps[-1])  # with the sources
+    newest = source.states.before()  # with the sources
     sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)

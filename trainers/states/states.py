@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +60,10 @@ class States:
             self.keyframes = {*self.stored.steps.tolist()}
         self._folder = CheckpointFolder(run)
 
-    def before(self, step: int) -> State | None:
-        """Return the newest state at or before a step; None for the start of the training.
+    def before(self, step: int | None = None) -> State | None:
+        """Return the newest state at or before a step, or of all; None for the training's start.
+
+        With `every`, a checkpoint may be of a step after the last row.
 
         Raises
         ------
@@ -69,8 +72,9 @@ class States:
         FormatError
             If the newest one is damaged; the message names the next older one.
         """
-        last = min(step, self.steps[-1]) if self.steps else -1
-        saved = [number for number in self._folder.steps() if number <= step]
+        until = math.inf if step is None else step
+        last = min(until, self.steps[-1]) if self.steps else -1
+        saved = [number for number in self._folder.steps() if number <= until]
         held: list[int] = []
         if self.stored is not None:
             held = self.stored.steps[self.stored.steps <= last][-1:].tolist()
@@ -86,16 +90,17 @@ class States:
                 raise FormatError(f"{error} ({hint})") from error
             if state is not None:
                 return state
+        where = "" if step is None else f" at or before step {step}"
         fork = attribute(self.attributes, "provenance", "fork")
         if fork:
             raise NothingToResume(
                 f"{self.run} is a fork of {fork.get('run')} at step {fork.get('step')}, and has no "
-                f"checkpoint at or before step {step}; fork {fork.get('run')} instead"
+                f"checkpoint{where}; fork {fork.get('run')} instead"
             )
         if self.steps and self.steps[0]:
             raise NothingToResume(
-                f"{self.run} begins at step {self.steps[0]}, and has no state at or before step "
-                f"{step}; use a later step"
+                f"{self.run} begins at step {self.steps[0]}, and has no state{where}; use a later "
+                "step"
             )
         return None
 
