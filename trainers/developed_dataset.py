@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -50,7 +50,7 @@ _COUNT = "params_count"
 _DIGESTS = ("params_digest", "step_digest")
 _OPENED = 64  # stretches whose metadata stay in memory
 _POLL = 0.2  # seconds
-_training = threading.Lock()
+_training = threading.RLock()
 """One training at a time in this process, of whatever run."""
 
 
@@ -101,9 +101,10 @@ def developed_dataset(run: Path, chunks: str | None, limit: int, train: Train) -
     """
     recorded, keyframes = (open_run(each, chunks=None) for each in (run, run / KEYFRAMES))
     like = {str(name): each.variable for name, each in keyframes.items() if name not in recorded}
-    native = like["params"].attrs["native_dtype"]
-    like["params_grad"] = like["params"].copy(deep=False)
-    like["params_grad"].attrs = recorded_attributes("params_grad", native)
+    if "params" in like:  # a model may have the matrix only
+        native = like["params"].attrs["native_dtype"]
+        like["params_grad"] = like["params"].copy(deep=False)
+        like["params_grad"].attrs = recorded_attributes("params_grad", native)
     every = {str(name): each.variable for name, each in recorded.items()} | like
     layout = plan(
         {name: each.attrs["native_dtype"] for name, each in every.items()},
@@ -190,22 +191,22 @@ class Stretches:
         first, last = self.recorded["step"].values[self.rows(number)][[0, -1]]
         return self.cache / f"{first}-{last}.zarr"
 
-    def values(
-        self, name: str, number: int, window: tuple[slice, ...], *, again: bool = True
-    ) -> Array:
+    def values(self, name: str, number: int, window: tuple[slice, ...]) -> Array:
         """Values of a variable in a window of a stretch, which is developed if necessary."""
         told = self._told(name, number)
         if told is not None:
             return told[window]
-        stored = self._opened(number)[name]
-        try:
-            os.utime(self.path(number))  # the last use
-            return stored.values(window)
-        except (errors.FormatError, FileNotFoundError):  # it is damaged, or was removed meanwhile
-            if not again:
-                raise
-            shutil.rmtree(self.path(number), ignore_errors=True)
-            return self.values(name, number, window, again=False)
+        stored = self._found(number)
+        if stored is not None:
+            with suppress(PermissionError, FileNotFoundError):
+                os.utime(self.path(number))  # the last use
+            with suppress(errors.FormatError, FileNotFoundError):  # damaged, or removed meanwhile
+                return stored[name].values(window)
+        with self._alone():  # so no other reader removes it before it is read
+            again = self._found(number)
+            if again is None or again is stored:
+                again = self._developed(number)
+            return again[name].values(window)
 
     def _told(self, name: str, number: int) -> Array | None:
         """Counts and marks that follow from the keyframes at both ends of a stretch, or None.
@@ -228,13 +229,6 @@ class Stretches:
             return None
         counted = np.append(0, np.cumsum(taken))[:, None] * (after > before)
         return cast(Array, (before + counted)[rows.start - begin :])
-
-    def _opened(self, number: int) -> Mapping[str, StoredArray]:
-        found = self._found(number)
-        if found is None:
-            with self._alone():  # another reader may have developed it meanwhile
-                found = self._found(number) or self._developed(number)
-        return found
 
     def _found(self, number: int) -> Mapping[str, StoredArray] | None:
         try:
@@ -397,7 +391,7 @@ def train_in_child(run: Path, first: int, last: int, target: Path) -> None:
             raise
     if child.returncode:
         kind, _, why = reason.partition(" ")
-        if child.returncode < 0 or reason.isdecimal():
+        if not why or reason.isdecimal():
             why = f"the process ended with status {child.returncode}"
         raise getattr(errors, kind, errors.TrajstoreError)(
             f"{why}; to develop them by hand, with options: trajstore develop {run} --select "

@@ -177,6 +177,11 @@ def train_own(run: Path, build: Build, first: int, last: int, target: Path) -> N
     NothingToResume, VariableNotRecorded, InvalidArgument
         As `develop`.
     """
+    with torch.random.fork_rng():  # the program that reads goes on with its random numbers
+        _train_own(run, build, first, last, target)
+
+
+def _train_own(run: Path, build: Build, first: int, last: int, target: Path) -> None:
     stored, begin = StoredModel(run), max(first - 1, 0)
     model, optimizer, step, *rest = build()
     joined, scaler = JoinedOptimizer(optimizer), rest[0] if rest else None

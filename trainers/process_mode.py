@@ -117,11 +117,14 @@ def process_mode(threads: int | None, modes: Mapping[str, Any] | None = None) ->
         If the threads of this process cannot get a mode.
     """
     threads_before = torch.get_num_threads()
+    # Before the number of threads changes: other threads may have another mode.
+    present = {} if modes is None else {name: get() for name, (_, get, _) in _MODES.items()}
     torch.set_num_threads(threads or threads_before)
     changed: list[tuple[Callable[[Any], Any], Any]] = []
     try:
-        for name, (usual, get, put) in _MODES.items() if modes is not None else ():
-            before, wanted = get(), (modes or {}).get(name, usual)
+        for name, before in present.items():
+            usual, get, put = _MODES[name]
+            wanted = (modes or {}).get(name, usual)
             if before in (wanted, None):  # None: not known, so left as it is
                 continue
             changed.append((put, before))

@@ -393,9 +393,10 @@ def forked_types(
                     f"{recorded.optimizer.name} by name; fork with the same optimizer"
                 )
             continue
-        if name == "W_ulp_l1" and config.model.dtype != recorded.model.dtype:
+        of_type = name in ("W_ulp_l1", "params_digest", "step_digest")
+        if of_type and config.model.dtype != recorded.model.dtype:
             raise ConfigError(
-                f"model.dtype = {config.model.dtype!r}: the run records W_ulp_l1 in spacings of "
+                f"model.dtype = {config.model.dtype!r}: the run records {name} of weights in "
                 f"{recorded.model.dtype}; leave out model.dtype"
             )
         same = before.get(name) == after.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from trajstore.errors import RunLocked
@@ -72,7 +73,7 @@ class Checkpointing:
             self._folder.keep(taken_from)
         self._every = training.config.recording.checkpoint_every
         self._sources = dict(sources)
-        self._taken_from = taken_from
+        self._taken_from = taken_from and replace(taken_from, weights={}, kept={})
         self._last_step = 0 if taken_from is None else taken_from.step
         self._stop = stop
         self._created: str | None = None
@@ -121,7 +122,7 @@ class Checkpointing:
             with RunLock.acquire(self._run):
                 if self._in_rows:  # the last one replaces the checkpoint of a fork
                     self._folder.clean(None)
-                    self._folder.discard()
+                    self._folder.remove()
                 self._folder.prune(recorder.committed_rows)
         except RunLocked:
             pass  # the process that resumes the run removes them

@@ -153,13 +153,9 @@ def fork(
     notes = fork_notes(source.path, source.attributes, source.config, config, at)
     report_notes(notes, on_note)
     folder = CheckpointFolder(target, fsync=fsync)
-    # A new run gets its checkpoint before its name, so it always has one. A replaced run keeps its
-    # own checkpoint until then: a kill right after that leaves a fork without a checkpoint, which
-    # `--resume` reports.
     stays_in_rows = source.states.in_rows and rows_hold_state(config.model_dump(), types)
-    after = folder.place if target.exists() and not stays_in_rows else None
     try:
-        with staged_run(target, overwrite=overwrite, on_place=after) as new:
+        with staged_run(target, overwrite=overwrite) as new:
             path, state, proven = source.reach(new, text, sources, on_note, on_retrain)
             attributes = source.forked_attributes(config, proven)
             memory, created = config.recording.memory, attributes["created"]
@@ -167,12 +163,10 @@ def fork(
                        on_note=on_note)  # fmt: skip
             kept = state.kept if keeps_state(source.config, config) else {}
             state = replace(state, run=created, config=attributes["config"], kept=kept)
-            if not stays_in_rows:
-                folder.stage(state)
-                if after is None:
-                    folder.place()
+            if not stays_in_rows:  # before the fork has its name, so it always has a checkpoint
+                folder.add(state, state.rows)
     except BaseException:
-        folder.discard()
+        folder.remove(at)
         raise
     del state  # it is as large as the training that follows
     report_notes((item.sentence for item in advice), on_note)

@@ -195,7 +195,7 @@ def prove(
             if difference is not None:
                 count = difference.row - first + 1
                 differences += _differences(difference, group)
-            elif compared.agreed < count:
+            elif not (count := compared.agreed):
                 count = 1
                 raise CannotReplay("the repeated training does not reach its row")
         finished += count

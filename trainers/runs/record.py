@@ -33,7 +33,12 @@ from trajstore.trainers.runs.changed_settings import (
 )
 from trajstore.trainers.runs.checkpointing import Checkpointing
 from trajstore.trainers.runs.differences import explain_difference
-from trajstore.trainers.runs.run_plan import existing_runs, numeric_advice, planned_runs
+from trajstore.trainers.runs.run_plan import (
+    existing_runs,
+    numeric_advice,
+    planned_runs,
+    shared_path,
+)
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.runs.walk import Progress, recording_options, run_recorded, walk
 from trajstore.trainers.states.checkpoints import CheckpointFolder
@@ -146,7 +151,8 @@ def record(
     # Without steps, an existing run was killed before its first commit or checkpoint.
     point = existing if existing is not None and existing.has_steps else None
     overwrite = point is None and (overwrite or existing is not None)
-    target = point.runs[0] if point else _check_new(path, config, overwrite=overwrite)
+    new = shared_path(existing.runs[0], config) if existing else path
+    target = point.runs[0] if point else _check_new(new, config, overwrite=overwrite)
     CheckpointFolder(target).check()
     config, products = with_products(config)
     attributes = root_attributes(target) if point else {}
@@ -184,12 +190,14 @@ def record(
         checkpointing = Checkpointing(
             training, target, sources=sources, taken_from=state, stop=stop, fsync=fsync
         )
+        states = [state]
+        del state, point, existing  # it is as large as the training that follows
         with closing(checkpointing):
             recorder = run_recorded(
                 training,
                 target,
                 options,
-                state,
+                states.pop(),
                 after_step=checkpointing.after_step,
                 on_step=on_step,
                 on_note=on_note,

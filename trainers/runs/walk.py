@@ -133,12 +133,13 @@ def run_recorded(
     Recorder
         The closed recorder.
     """
-    first_step = 0 if state is None else state.step
+    first_step, states = 0 if state is None else state.step, [state]
+    del state  # it is as large as the training
     target = shared_path(target, training.config)
 
     def begin(scaler: Any) -> None:
-        if state is not None:
-            training.load(state, scaler)
+        if (start := states.pop()) is not None:
+            training.load(start, scaler)
 
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))

@@ -9,7 +9,6 @@ raises an error.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import save
 
 from trajstore.errors import FormatError, RunExists
 from trajstore.installation import __version__
-from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, put, sweep
+from trajstore.store.storage.atomic import flush, put, sweep
 from trajstore.store.storage.remote_path import (
     CHECKPOINT,
     METADATA_KEY,
@@ -128,8 +127,6 @@ class CheckpointFolder:
         self._run = run
         self._fsync = fsync
         self._rows: dict[int, int] = {}
-        self._staged: tuple[Path, Path] | None = None
-        self._placed: Path | None = None
 
     def check(self) -> None:
         """Check that no other run has the same folder.
@@ -209,43 +206,18 @@ class CheckpointFolder:
         OSError
             If the checkpoint could not be written; the others are kept.
         """
-        self._make()
+        if isinstance(self.path, Path) and not self.path.is_dir():
+            self.path.mkdir()
+            if self._fsync:
+                flush([self.path.parent])
         save_state(checkpoint, self.file(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
         self.prune(committed_rows)
 
-    def stage(self, checkpoint: State) -> None:
-        """Write a checkpoint to a temporary file for `place`; all others are kept until then.
-
-        Raises
-        ------
-        OSError
-            If the checkpoint could not be written.
-        """
-        self._make()
-        file = self.file(checkpoint.step)
-        assert isinstance(file, Path)  # a fork is always local
-        partial = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL_SUFFIX}")
-        self._staged = (partial, file)
-        save_state(checkpoint, partial, fsync=self._fsync)
-
-    def place(self) -> None:
-        """Rename the staged file to its final name."""
-        assert self._staged is not None
-        partial, file = self._staged
-        partial.replace(file)
-        self._staged, self._placed = None, file
-        if self._fsync:
-            flush([file.parent])
-
-    def discard(self) -> None:
-        """Remove a staged file, or one placed before its run, because the run failed."""
-        if self._staged is not None:
-            self._staged[0].unlink(missing_ok=True)
-            self._staged = None
-        if self._placed is not None and not self._run.exists():
-            self._placed.unlink(missing_ok=True)
-            self._placed = None
+    def remove(self, step: int | None = None) -> None:
+        """Remove the checkpoint of a step, and the folder if it is empty."""
+        if step is not None:
+            self.file(step).unlink(missing_ok=True)
         if isinstance(self.path, Path) and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
@@ -265,9 +237,3 @@ class CheckpointFolder:
     def file(self, step: int) -> Location:
         """Path of the checkpoint of a step."""
         return self.path / f"step-{step:08d}.safetensors"
-
-    def _make(self) -> None:
-        if isinstance(self.path, Path) and not self.path.is_dir():
-            self.path.mkdir()
-            if self._fsync:
-                flush([self.path.parent])

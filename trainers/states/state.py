@@ -109,10 +109,11 @@ class State:
         optimizer : JoinedOptimizer
         """
         names = {tensor: name for name, tensor in tensors.items()}
+        by_name = not self.kept.keys().isdisjoint(tensors)
         for member in optimizer.members:
             of_each = {}
             for place, tensor in enumerate(optimizer.parameters(member)):
-                kept = self.kept.get(names.get(tensor, ""), self.kept.get(str(place)))
+                kept = self.kept.get(names.get(tensor, "") if by_name else str(place))
                 if kept is not None:  # as copies, which the training may change
                     of_each[place] = copy.deepcopy(dict(kept))
             groups = member.state_dict()["param_groups"]

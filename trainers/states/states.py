@@ -73,11 +73,11 @@ class States:
             If the newest one is damaged; the message names the next older one.
         """
         until = math.inf if step is None else step
-        last = min(until, self.steps[-1]) if self.steps else -1
+        last = self.steps[-1] if self.steps else -1
         saved = [number for number in self._folder.steps() if number <= until]
         held: list[int] = []
         if self.stored is not None:
-            held = self.stored.steps[self.stored.steps <= last][-1:].tolist()
+            held = self.stored.steps[self.stored.steps <= min(until, last)][-1:].tolist()
         candidates = sorted({*saved, *held}, reverse=True)
         for place, number in enumerate(candidates):
             try:
@@ -90,14 +90,8 @@ class States:
                 raise FormatError(f"{error} ({hint})") from error
             if state is not None:
                 return state
-        where = "" if step is None else f" at or before step {step}"
-        fork = attribute(self.attributes, "provenance", "fork")
-        if fork:
-            raise NothingToResume(
-                f"{self.run} is a fork of {fork.get('run')} at step {fork.get('step')}, and has no "
-                f"checkpoint{where}; fork {fork.get('run')} instead"
-            )
         if self.steps and self.steps[0]:
+            where = "" if step is None else f" at or before step {step}"
             raise NothingToResume(
                 f"{self.run} begins at step {self.steps[0]}, and has no state{where}; use a later "
                 "step"

@@ -332,7 +332,6 @@ def staged_run(
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    on_place: Callable[[], object] | None = None,
     check: Callable[..., Path] = check_local_target,
 ) -> Iterator[Path]:
     """Temporary path for a new run that becomes `target` if the ``with`` block succeeds.
@@ -342,9 +341,6 @@ def staged_run(
     target : path-like
     overwrite : bool
         Replace an existing run.
-    on_place : callable, optional
-        Called after the rename, before the old run is removed. If it fails, the old run is
-        restored.
     check : callable, optional
         Called with the target and `overwrite`, before and after; returns the path to create.
 
@@ -360,12 +356,6 @@ def staged_run(
             yield new
             check(path, overwrite=overwrite)
             move_into_place(new, path, old=old, overwrite=overwrite)
-            if on_place is not None:
-                try:
-                    on_place()
-                except BaseException:
-                    path.rename(new)
-                    raise
         finally:
             if old.exists() and not path.exists():
                 old.rename(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ torch = pytest.importorskip("torch")
 from altered_runs import rewrite  # noqa: E402
 from small_trainings import Straight, contents, same_values, small_config, stop_after  # noqa: E402
 
-from trajstore import RunWriter, verify  # noqa: E402
+from trajstore import RunWriter, open_run, verify  # noqa: E402
 from trajstore.errors import NothingToResume, RunLocked  # noqa: E402
 from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
+from trajstore.strict_json import utc_now  # noqa: E402
 from trajstore.trainers import (  # noqa: E402
     RunConfig,
     fork,
@@ -38,6 +40,8 @@ def test_what_is_proven_is_locked_and_then_kept_as_a_checkpoint(
     lost: Path, text: Path, straight: Straight, tmp_path: Path
 ) -> None:
     """A checkpoint of another run is none of this run."""
+    while utc_now() == open_run(lost).attrs["created"]:  # a run is known by its second
+        time.sleep(0.05)
     record(config_of(), tmp_path / "another.zarr", corpus=text, stop=stop_after(5))
     checkpoint_folder(tmp_path / "another.zarr").rename(checkpoint_folder(lost))
     seen = []
@@ -107,8 +111,6 @@ def test_another_beginning_or_schedule_is_named(
     [
         ({"imported": {"from": "x.h5"}}, "was imported"),
         ({"provenance": {"what_if": {"run": "x.zarr"}}}, "was computed by `trajstore what-if`"),
-        ({"provenance": {"fork": {"run": "x.zarr", "step": 3}, "device": "cpu"}},
-         "is a fork of x.zarr at step 3, and has no checkpoint"),
         ({"config": {}}, "was not recorded by"),
     ],
 )  # fmt: skip
