@@ -61,17 +61,27 @@ def last_checkpoint(run: Path) -> Any:
     return SimpleNamespace(**fields | {"tensors": load_file(file)})
 
 
-def same_values(one: Path, other: Path, *, until: int | None = None) -> xr.Dataset:
+def same_values(
+    one: Path,
+    other: Path,
+    *,
+    first: int | None = None,
+    until: int | None = None,
+    token: Any = slice(None),
+) -> xr.Dataset:
     """The second run, all of whose variables are, bit for bit, those of the first.
 
-    Also of the first steps alone.
+    Also of some steps alone, or of some tokens of the first one.
     """
     a, b = (
-        xr.open_zarr(path, chunks=None).sel(step=slice(None, until)).load() for path in (one, other)
+        xr.open_zarr(path, chunks=None).sel(step=slice(first, until)).load()
+        for path in (one, other)
     )
+    a = a.isel(token=token)
     assert until in (None, b.step.values[-1])
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
+        assert a[name].attrs.get("native_dtype") == b[name].attrs.get("native_dtype"), name
         one_has, other_has = a[name].values, b[name].values
         if a[name].dtype.kind in "OUT":
             assert one_has.tolist() == other_has.tolist(), name
