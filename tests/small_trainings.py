@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
+from recorded_models import same
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -59,6 +60,13 @@ def last_checkpoint(run: Path) -> Any:
     with safe_open(file, "pt") as opened:
         fields = json.loads(opened.metadata()["trajstore"])
     return SimpleNamespace(**fields | {"tensors": load_file(file)})
+
+
+def same_checkpoints(one: Path, other: Path) -> None:
+    """The newest checkpoints of two runs hold the same state."""
+    a, b = last_checkpoint(one), last_checkpoint(other)
+    assert (a.step, a.rows, a.counters) == (b.step, b.rows, b.counters)
+    assert same(a.tensors, b.tensors)
 
 
 def same_values(
