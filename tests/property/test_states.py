@@ -246,10 +246,13 @@ class Program:
 
     def resume(self, step: int) -> None:
         path = Path(shutil.copytree(self.whole, self.folder / "run.zarr"))
-        if self.source == "K":  # a kill can leave keyframes of steps whose rows are lost
+        lost = self.source == "K" and step % 2 == 1
+        if lost:  # a kill can leave keyframes of steps whose rows are lost
             RunWriter.resume(path, rows=self.held(step) + 2).close("interrupted")
         loop = self.make()
-        first = restore(path, loop.model, loop.optimizers, step=self.held(step))
+        at = None if lost else self.held(step)
+        first = restore(path, loop.model, loop.optimizers, step=at)
+        assert first == self.held(step)
         loop.train(path, first, resume=True, variables=SOURCES[self.source])
         assert same(loop.state(), self.states[-1])
         same_values(self.whole, path)
@@ -270,12 +273,18 @@ class Program:
         assert same([one["state"] for one in (held if several else [held])], states)
         made = checkout(self.whole, self.folder / "step", step=step, optimizer=True,
                         constructor=lambda: self.make().model)  # fmt: skip
-        assert same(torch.load(made.path / "optimizer.pt"), held)
+        saved = torch.load(made.path / "optimizer.pt")
+        assert same(saved, held)
+        if several:
+            for optimizer, one in zip(loop.optimizers, saved, strict=True):
+                optimizer.load_state_dict(one)
 
     def develop(self, step: int) -> None:
         loop = self.make()
         done = loop.develop(self.whole, step)
-        assert (done.keyframe, done.difference) == (self.held(step), None)
+        # A loop that draws numbers cannot begin at its last keyframe: no row has the next ones.
+        ends = step == STEPS and not isinstance(loop, Accumulated)
+        assert (done.keyframe, done.difference) == (STEPS if ends else self.held(step), None)
         assert same(loop.state(), self.states[step])
 
     def what_if(self, step: int) -> None:
