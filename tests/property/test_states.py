@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ class Preset:
         assert (model.get_input_embeddings().weight.detach().float().numpy() == matrix).all()
 
     def develop(self, step: int) -> None:
-        part, trained = self.folder / "part.zarr", []  # type: ignore[var-annotated]
+        part, trained = self.folder / "part.zarr", []
         done = develop_run(self.whole, part, steps=slice(step, step + 3),
                            on_retrain=lambda at, last: trained.append(at))  # fmt: skip
         assert (done.difference, done.steps) == (None, len(range(step, min(step + 3, STEPS + 1))))
@@ -297,7 +297,7 @@ def test_a_state_is_that_of_the_straight_run(
     program: str, door: str, source: str, column: str, draw: int, straight: Straight, tmp_path: Path
 ) -> None:
     # 1, 4 and 5 are skipped: a development of skipped steps alone fails by mistake.
-    steps = (2, 3) if column == SCALED else range(1, STEPS - 1)
+    steps: Sequence[int] = (2, 3) if column == SCALED else range(1, STEPS - 1)
     if door == "develop" and column != SCALED:
         steps = (0, 4, STEPS)[draw : draw + 1]
     step = random.Random(f"{program}{door}{source}{column}{draw}").choice(steps)
