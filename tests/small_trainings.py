@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
+from recorded_models import same
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -61,17 +62,34 @@ def last_checkpoint(run: Path) -> Any:
     return SimpleNamespace(**fields | {"tensors": load_file(file)})
 
 
-def same_values(one: Path, other: Path, *, until: int | None = None) -> xr.Dataset:
+def same_checkpoints(one: Path, other: Path) -> None:
+    """The newest checkpoints of two runs hold the same state."""
+    a, b = last_checkpoint(one), last_checkpoint(other)
+    assert (a.step, a.rows, a.counters) == (b.step, b.rows, b.counters)
+    assert same(a.tensors, b.tensors)
+
+
+def same_values(
+    one: Path,
+    other: Path,
+    *,
+    first: int | None = None,
+    until: int | None = None,
+    token: Any = slice(None),
+) -> xr.Dataset:
     """The second run, all of whose variables are, bit for bit, those of the first.
 
-    Also of the first steps alone.
+    Also of some steps alone, or of some tokens of the first one.
     """
     a, b = (
-        xr.open_zarr(path, chunks=None).sel(step=slice(None, until)).load() for path in (one, other)
+        xr.open_zarr(path, chunks=None).sel(step=slice(first, until)).load()
+        for path in (one, other)
     )
+    a = a.isel(token=token)
     assert until in (None, b.step.values[-1])
     assert list(a.variables) == list(b.variables)
     for name in a.variables:
+        assert a[name].attrs.get("native_dtype") == b[name].attrs.get("native_dtype"), name
         one_has, other_has = a[name].values, b[name].values
         if a[name].dtype.kind in "OUT":
             assert one_has.tolist() == other_has.tolist(), name

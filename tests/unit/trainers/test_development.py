@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 from training_loops import EVERY, STEPS, Accumulated, Loop, Pair, Scaled, Scheduled  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from trajstore import RunWriter, open_run, verify  # noqa: E402
+from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     FormatError,
     InvalidArgument,
@@ -82,14 +82,6 @@ def test_developed_steps_are_recorded_with_everything(
     for name in ("W", "params"):
         assert part[name].values[0].tobytes() == whole[name].values[0].tobytes()
     assert verify(tmp_path / "part.zarr").clean
-
-
-def test_a_loop_reaches_the_first_and_the_last_step(recorded: Recorded) -> None:
-    path, states = recorded(Accumulated)
-    loop = Accumulated()
-    for at in (0, STEPS):
-        assert loop.develop(path, at).difference is None
-        assert same(loop.state(), states[at])
 
 
 class Unclipped(Scheduled):
@@ -260,17 +252,6 @@ def test_a_body_gets_the_indices_of_the_examples(tmp_path: Path) -> None:
     loop = Indexed()
     assert loop.develop(tmp_path / "run.zarr", 5).difference is None
     assert same(loop.state(), states[5])
-
-
-def test_a_loop_that_lost_its_last_rows_continues(recorded: Recorded, tmp_path: Path) -> None:
-    """A kill can leave keyframes of steps whose rows are not committed."""
-    whole, _ = recorded(Pair)
-    path = Path(shutil.copytree(whole, tmp_path / "run.zarr"))
-    RunWriter.resume(path, rows=5).close("interrupted")
-    Pair().resume(path)
-    for part in (".", "keyframes"):
-        same_values(whole / part, path / part)
-    assert verify(path).clean
 
 
 LONGER: dict[str, Any] = {"last": 2 * STEPS, "block_rows": 1}

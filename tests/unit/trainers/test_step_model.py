@@ -25,13 +25,12 @@ from trajstore.errors import (
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 from altered_runs import change_attributes  # noqa: E402
-from muon_runs import SmallGPT  # noqa: E402
 from recorded_models import STEPS, OwnModel, gpt2, record_gpt2, same  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small_trainings import contents  # noqa: E402
 from training_loops import STEPS as RESTORED  # noqa: E402
-from training_loops import Accumulated, Pair  # noqa: E402
+from training_loops import Accumulated  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from trajstore.errors import NothingToResume  # noqa: E402
@@ -213,17 +212,6 @@ def test_the_weights_of_a_step_in_a_file(
             assert json.loads(opened.metadata()["token_text"])[ord("a")] == "a"
     with pytest.raises(InvalidArgument, match="weights only; give a folder"):
         checkout(own.path, file, step=4, optimizer=True, overwrite=True)
-
-
-def test_the_states_of_two_optimizers(tmp_path: Path) -> None:
-    loop = Pair()
-    loop.train(tmp_path / "run.zarr", last=2, variables="everything")
-    found = checkout(tmp_path / "run.zarr", tmp_path / "step", step=2, optimizer=True,
-                     constructor=SmallGPT)  # fmt: skip
-    states = torch.load(found.path / "optimizer.pt")
-    assert same([one["state"] for one in states], loop.state()[1])
-    for optimizer, held in zip(loop.optimizers, states, strict=True):
-        optimizer.load_state_dict(held)
 
 
 @pytest.fixture

@@ -23,14 +23,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run(path, dtype=torch.bfloat16, steps=9, variables=("matrix", "cells", *SUMMARIES))
 
 
-def test_a_sound_run_agrees_with_itself(recorded: Path) -> None:
-    found = replay(recorded)
-    assert found.clean
-    for name in (*SUMMARIES, "clip_coef"):
-        assert (found.variables[name].steps, found.variables[name].differing) == (9, 0)
-    assert (found.variables["cells"].steps, found.variables["cells"].differing) == (10, 0)
-
-
 @pytest.mark.parametrize("name", [*SUMMARIES, "cells"])
 def test_derived_arrays_are_compared_with_their_source(name: str, recorded: Path) -> None:
     where = (3, 1, 2) if name == "cells" else (3, 1)

@@ -144,15 +144,6 @@ def test_sparse_gradients(kind: str, tmp_path: Path) -> None:
             what_if(path, tmp_path / "other.zarr")
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (torch.tensor(0.9), torch.tensor(0.999))])
-def test_hyperparameters_that_are_tensors(betas: Any, tmp_path: Path) -> None:
-    def optimizer(parameters: Any) -> Any:
-        rate = torch.tensor(0.01)
-        return torch.optim.AdamW(parameters, foreach=False, lr=rate, betas=betas)
-
-    assert reasons(tiny_run(tmp_path / "run.zarr", optimizer, steps=9)) == {}
-
-
 def stepped(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """An optimizer that has taken three steps."""
 

@@ -44,26 +44,23 @@ pytestmark = pytest.mark.torch
 STEPS = 7
 KEYFRAMES = ["recording.variables=keyframes", "recording.keyframe_every=3"]  # 0, 3, 6, 7
 EVERYTHING = ["recording.variables=everything"]
-VARIANTS = {
-    "plain": ["gatsby-adam", "training.accumulation=2"],
-    "plain, compact": ["gatsby-adam", "recording.encoding=compact"],
-}  # fmt: skip
+PLAIN = ["gatsby-adam", "training.accumulation=2"]
 
 
-def config_of(name: str, recording: list[str], *settings: str, steps: int = STEPS) -> Any:
-    return small_config(VARIANTS[name], *recording, *settings, steps=steps)
+def config_of(recording: list[str], *settings: str) -> Any:
+    return small_config(PLAIN, *recording, *settings, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def run(straight: Any) -> Path:
     """A run with keyframes."""
-    return Path(straight(config_of("plain", KEYFRAMES)))
+    return Path(straight(config_of(KEYFRAMES)))
 
 
 @pytest.fixture(scope="module")
 def whole(straight: Any) -> Path:
     """The run that recorded everything."""
-    return Path(straight(config_of("plain", EVERYTHING)))
+    return Path(straight(config_of(EVERYTHING)))
 
 
 @pytest.fixture
@@ -79,31 +76,6 @@ def same_steps(part: Path, whole: Path) -> xr.Dataset:
     for name in rows.data_vars:
         assert rows[name].values.tobytes() == ds[name].values.tobytes(), name
     return ds
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("plain", "0"),
-        pytest.param("plain", "0:3", marks=pytest.mark.nightly),
-        pytest.param("plain, compact", "7", marks=pytest.mark.nightly),
-    ],
-)
-def test_developed_steps_are_those_of_everything(
-    name: str, steps: str, straight: Any, tmp_path: Path
-) -> None:
-    runs = [straight(config_of(name, recording)) for recording in (KEYFRAMES, EVERYTHING)]
-    trained: list[int] = []
-    tell: Any = lambda step, last: trained.append(step)  # noqa: E731
-    done = develop_run(runs[0], tmp_path / "part.zarr", steps=steps, on_retrain=tell)
-    assert trained[0] == done.keyframe + 1
-    ds = same_steps(tmp_path / "part.zarr", runs[1])
-    assert (done.steps, done.difference) == (len(ds.step), None)
-    assert done.keyframe == max(int(ds.step[0]) - 1, 0) // 3 * 3
-    entry = ds.attrs["provenance"]["developed"]
-    assert (entry["run"], entry["keyframe"]) == (str(runs[0]), done.keyframe)
-    assert entry["difference"] is None
-    assert verify(tmp_path / "part.zarr").clean
 
 
 def test_steps_and_runs_that_cannot_be_developed(
@@ -139,7 +111,7 @@ def test_steps_and_runs_that_cannot_be_developed(
         ("recording.every=2", r"every: got 2.*set keyframe_every"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            record(config_of("plain", KEYFRAMES, setting), tmp_path / "unused.zarr", corpus=text)
+            record(config_of(KEYFRAMES, setting), tmp_path / "unused.zarr", corpus=text)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +194,7 @@ def test_a_stopped_run_continues_from_its_last_keyframe(
     text: Path, straight: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    config = config_of("plain", KEYFRAMES)
+    config = config_of(KEYFRAMES)
     record(config, path, corpus=text, stop=stop_after(4))
     assert open_run(path / "keyframes").step.values.tolist() == [0, 3, 4]
     record(config, path, corpus=text, resume=True)

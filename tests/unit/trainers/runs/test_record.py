@@ -23,6 +23,7 @@ from small_trainings import (  # noqa: E402
     checkpoints,
     contents,
     last_checkpoint,
+    same_checkpoints,
     same_values,
     small_config,
     stop_after,
@@ -149,14 +150,9 @@ def agree(one: Path, other: Path) -> xr.Dataset:
     """Every variable of two runs, and the whole state of their trainings after the last step."""
     b = same_values(one, other)
     assert b.attrs["status"] == "complete"
-    c, d = last_checkpoint(one), last_checkpoint(other)
-    assert (c.step, c.rows, c.counters) == (d.step, d.rows, d.counters)
-    assert c.tensors.keys() == d.tensors.keys()
-    for name, tensor in c.tensors.items():
-        bits, expected = (t.reshape(-1).view(torch.uint8) for t in (d.tensors[name], tensor))
-        assert torch.equal(bits, expected), name
+    same_checkpoints(one, other)
     ids = torch.tensor(b.token.values.tolist())
-    weights = d.tensors["model.transformer.wte.weight"].float()[ids].numpy()
+    weights = last_checkpoint(other).tensors["model.transformer.wte.weight"].float()[ids].numpy()
     assert (b.W.values[-1] == weights).all()
     return b
 
