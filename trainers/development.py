@@ -183,8 +183,15 @@ def train_own(run: Path, build: Build, first: int, last: int, target: Path) -> N
 
 def _train_own(run: Path, build: Build, first: int, last: int, target: Path) -> None:
     stored, begin = StoredModel(run), max(first - 1, 0)
-    model, optimizer, step, *rest = build()
-    joined, scaler = JoinedOptimizer(optimizer), rest[0] if rest else None
+    parts = build()
+    if not isinstance(parts, tuple) or len(parts) not in (3, 4):
+        raise InvalidArgument(
+            "developed: the function returned "
+            + (f"{len(parts)} values" if isinstance(parts, tuple) else type(parts).__name__)
+            + ", expected (model, optimizer, step), and a gradient scaler if there is one"
+        )
+    model, optimizer, step, scaler = (*parts, None)[:4]
+    joined = JoinedOptimizer(optimizer)
     restore(run, model, optimizer, step=begin)
     names = {name: stored.attributes["recording"][name] for name in ("parameter", "logits_mode")}
     options = RecordingOptions(variables=_WHOLE, **names)

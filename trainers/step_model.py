@@ -359,8 +359,9 @@ def restore(
     optimizer : Optimizer, or sequence of Optimizer
         Class and parameter groups of each are those of the recording, with the same parameters.
     step : int, optional
-        Default: the last step; if the run has ``random_state``, the one before. The random state
-        after the last step is not recorded, so that step has to be repeated.
+        Default: the last step with the whole state; if the run has ``random_state``, the last one
+        before the last row. The random state after that row is not recorded, so its step has to be
+        repeated.
 
     Returns
     -------

@@ -55,6 +55,8 @@ CAVEAT = (
 )
 """Note that every counterfactual carries."""
 
+_FORMS = ("tensors", "sparse_gradient")  # of hyperparameters and of the gradient
+
 OPTIMIZER_VARIABLES = (
     "W", *MOMENTS, "lr", "hyperparameters", "clip_coef", "W_step_norm", "W_ulp_l1", "cells",
 )  # fmt: skip
@@ -117,7 +119,8 @@ class Counterfactual:
         largest = rows.largest_hyperparameters
         recorded, changed = source.attributes["optimizer"], settings.optimizer
         if changed["class"] == recorded["class"]:
-            changed = {**recorded, **changed}  # also the forms of gradient and hyperparameters
+            changed = changed | {name: recorded[name] for name in _FORMS if name in recorded}
+        self._optimizer = changed
         optimizer = RecordedOptimizer(
             changed,
             getattr(torch, settings.weights_dtype),
@@ -310,7 +313,7 @@ class Counterfactual:
         known = {n: attribute(before, "provenance", n) for n in ("corpus", "tokenizer")}
         known = {name: value for name, value in known.items() if value is not None}
         attributes: dict[str, Any] = {
-            "optimizer": {**settings.optimizer, "schedule": schedule},
+            "optimizer": {**self._optimizer, "schedule": schedule},
             "provenance": provenance(self.placement.device, known | {"what_if": what_if}),
         }
         if "recording" in before:

@@ -236,10 +236,15 @@ def write_developed(
         difference = _first_difference(run, part, steps, memory)
     told = None if difference is None else explain_difference(run, difference, device)
     if told is not None and not allow_different:
-        raise NothingToResume(
-            f"the developed steps of {run} differ from the recorded ones: {told}; develop them "
-            "on the machine and with the versions that recorded the run, or give "
+        remedy = (
+            "develop them on the machine and with the versions that recorded the run, or give "
             + argument("allow_different", True)
+            if device is None
+            else "check that the function of `developed` builds the model in training mode, and "
+            "that its step does what the loop did"
+        )
+        raise NothingToResume(
+            f"the developed steps of {run} differ from the recorded ones: {told}; {remedy}"
         )
     tiled = open_tiled(part)
     entry = {"run": str(run), "created": attributes.get("created"), "keyframe": keyframe,

@@ -199,7 +199,7 @@ def open_run(
         If `path` is an address, and the extra that reads it is not installed.
     InvalidArgument
         If `chunks` has another value; or, with `developed`, if the run is not in a local folder, or
-        was recorded from an own loop.
+        was recorded from an own loop and `developed` is True.
     VariableNotRecorded
         With `developed`, if the run has no keyframes.
 
