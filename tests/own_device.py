@@ -72,6 +72,7 @@ def run_branch(branch: str) -> None:
     In its code the name of that device, as a text or in ``torch.cuda``, becomes `NAME`.
     """
     get_code = importlib.machinery.SourceFileLoader.get_code
+    setattr(torch.backends, NAME, getattr(torch.backends, branch))  # its modes are of the process
 
     def renamed(code: types.CodeType) -> types.CodeType:
         constants = (

@@ -56,12 +56,12 @@ def train(
 
     from trajstore import trainers
     from trajstore.store.writing import commit
-    from trajstore.trainers.runs import checkpoint
+    from trajstore.trainers.runs import checkpointing
 
     torch.set_num_threads(1)
     if changes == BY_TIME:  # of seconds, such a training has few
-        checkpoint._MIN_INTERVAL = 0.0
-        checkpoint._PAUSE_FACTOR = commit._PAUSE = 0
+        checkpointing._MIN_INTERVAL = 0.0
+        checkpointing._PAUSE_FACTOR = commit._PAUSE = 0
     if kill is not None:
         kill.install()
     config = trainers.preset(preset).with_values([*SIZES, *changes])

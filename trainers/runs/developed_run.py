@@ -244,7 +244,7 @@ def write_developed(
             "that its step does what the loop did"
         )
         raise NothingToResume(
-            f"the developed steps of {run} differ from the recorded ones: {told}; {remedy}"
+            f"the developed steps of {run} differ from the recorded ones: {told}; " + remedy
         )
     tiled = open_tiled(part)
     entry = {"run": str(run), "created": attributes.get("created"), "keyframe": keyframe,

@@ -13,7 +13,7 @@ from trajstore.errors import FormatError, NothingToResume
 from trajstore.schema import KEYFRAMES, STEP
 from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.open_group import open_group, whole
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.storage.remote_path import METADATA_KEY, Location
 from trajstore.trainers.states.checkpoints import CheckpointFolder
 from trajstore.trainers.states.state import State
@@ -90,6 +90,12 @@ class States:
                 raise FormatError(f"{error} ({hint})") from error
             if state is not None:
                 return state
+        if steps_of_another_optimizer(self.attributes):
+            fork = attribute(self.attributes, "provenance", "fork")
+            raise NothingToResume(
+                f"{self.run} is a fork of {fork['run']} at step {fork['step']}, before which "
+                f"another optimizer or type trained it, and has no state there; use {fork['run']}"
+            )
         if self.steps and self.steps[0]:
             where = "" if step is None else f" at or before step {step}"
             raise NothingToResume(
