@@ -469,7 +469,7 @@ class OptimizerSteps:
             yield f"{', '.join(unknown)} of hyperparameters is NaN{at}, so it is unknown" + fix(
                 "set it, such as " + config_field("optimizer.weight_decay", 0) + f", or {later}"
             )
-        if abs(inputs.lr[number]) >= LARGEST_RATE:
+        if abs(inputs.lr[number]) >= LARGEST_RATE and not self.forced:  # a replay finds it
             yield f"its learning rate{at} is too large for any optimizer"
         counts = optimizer.counts_steps and rows.taken[number - 1]
         if counts and not rows.counts_skipped(number):

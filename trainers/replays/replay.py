@@ -259,13 +259,14 @@ class StepReplay:
     def _computed(self, previous: RecordedRow, row: RecordedRow) -> dict[str, Array]:
         """Return the bits of W and the recorded state after the step from one row to the next."""
         steps, number, natives = self._steps, row.number, self._steps.rows.natives
-        if abs(steps.inputs.lr[number]) >= LARGEST_RATE:
-            self._checks.find_scalar("invalid", "lr", row.step)
         steps.check(number)
         self._check_recording(number)
         before = {name: previous.bits[name] for name in self.recorded}
         if steps.rows.idle[number]:
             return before
+        if abs(steps.inputs.lr[number]) >= LARGEST_RATE:
+            self._checks.find_scalar("invalid", "lr", row.step)
+            raise CannotReplay("its learning rate is too large for any optimizer")
         # torch leaves a parameter without a gradient out of a step.
         unclipped = steps.lacks_factor(number)
         absent = unclipped and bool(is_nan(row.bits["grad"], natives["grad"]).all())

@@ -122,6 +122,8 @@ def test_many_findings_are_counted_and_the_first_are_listed(tmp_path: Path) -> N
 
 def test_a_step_that_was_skipped_moves_nothing(tmp_path: Path) -> None:
     path = scaled_run(tmp_path / "run.zarr", fused=False)
-    flip(path, "W", (1, 3, 1), 20)  # the scaler skips the first step
+    flip(path, "lr", (1,), 62)  # the scaler skips the first step, which uses no rate
+    assert replay(path).findings == ()
+    flip(path, "W", (1, 3, 1), 20)
     first = replay(path).findings[0]
     assert named(first) == ("skipped", "W", 1, 3, 1)

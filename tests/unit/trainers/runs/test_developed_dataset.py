@@ -29,7 +29,6 @@ from trajstore.errors import (  # noqa: E402
     NothingToResume,
     VariableNotRecorded,
 )
-from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -206,12 +205,7 @@ def test_the_steps_that_were_not_read_for_the_longest_time_go_first(full: Path) 
 def test_runs_that_cannot_be_developed(straight: Any, tmp_path: Path) -> None:
     with pytest.raises(VariableNotRecorded, match=r"no keyframes.*variables='keyframes'"):
         open_run(straight(config_of("everything")), developed=True)
-    own = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
-    optimizer = torch.optim.AdamW(own.parameters())
-    options = {"variables": "keyframes", "parameter": "0.weight"}
-    with capture(own, optimizer, tmp_path / "own.zarr", **options):
-        own(torch.arange(5)).sum().backward()
-        optimizer.step()
+    Accumulated().train(tmp_path / "own.zarr", last=1)
     with pytest.raises(InvalidArgument, match=r"your own loop, .* give developed=build, a func"):
         open_run(tmp_path / "own.zarr", developed=True)
 
@@ -239,7 +233,7 @@ def test_two_readers_train_once_and_a_kill_leaves_a_sound_cache(
     cache = run.with_suffix(".developed")
     reader = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
     while not [*cache.glob(".4-6.zarr.*.partial/*")]:
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks at the folder; a child that is killed cannot report
     os.killpg(reader.pid, signal.SIGKILL)
     reader.wait()
     assert "4-6.zarr" not in cached(run)

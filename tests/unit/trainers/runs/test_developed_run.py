@@ -15,6 +15,7 @@ from altered_runs import rewrite  # noqa: E402
 from damage import flip  # noqa: E402
 from recorded_models import same  # noqa: E402
 from small_trainings import contents, same_values, small_config, stop_after  # noqa: E402
+from training_loops import Accumulated  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.cli.main import main  # noqa: E402
@@ -26,7 +27,6 @@ from trajstore.errors import (  # noqa: E402
     VariableNotRecorded,
 )
 from trajstore.trainers import (  # noqa: E402
-    capture,
     checkout,
     develop_run,
     evaluate,
@@ -94,12 +94,7 @@ def test_steps_and_runs_that_cannot_be_developed(
     part.mkdir()
     with pytest.raises(RunExists):
         develop_run(run, part, steps="1:3")
-    own = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
-    optimizer = torch.optim.AdamW(own.parameters())
-    options = {"variables": "keyframes", "parameter": "0.weight"}
-    with capture(own, optimizer, tmp_path / "own.zarr", **options):
-        own(torch.arange(5)).sum().backward()
-        optimizer.step()
+    Accumulated().train(tmp_path / "own.zarr", last=1)
     with pytest.raises(InvalidArgument, match=r"your own loop: trajstore\.trainers\.develop\("):
         develop_run(tmp_path / "own.zarr", tmp_path / "other.zarr", steps=[1])
     before = contents(run)

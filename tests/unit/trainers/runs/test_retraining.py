@@ -41,7 +41,7 @@ def test_what_is_proven_is_locked_and_then_kept_as_a_checkpoint(
 ) -> None:
     """A checkpoint of another run is none of this run."""
     while utc_now() == open_run(lost).attrs["created"]:  # a run is known by its second
-        time.sleep(0.05)
+        time.sleep(0.05)  # until the next second: nothing else tells the runs apart
     record(config_of(), tmp_path / "another.zarr", corpus=text, stop=stop_after(5))
     checkpoint_folder(tmp_path / "another.zarr").rename(checkpoint_folder(lost))
     seen = []
