@@ -17,7 +17,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.units import EXCHANGE_MEMORY, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.exchange.named_arrays import TableLine
+    from trajstore.exchange.imported_run import TableLine
 
 
 @click.command()
@@ -197,6 +197,9 @@ def import_(
         print_json(facts[0] | {"others": facts[1:]})
         return
     _print_matches(done.table)
+    if done.toml and not done.path:
+        out.print("Layout of the file; to change it, save it, edit it, and pass --layout FILE.toml:")
+        out.print(done.toml + "\n", markup=False, highlight=False, soft_wrap=True)
     for run in runs:
         what = f"Imported {run.path}" if run.path else f"Run {run.label}".rstrip()
         dead = "" if run.dead is None else f", {run.dead} of them dead"

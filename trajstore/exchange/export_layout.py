@@ -56,9 +56,9 @@ def file_numbers(
             if value is not None:
                 numbers[key] = value
         elif key.startswith(RECORDED):
-            kind = named(key.removeprefix(RECORDED)).kind
+            name = named(key.removeprefix(RECORDED))
             held = {column.variable for column in layout.columns if column.key in keys}
-            numbers[key] = kind is not None and kind.name in held
+            numbers[key] = name is not None and name.kind.name in held
         elif key == "n_runs":
             numbers[key] = len(parts)
         else:
@@ -303,7 +303,7 @@ def _without_place(layout: Layout, part: Selection) -> list[str]:
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
         placed.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
-    known |= {layout.mark_kind(key) for key in layout.marks} & {"token_count"}
+    known |= {*layout.marks.values()} & {"token_count"}
     return [
         *(name for name in part.variables if name not in placed),
         *(name for name in part.run.coordinates if name not in known),
@@ -346,8 +346,8 @@ def _token_labels(layout: Layout, part: Selection) -> Iterator[Tensor]:
     if "is_dead" in coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
         yield from _marked(layout, coordinates["is_dead"].astype(bool))
-    for key in layout.marks:
-        if layout.mark_kind(key) == "token_count" and "token_count" in coordinates:
+    for key, kind in layout.marks.items():
+        if kind == "token_count" and "token_count" in coordinates:
             yield constant(key, "int64", coordinates["token_count"])
     if layout.name == "native":  # in other files, their names may have another meaning
         yield from (constant(name, "bool", coordinates[name]) for name in part.run.populations)
@@ -394,9 +394,9 @@ def _marked(layout: Layout, is_dead: Array, selected: Array | None = None) -> It
     selected : ndarray of bool, (token,), optional
         Tokens to mark. Default: all.
     """
-    for key in layout.marks:
-        name, _, form = layout.mark_kind(key).partition("_")
-        if form == "count":
+    for key, kind in layout.marks.items():
+        name, _, form = kind.partition("_")
+        if form not in ("mask", "ids"):
             continue
         mask = is_dead == (name == "dead")
         mask = mask if selected is None else mask & selected
@@ -432,7 +432,7 @@ def _metadata(layout: Layout, part: Selection) -> dict[str, str]:
 def _notes(
     layout: Layout, part: Selection, columns: Collection[str], keys: Collection[str]
 ) -> Iterator[str]:
-    marks = [key for key in layout.marks if layout.mark_kind(key) != "token_count"]
+    marks = [key for key, kind in layout.marks.items() if kind != "token_count"]
     known = [*marks, *(key for key in layout.numbers if key in COUNTS)]
     if known and "is_dead" not in part.run.coordinates:
         yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"

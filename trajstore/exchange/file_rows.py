@@ -1,14 +1,12 @@
-"""Rows of a file: their number, their steps, and the state that each row holds.
+"""Steps of the rows of a file, by labels, by a number, or counted.
 
-Some labels count callbacks instead of steps, and some files have no labels. A row holds the state
-after its step, or the state before it.
+Some labels count callbacks instead of steps, and some files have no labels.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.imported_file import ImportedVariable, ImportOptions, RunPart
-from trajstore.exchange.layouts import Layout
-from trajstore.exchange.named_arrays import NamedArray
+from trajstore.exchange.imported_run import RunPart
+from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.usual_names import ARRAY_KINDS, STARTING_STEP
 from trajstore.formats.array_file import ArrayFile, values_of
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP
 from trajstore.units import format_bytes
 
 Array = npt.NDArray[Any]
-Variables = tuple[ImportedVariable, ...]
-_STATE = ("W", "exp_avg", "exp_avg_sq")
 
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3
@@ -65,8 +60,8 @@ def check_size(path: Path, key: str, shape: tuple[int, ...], dtype: str, memory:
     if need > memory:
         raise InvalidArgument(
             f"{path}: {key} has rows of {format_bytes(row)}; reading one needs "
-            f"{format_bytes(need)}, but the memory budget is {format_bytes(memory)}; raise it "
-            f"(--memory {-(-need >> 20)}MiB)"
+            f"{format_bytes(need)}, but the memory budget is {format_bytes(memory)}; raise it: "
+            f"memory='{-(-need >> 20)}MiB'"
         )
 
 
@@ -93,7 +88,7 @@ def checked_labels(where: Any, name: str, labels: Array) -> Array:
         after = f" after {labels[row - 1]}" if row else ""
         raise FormatError(
             f"{where}: {name} holds {labels[row]}{after} in row {row}, expected increasing step "
-            "numbers of at least 0; replace them with --labels steps=…"
+            "numbers of at least 0; replace them with labels={'steps': '0:2001:50'}"
         )
     return labels.astype(np.int64)
 
@@ -133,8 +128,8 @@ def true_steps(
     return np.arange(len(labels), dtype=np.int64), (
         f"{name} runs from 0 to {labels[-1]} in {len(labels)} rows and skips a number "
         f"every {epoch} rows, at the end of each epoch: it counted callbacks; the rows were "
-        f"labeled as optimizer steps 0 to {len(labels) - 1} (--labels steps={name} keeps its "
-        "labels)"
+        f"labeled as optimizer steps 0 to {len(labels) - 1}; labels={{'steps': {name!r}}} keeps "
+        "its labels"
     )
 
 
@@ -170,209 +165,69 @@ def named_steps(text: str, rows: int) -> Array:
     return steps
 
 
-class FileRows:
-    """Rows of a run in a file: their steps, and the state that each of them holds.
-
-    Parameters
-    ----------
-    file : ArrayFile
-    part : RunPart
-    options : ImportOptions
-    layout : Layout, optional
-        Layout of the file.
-    anchor : NamedArray
-        The array that defines the number of rows.
-
-    Attributes
-    ----------
-    single : bool
-        True for one state, without an axis of steps.
-    count : int
-    steps : ndarray of int64, (step,)
-    notes : list of str
+def steps_of(file: ArrayFile, layout: Layout, part: RunPart) -> tuple[Array, list[str]]:
+    """Optimizer steps of the rows of a run in a file, and notes on them.
 
     Raises
     ------
     FormatError, InvalidArgument
         If the labels contradict each other, or do not fit the rows.
     """
-
-    def __init__(
-        self,
-        file: ArrayFile,
-        part: RunPart,
-        options: ImportOptions,
-        layout: Layout | None,
-        anchor: NamedArray,
-    ) -> None:
-        self._file, self._part, self._options, self._anchor = file, part, options, anchor
-        self._layout = layout
-        self.notes: list[str] = []
-        self.single = len(anchor.shape) == 2
-        self.count = 1 if self.single else anchor.shape[anchor.extra]
-        self._labels = [
-            array for array in part.arrays if array.kind.name == STEP.name and array.shape
-        ]
-        self._start = self._number(STARTING_STEP)
-        self.steps = self._steps()
-        self._resumed = bool(self._start) and int(self.steps[0]) == self._start
-        if self._start and not self._resumed:
-            self.notes.append(
-                f"by a number in the file, the training was resumed at step {self._start}, but its "
-                f"first row is labeled {self.steps[0]}"
-            )
-
-    def _steps(self) -> Array:
-        """Steps of the rows."""
-        wanted, labels = self._options.steps, self._labels
-        trusted = self._file.attributes.get("steps") == "optimizer"
-        if wanted is not None and wanted not in self._file.keys:
-            return named_steps(wanted, self.count)
-        if wanted is not None:
-            labels = [array for array in labels if array.key == wanted]
-        if labels:
-            labeled = {array.key: self._labels_of(array) for array in labels}
-            key, steps = next(iter(labeled.items()))
-            for other, values in labeled.items():
-                if not np.array_equal(values, steps):
-                    raise FormatError(
-                        f"{self._file.path}: {key} and {other} label the rows differently; choose "
-                        f"with --labels steps={key}"
-                    )
-            trusted = trusted or self._file.format == "folder" or key == wanted
-            steps, note = true_steps(steps, name=key, trusted=trusted)
-            self.notes += [note] if note else []
-            return steps
-        first = self._options.first_row or 0
-        if self.single:
-            step = self._number(ARRAY_KINDS[STEP.name].names, in_groups=True)
-            if step is None:
-                step = first
-                self.notes.append(
-                    f"{self._anchor.key} is one state without a step number; it was taken as the "
-                    f"state after step {step} (--labels steps=N)"
-                )
-            return np.array([step], np.int64)
-        steps = (self._start or first) + np.arange(self.count, dtype=np.int64)
-        if not trusted:
-            self.notes.append(
-                f"the file has no labels of steps; its rows were taken as steps {steps[0]} to "
-                f"{steps[-1]}"
-            )
-        return steps
-
-    def _labels_of(self, array: NamedArray) -> Array:
-        """Labels of the rows. Labels of several runs have a first axis of runs."""
-        shape, outer = array.shape, self._part.outer
-        if self.count in shape:
-            values = values_of(self._file, array.key)
-            if values.ndim == 2 and outer is not None and len(values) > outer:
-                values = values[outer]
-            shape = values.shape
-        if shape != (self.count,):
-            raise FormatError(
-                f"{self._file.path}: {array.key} has shape {shape}, expected ({self.count},): "
-                f"{self._anchor.key} has {self.count} rows"
-            )
-        return checked_labels(self._file.path, array.key, values)
-
-    def _number(self, names: Collection[str], *, in_groups: bool = False) -> int | None:
-        """A number of the file that counts steps, by its name, or also by its name in a group."""
-        for key, value in self._part.numbers.items():
-            name = key.lower().rpartition(".")[2] if in_groups else key.lower()
-            if name in names and isinstance(value, int) and 0 <= value < 1 << 61:
-                return value
-        return None
-
-    def aligned(self, variables: Variables) -> Variables:
-        """Mark the variables that precede the step of their row, and those without a first value.
-
-        Raises
-        ------
-        FormatError
-            If a result of a step has values in the row of step 0, or the rows do not fit the named
-            layout.
-        """
-        if not self.single and self._layout is not None and self._are_before(self._layout):
-            self._check_before(variables, self._layout)
-            variables = tuple(
-                replace(variable, shift=variable.shift + 1)
-                if variable.variable in _STATE
-                else variable
-                for variable in variables
-            )
-        return tuple(map(self._with_first_row, variables))
-
-    def _are_before(self, layout: Layout) -> bool:
-        """True if W and the moments are those before the step of their row.
-
-        An option, the attribute of an export, or the names of 1.12a say so. Files of 1.12a have no
-        labels.
-        """
-        if all(column.time != "before" for column in layout.columns):
-            return False
-        is_named = self._file.attributes.get("layout") == layout.name
-        by_names = self._options.first_row is None and (is_named or not self._labels)
-        return self._options.layout is not None or by_names
-
-    def _check_before(self, variables: Variables, layout: Layout) -> None:
-        """Refuse states that are not those before the step of their row.
-
-        Rows 0 and 1 are both before step 1, so they are equal. Steps are consecutive.
-        """
-        for variable in variables:
-            if variable.variable not in _STATE:
-                continue
-            if (np.diff(self.steps) != 1).any():
+    rows, given = part.rows(file), layout.steps
+    if given is not None and given not in file.keys:
+        return named_steps(given, rows), []
+    trusted = file.attributes.get("steps") == "optimizer"
+    labels = [each for each in part.columns if each.kind == STEP.name and given in (None, each.key)]
+    start = number_of_steps(part.numbers, STARTING_STEP)
+    if labels:
+        steps = _labels_of(file, part, labels[0], rows)
+        for other in labels[1:]:
+            if not np.array_equal(_labels_of(file, part, other, rows), steps):
                 raise FormatError(
-                    f"{self._file.path}: {variable.key} is the value before the step of its row, "
-                    "so its steps must be consecutive; use the run from which it was exported"
+                    f"{file.path}: {labels[0].key} and {other.key} label the rows differently; "
+                    f"choose with labels={{'steps': {labels[0].key!r}}}"
                 )
-            both = self.steps[0] == 0 and len(self.steps) > 1
-            if both and not np.array_equal(variable.read(0, 1), variable.read(1, 2)):
-                name = layout.name
-                fix = f"omit --layout {name}" if self._options.layout else "pass --first-row 0"
-                raise FormatError(
-                    f"{self._file.path}: {variable.key} differs between rows 0 and 1, but in "
-                    f"layout {name} both come before step 1; {fix}"
-                )
-
-    def _with_first_row(self, variable: ImportedVariable) -> ImportedVariable:
-        """The variable. Its first row becomes NaN if no step precedes it."""
-        first = self.steps[0]
-        if variable.shift or VARIABLES[variable.variable].row0 != "nan":
-            return variable
-        if first != 0 and not self._resumed:
-            if variable.variable == "grad" and len(self.steps) > 1 and variable.is_blank(0):
-                self.notes.append(
-                    f"{variable.key} of step {first}, the first row, is 0 or NaN everywhere and "
-                    "was kept; if a training was resumed there, add the number starting_step "
-                    f"{first} to the file"
-                )
-            return variable
-        if variable.is_blank(0):
-            note = (
-                f"resumed at step {first}: the file does not hold the results of that step, which "
-                "are NaN in the run"
-            )
-            self.notes += [note] if self._resumed and note not in self.notes else []
-            return replace(variable, blank=True)
-        if self._resumed:
-            return variable
-        if variable.variable == "logits":
-            self.notes.append(
-                f"{variable.key} of row 0 omitted: they come from a forward pass before the first "
-                "step"
-            )
-            return replace(variable, blank=True)
-        if variable.variable == "hidden_mean":
-            self.notes.append(
-                f"{variable.key} of row 0 comes from a forward pass before the first step"
-            )
-            return variable
-        raise FormatError(
-            f"{self._file.path}: {variable.key} has values in the row of step 0, before the first "
-            "step; a row of a run holds the gradient, logits and loss of its step, and the state "
-            "after it. If the first row belongs to step 1, pass --first-row 1; or omit it with "
-            f"--map ignore={variable.key}"
+        name = labels[0].key
+        trusted = trusted or file.format == "folder" or name == given
+        steps, note = true_steps(steps, name=name, trusted=trusted)
+        return steps, [note] if note else []
+    first = int(layout.begins_late) if layout.first_step is None else layout.first_step
+    if part.is_single(file):
+        step = number_of_steps(part.numbers, ARRAY_KINDS[STEP.name].names, in_groups=True)
+        note = (
+            f"{part.anchor.key} is one state without a step number; it was taken as the state "
+            f"after step {first}; labels={{'steps': 'N'}} names another one"
         )
+        return np.array([first if step is None else step], np.int64), [note] * (step is None)
+    steps = (start or first) + np.arange(rows, dtype=np.int64)
+    note = (
+        f"the file has no labels of steps; its rows were taken as steps {steps[0]} to {steps[-1]}"
+    )
+    return steps, [] if trusted else [note]
+
+
+def _labels_of(file: ArrayFile, part: RunPart, column: Column, rows: int) -> Array:
+    """Labels of the rows. Labels of several runs have a first axis of runs."""
+    shape = file.shape(column.key) or (1,)
+    if rows in shape:
+        values = values_of(file, column.key).reshape(shape)
+        if values.ndim == 2 and part.outer is not None and len(values) > part.outer:
+            values = values[part.outer]
+        shape = values.shape
+    if shape != (rows,):
+        raise FormatError(
+            f"{file.path}: {column.key} has shape {shape}, expected ({rows},): {part.anchor.key} "
+            f"has {rows} rows"
+        )
+    return checked_labels(file.path, column.key, values)
+
+
+def number_of_steps(
+    numbers: Mapping[str, Any], names: Collection[str], *, in_groups: bool = False
+) -> int | None:
+    """A number of a file that counts steps, by its name, or also by its name in a group."""
+    for key, value in numbers.items():
+        name = key.lower().rpartition(".")[2] if in_groups else key.lower()
+        if name in names and isinstance(value, int) and 0 <= value < 1 << 61:
+            return value
+    return None

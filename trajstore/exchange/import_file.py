@@ -19,18 +19,18 @@ import numpy.typing as npt
 
 from trajstore.arguments import Count, checks_types
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.assembled_run import read_arrays
+from trajstore.exchange.guessed_layout import abridged, guess, recorded_layout, with_options
 from trajstore.exchange.import_whole import read_whole, whole_layout
-from trajstore.exchange.imported_file import (
+from trajstore.exchange.imported_run import (
     HalfForm,
     ImportedFile,
     ImportedRun,
     ImportedVariable,
-    ImportOptions,
-    import_options,
+    TableLine,
 )
-from trajstore.exchange.layouts import Layout
-from trajstore.exchange.named_arrays import TableLine, abridged
+from trajstore.exchange.layouts import IMPORT_LAYOUTS, LAYOUTS, OTHERS, Layout, layout_of
+from trajstore.exchange.load import load
+from trajstore.exchange.token_tables import masks_of
 from trajstore.formats.array_file import ArrayFile
 from trajstore.formats.open_file import open_file
 from trajstore.installation import __version__
@@ -55,20 +55,21 @@ OnLabels = Callable[[list[str]], object]
 @contextmanager
 def opened_file(
     path: str | os.PathLike[str],
-    options: ImportOptions,
     memory: int | str = EXCHANGE_MEMORY,
     on_labels: OnLabels | None = None,
+    **options: Any,
 ) -> Iterator[ImportedFile]:
     """Open and interpret a file. It stays open until the block ends.
 
     Parameters
     ----------
     path : path-like
-    options : ImportOptions
     memory : int or str
         Memory for rows, and for large compressed chunks of HDF5.
     on_labels : callable, optional
         Called with the labels of the runs as soon as they are known, before values are read.
+    **options
+        layout, map, bits, labels, first_row and masks of `import_file`.
 
     Raises
     ------
@@ -80,24 +81,28 @@ def opened_file(
         If its format needs a library that is not installed.
     """
     with open_file(local_path(path), parse_bytes(memory)) as file:
-        yield read_runs(file, options, parse_bytes(memory), on_labels)
+        yield read_runs(file, parse_bytes(memory), on_labels, **options)
 
 
 def read_runs(
     file: Any,
-    options: ImportOptions | None = None,
     memory: int = parse_bytes(EXCHANGE_MEMORY),
     on_labels: OnLabels | None = None,
+    *,
+    layout: str | None = None,
+    masks: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> ImportedFile:
     """Interpret an open file as runs.
 
     Parameters
     ----------
     file : ArrayFile
-    options : ImportOptions, optional
     memory : int
         Bytes that one row must fit into.
     on_labels : callable, optional
+        As for `opened_file`.
+    layout, masks, **options
         As for `opened_file`.
 
     Raises
@@ -107,126 +112,110 @@ def read_runs(
     InvalidArgument
         If an option does not apply to it, or a row does not fit into the memory.
     """
-    options = options or ImportOptions()
-    layout = options.layout or whole_layout(file)
-    if layout is not None:
-        _check_layout(file, layout, is_given=options.layout is not None)
-    if layout is not None and layout.whole:
-        _check_no_options(file, layout, options)
-        content = read_whole(file, layout)
+    given = layout_of(layout, IMPORT_LAYOUTS) if layout is not None else None
+    exact = given or whole_layout(file)
+    if exact is not None:
+        _check_layout(file, exact, is_given=given is not None)
+    if exact is not None and exact.whole:
+        used = [name for name, value in (options | {"masks": masks}).items() if value]
+        used += ["first_row"] if options.get("first_row") == 0 else []
+        if used:
+            raise InvalidArgument(
+                f"{file.path} has layout {exact.name}, which defines everything that an import "
+                f"needs, so {', '.join(used)} would have no effect; omit it"
+            )
+        content = read_whole(file, exact)
     else:
-        content = read_arrays(file, options, memory)
+        exact = exact or recorded_layout(file)
+        complete = guess(file, with_options(file, exact, **options))
+        labeled = () if masks is None else masks_of(masks)
+        content = load(file, complete, masks=labeled, memory=memory)
+        exact = exact or LAYOUTS.get(complete.name)
+        absent = [each.key for each in exact.columns if each.key not in file.keys] if exact else []
+        notes = [f"the file does not hold {', '.join(absent)}"] if absent else []
+        runs = [replace(run, notes=(*run.notes, *notes)) for run in content.runs]
+        content = replace(content, runs=tuple(runs))
     if on_labels is not None:
         on_labels([run.label for run in content.runs])
-    if layout is not None and layout.whole:
+    if exact is not None and exact.whole:
         return content
-    return replace(content, runs=tuple(_typed(run, options) for run in content.runs))
+    return replace(content, runs=tuple(_typed(run, complete.original) for run in content.runs))
 
 
 def _check_layout(file: ArrayFile, layout: Layout, *, is_given: bool) -> None:
-    if file.format != layout.format and (layout.whole or "hdf5" in (layout.format, file.format)):
+    if layout.whole and file.format != layout.format:
         raise FormatError(
             f"{file.path} has format {file.format}, but layout {layout.name} is for "
-            f"{layout.format} files; omit --layout"
+            f"{layout.format} files; omit layout={layout.name!r}"
         )
     missing = [key for key in layout.required if key not in file.keys]
     if missing:
+        go_by_names = f"; omit layout={layout.name!r} to go by usual names"
         raise FormatError(
             f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
-            f"{abridged(file.keys)}{'; omit --layout to go by usual names' if is_given else ''}"
+            f"{abridged(file.keys)}{go_by_names if is_given else ''}"
         )
 
 
-def _check_no_options(file: ArrayFile, layout: Layout, options: ImportOptions) -> None:
-    """Refuse options for a file of a whole run, which defines everything itself."""
-    flags = {
-        "--map": options.mapped or options.ignored,
-        "--bits": options.bits,
-        "--labels": options.steps is not None,
-        "--first-row": options.first_row is not None,
-        "--masks": options.masks,
-    }
-    given = [name for name, is_given in flags.items() if is_given]
-    if given:
-        raise InvalidArgument(
-            f"{file.path} has layout {layout.name}, which defines everything that an import needs, "
-            f"so {', '.join(given)} would have no effect; omit it"
-        )
-
-
-def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
-    """The run with the narrowest types that hold every value, and notes on them."""
-    halves = _halves(run, options)
-    made, narrowed, warned, valued, reread = [], [], [], [], []
-    for variable in run.variables:
-        form = halves.get(variable.variable)
-        if form is None and variable.native.name == "float32" and variable.holds_bfloat16():
-            narrowed.append(variable.variable)
-            made.append(_as_bfloat16(variable))
-        elif form is None or options.bits_of(variable.variable, *variable.keys) is None:
-            warned += [variable.variable] if form in ("values", "either") else []
-            made.append(variable)
-        elif form == "bits":
-            native = NATIVE_TYPES["bfloat16"]
-            reread.append(variable.key)
-            made.append(replace(variable, native=native, wanted=native))
-        else:
-            valued.append(variable.variable)
-            made.append(_as_bfloat16(variable))
-    notes = [f"{key}: the bits of its float16 were read as bits of bfloat16" for key in reread]
-    if narrowed:
-        notes.append(
-            f"{', '.join(narrowed)}: float32 in the file, bfloat16 in the run: every value is a "
-            "bfloat16"
-        )
-    if valued:
-        notes.append(
-            f"{', '.join(valued)}: float16 in the file, bfloat16 in the run: every value is a "
-            "bfloat16; the file has lost values outside the range of float16"
-        )
-    if warned:
-        some = len(warned) < len(halves)
-        option = " ".join(f"--bits {name}=bfloat16" for name in warned) if some else ""
-        notes.append(
-            f"{', '.join(warned)}: float16 in which every value is a bfloat16, so most likely "
-            "converted from bfloat16: values below 6e-5 have lost precision and those below 3e-8 "
-            f"are 0 in the file; {option or '--bits bfloat16'} stores it as bfloat16, which has "
-            "another lattice"
-        )
-    return replace(run, variables=tuple(made), notes=(*run.notes, *notes))
-
-
-def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
-    """Forms of the float16 arrays that no option keeps as float16, by variable.
+def _typed(run: ImportedRun, original: Mapping[str, str]) -> ImportedRun:
+    """The run with the narrowest types that hold every value, and notes on them.
 
     Raises
     ------
     InvalidArgument
-        If ``--bits bfloat16`` would mean values for some arrays and bits for others.
+        If bfloat16 would mean values for some arrays of float16, and bits for others.
     """
-    forms: dict[str, HalfForm] = {}
+    bfloat16 = NATIVE_TYPES["bfloat16"]
+    made: list[ImportedVariable] = []
+    names: dict[str, list[str]] = {"narrowed": [], "bits": [], "values": [], "warned": []}
     unnamed: dict[str, str] = {}
+    halves = 0
     for variable in run.variables:
-        type = options.bits_of(variable.variable, *variable.keys)
-        if variable.native.name != "float16" or type == "float16":
-            continue
-        form = forms[variable.variable] = variable.half_form()
-        if type == "bfloat16" and options.bits.keys().isdisjoint(
-            (variable.variable, *variable.keys)
-        ):
-            unnamed.setdefault(form, variable.variable)
-    if {"values", "bits"} <= set(unnamed):
+        known = [name for name in (*variable.keys, variable.variable, OTHERS) if name in original]
+        wanted = original[known[0]] if known else None
+        what = ""
+        if variable.native.name == "float16" and wanted != "float16":
+            halves += 1
+            form = variable.half_form()
+            what = "bits" if form == "bits" else "values"
+            if wanted is None:
+                what = "" if form == "bits" else "warned"
+            elif known[0] == OTHERS and form != "either":
+                unnamed.setdefault(form, variable.variable)
+        elif variable.native.name == "float32" and variable.holds_bfloat16():
+            what = "narrowed"
+        if what:
+            names[what].append(variable.key if what == "bits" else variable.variable)
+        if what in ("narrowed", "values", "bits"):
+            native = bfloat16 if what == "bits" else variable.native
+            variable = replace(variable, wanted=bfloat16, native=native)
+        made.append(variable)
+    if len(unnamed) == 2:
         valued, other = unnamed["values"], unnamed["bits"]
         raise InvalidArgument(
-            f"--bits bfloat16 is ambiguous: every value of {valued} is a bfloat16, but not every "
+            f"bits='bfloat16' is ambiguous: every value of {valued} is a bfloat16, but not every "
             f"value of {other}, whose bits would be reinterpreted; name the variables, such as "
-            f"--bits {valued}=bfloat16"
+            f"bits={{{valued!r}: 'bfloat16'}}"
         )
-    return forms
-
-
-def _as_bfloat16(variable: ImportedVariable) -> ImportedVariable:
-    return replace(variable, wanted=NATIVE_TYPES["bfloat16"])
+    notes = [f"{key}: the bits of its float16 were read as bits of bfloat16" for key in names["bits"]]
+    if names["narrowed"]:
+        notes.append(
+            f"{', '.join(names['narrowed'])}: float32 in the file, bfloat16 in the run: every "
+            "value is a bfloat16"
+        )
+    if names["values"]:
+        notes.append(
+            f"{', '.join(names['values'])}: float16 in the file, bfloat16 in the run: every value "
+            "is a bfloat16; the file has lost values outside the range of float16"
+        )
+    if warned := names["warned"]:
+        fix = "'bfloat16'" if len(warned) == halves else str(dict.fromkeys(warned, "bfloat16"))
+        notes.append(
+            f"{', '.join(warned)}: float16 in which every value is a bfloat16, so most likely "
+            "converted from bfloat16: values below 6e-5 have lost precision and those below 3e-8 "
+            f"are 0 in the file; bits={fix} stores it as bfloat16, which has another lattice"
+        )
+    return replace(run, variables=tuple(made), notes=(*run.notes, *notes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +240,8 @@ class Imported:
         Notes on corrections, omissions and missing information.
     table : tuple of TableLine
         What each array and number of the file becomes.
+    toml : str
+        The layout of the file, to be edited and passed as `layout`; empty for a whole run.
     others : tuple of Imported
         Further runs of a file that holds several.
     """
@@ -267,6 +258,7 @@ class Imported:
     variables: dict[str, str]
     notes: tuple[str, ...]
     table: tuple[TableLine, ...] = ()
+    toml: str = ""
     others: tuple[Imported, ...] = ()
 
 
@@ -294,7 +286,7 @@ def preview_import(
     >>> [(line.name, line.kind) for line in preview_import(file).table if line.name == "momentum"]
     [('momentum', 'exp_avg')]
     """
-    with opened_file(file, import_options(**options), memory) as content:
+    with opened_file(file, memory, **options) as content:
         return _imported(content, [None] * len(content.runs))
 
 
@@ -379,21 +371,15 @@ def import_file(
     >>> imported.layout, imported.rows, imported.variables["W"]
     ('native', 21, 'bfloat16')
     """
-    options = import_options(
-        layout=layout,
-        map=map,
-        bits=bits,
-        labels=labels,
-        first_row=first_row,
-        masks=masks,
-    )
+    options = {"layout": layout, "map": map, "bits": bits, "labels": labels}
+    options |= {"first_row": first_row, "masks": masks}
 
     def check(labels: Iterable[str]) -> None:
         for label in labels:
             check_local_target(_target(local_path(path), label), overwrite=overwrite)
 
     with ExitStack() as stack:
-        content = stack.enter_context(opened_file(file, options, memory, check))
+        content = stack.enter_context(opened_file(file, memory, check, **options))
         targets = [_target(local_path(path), run.label) for run in content.runs]
         places = [
             stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
@@ -443,6 +429,7 @@ def _imported(content: ImportedFile, targets: Sequence[Path | None]) -> Imported
             variables=_types(run),
             notes=tuple(_notes(run)),
             table=content.table,
+            toml=content.toml,
         )
         for run, target in zip(content.runs, targets, strict=True)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,31 +11,32 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.exchange.file_rows import checked_labels
-from trajstore.exchange.imported_file import (
+from trajstore.exchange.guessed_layout import abridged
+from trajstore.exchange.imported_run import (
     ImportedFile,
     ImportedRun,
     ImportedVariable,
-    checked_texts,
-    checked_tokens,
-    kept_attributes,
+    TableLine,
     reader,
 )
-from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
-from trajstore.exchange.named_arrays import TableLine, abridged
+from trajstore.exchange.layouts import KEPT_ATTRIBUTES, Layout, layout_of, text_key
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.schema import (
     COORDINATES,
     NAMES,
+    OPTIMIZER_STATE,
     STEP,
     TRAJECTORIES,
     VARIABLES,
     along_token,
     variables_of,
 )
+from trajstore.strict_json import parse
 from trajstore.values.native_types import NATIVE_TYPES
 
 Array = npt.NDArray[Any]
 
+_DEEPEST_JSON = 32
 _TEXTS = ("attributes", "variables", "token_text", *NAMES)
 
 
@@ -55,7 +57,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
         If shapes, types or marks of tokens contradict.
     """
     texts = _texts(file, layout)
-    attributes = kept_attributes(file, texts.get("attributes", "{}"))
+    attributes = _kept_attributes(file, texts.get("attributes", "{}"))
     steps, token = (_vector(file, key, ("int64", "int32")) for key in layout.required)
     for key, values in zip(layout.required, (steps, token), strict=True):
         if not len(values):
@@ -70,7 +72,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
     }
     run = ImportedRun(
         steps=checked_labels(file.path, layout.required[0], steps),
-        token=checked_tokens(file, token),
+        token=_checked_tokens(file, token),
         coordinates=_coordinates(file, layout, texts, len(token)),
         variables=_variables(
             file,
@@ -84,7 +86,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
     )
     labels = dict(zip((STEP.name, "token"), layout.required, strict=True))
     kinds = {key: name for name, key in (keys | labels).items()}
-    kinds |= {key: key for key in populations} | {key: MARKS[key] for key in layout.marks}
+    kinds |= {key: key for key in populations} | dict(layout.marks)
     table = tuple(
         TableLine(name=key, dtype=file.dtype(key), shape=file.shape(key),
                   kind=kinds.get(key, ""), why="" if key in kinds else "unknown name")
@@ -92,6 +94,67 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
         if file.format == "safetensors" or key not in [text_key(layout, name) for name in _TEXTS]
     )  # fmt: skip
     return ImportedFile(layout=layout.name, runs=(run,), table=table)
+
+
+def _checked_tokens(file: ArrayFile, token: Array) -> Array:
+    """Check vocabulary ids."""
+    limit = np.iinfo(np.int32).max
+    if (token < 0).any() or (token > limit).any() or len(np.unique(token)) != len(token):
+        raise FormatError(f"{file.path}: token must hold distinct ids from 0 to {limit}")
+    return token
+
+
+def _checked_texts(file: ArrayFile, name: str, text: str, length: int) -> list[str]:
+    """Parse the strings of a coordinate from a JSON text."""
+    texts = _parsed(file, text)
+    sound = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    if sound and len(texts) == length:
+        try:
+            "".join(texts).encode()
+            return list(texts)
+        except UnicodeEncodeError:
+            sound = False
+    raise FormatError(f"{file.path}: {name} must hold {length} strings")
+
+
+def _kept_attributes(file: ArrayFile, text: str) -> dict[str, Any]:
+    """Parse the attributes that remain valid for an imported run, from a JSON text."""
+    attributes = _parsed(file, text)
+    if not isinstance(attributes, dict):
+        raise FormatError(
+            f"{file.path}: its attributes are {type(attributes).__name__}, expected a JSON object"
+        )
+    kept = {name: attributes[name] for name in KEPT_ATTRIBUTES if name in attributes}
+    for name, value in kept.items():
+        kind = {"created": str, OPTIMIZER_STATE: list}.get(name, dict)
+        if not isinstance(value, kind):
+            wanted = {str: "a string", list: "a list", dict: "an object"}[kind]
+            raise FormatError(
+                f"{file.path}: its attribute {name} is {type(value).__name__}, expected {wanted}"
+            )
+    return kept
+
+
+def _parsed(file: ArrayFile, text: str) -> Any:
+    """Value of a JSON text, if the attributes of a run can hold it."""
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise FormatError(f"{file.path}: cannot read its attributes ({error})") from None
+    if not _is_shallow(value, _DEEPEST_JSON):
+        raise FormatError(
+            f"{file.path}: its attributes are nested deeper than {_DEEPEST_JSON}, or hold a number "
+            "beyond float64"
+        )
+    return value
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        # A number beyond float64 is parsed as infinity, which JSON cannot represent.
+        return not isinstance(value, float) or math.isfinite(value)
+    inner: Any = value.values() if isinstance(value, Mapping) else value
+    return depth > 0 and all(_is_shallow(item, depth - 1) for item in inner)
 
 
 def _texts(file: ArrayFile, layout: Layout) -> dict[str, str]:
@@ -115,7 +178,7 @@ def _coordinates(
     """Dead tokens, on which all marks must agree, counts and texts, if the file has them."""
     coordinates: dict[str, Any] = {}
     for key in [key for key in layout.marks if key in file.keys]:
-        population, _, form = MARKS[key].partition("_")
+        population, _, form = layout.marks[key].partition("_")
         values = _vector(file, key, ("bool",) if form == "mask" else ("int64",),
                          None if form == "ids" else tokens)  # fmt: skip
         if form == "count":
@@ -127,7 +190,7 @@ def _coordinates(
         if not np.array_equal(values, np.flatnonzero(marked) if form == "ids" else marked):
             raise FormatError(f"{file.path}: {key} and other marks disagree about dead tokens")
     if "token_text" in texts:
-        coordinates["token_text"] = checked_texts(file, "token_text", texts["token_text"], tokens)
+        coordinates["token_text"] = _checked_texts(file, "token_text", texts["token_text"], tokens)
     return coordinates
 
 
@@ -142,7 +205,7 @@ def _names(file: ArrayFile, texts: Mapping[str, str]) -> dict[str, tuple[str, ..
                     f"{file.path}: {key} has shape {shape}, but the file does not name its "
                     f"{name}s (text {name})"
                 )
-            names = checked_texts(file, name, texts[name], shape[1])
+            names = _checked_texts(file, name, texts[name], shape[1])
             if len(set(names)) != len(names):
                 raise FormatError(f"{file.path}: {name} repeats a name, expected distinct names")
             coordinates[name] = tuple(names)

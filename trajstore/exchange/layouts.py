@@ -1,8 +1,8 @@
 """Layouts of files: names, types, alignment, and the numbers besides the arrays.
 
 `layouts.toml` lists those of whole runs and of the notebooks; a TOML file can define another.
-Export and import use the same table. `trajstore.exchange.usual_names` knows arrays of files
-without a layout. Differences between the layouts and a run:
+Export and import use the same table. `trajstore.exchange.guessed_layout` makes the layout of a file
+without one. Differences between the layouts and a run:
 
 * Most hold the state after each step, as a run does. Before the first step they hold zeros, where a
   run holds NaN. 14.1a holds changes of W instead of W; its first form holds dead tokens only.
@@ -13,6 +13,8 @@ without a layout. Differences between the layouts and a run:
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trajstore.errors import InvalidArgument, did_you_mean
-from trajstore.exchange.usual_names import ARRAY_KINDS, scalar_of
-from trajstore.schema import OPTIMIZER_STATE, VARIABLES
+from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, scalar_of
+from trajstore.schema import OPTIMIZER_STATE, STEP, VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class Column:
         1 if the file omits the first row.
     tokens : {'all', 'dead', 'live'}
         Tokens of its rows, if the variable has a value per token.
+    run : int, optional
+        Number of its run, in a file that an import reads as several runs.
+    matrix : {'E', 'W'}, optional
+        Its matrix, in a file of both matrices of an untied model that an import reads.
     """
 
     key: str
@@ -58,10 +64,12 @@ class Column:
     )
     first_row: int = 0
     tokens: Literal["all", "dead", "live"] = "all"
+    run: int | None = None
+    matrix: Literal["E", "W"] | None = None
 
     @property
     def kind(self) -> str | None:
-        """Variable that an import reads from it; None if it is derived."""
+        """What an import reads from it, a name of `ARRAY_KINDS`; None if it is derived."""
         if self.time in ("after", "before"):
             return self.variable
         return "delta" if self.time == "change" else None
@@ -74,12 +82,12 @@ class Column:
     @property
     def has_tokens(self) -> bool:
         """True if the variable has a value per token."""
-        return "token" in VARIABLES[self.variable].dims
+        return "token" in ARRAY_KINDS[self.variable].dims
 
     @property
     def is_matrix(self) -> bool:
         """True if the variable has a value for each element of W."""
-        return VARIABLES[self.variable].dims == VARIABLES["W"].dims
+        return ARRAY_KINDS[self.variable].dims == VARIABLES["W"].dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +104,15 @@ class Layout:
         Keys that every file of this layout has.
     format : {'safetensors', 'hdf5'}
     steps : str, optional
-        Key of the steps of the rows; None if rows are steps 0, 1, 2, ….
+        Key of the steps of the rows, or the steps themselves, such as ``0:2001:50``; None if rows
+        are steps 0, 1, 2, ….
+    first_step : {0, 1}, optional
+        Step of the first row of a file without steps that an import reads.
     runs : {'axis', 'keys', 'matrices'}, optional
         How a file holds several runs: along a first axis, under keys ``run_0_…``, or as both
         matrices of an untied model, ``…_E`` and ``…_W``. None for one run.
-    marks : tuple of str
-        Keys that mark the dead tokens, or count tokens, from `MARKS`; or ``token_ids``.
+    marks : dict of str to str
+        Kinds of the arrays that mark the dead tokens, count tokens, or hold ids, by their keys.
     tokens : {'all', 'dead', 'live'}
         Tokens that ``token_ids`` lists.
     numbers : tuple of str
@@ -115,6 +126,13 @@ class Layout:
         Level of compression in HDF5; 0 for none.
     types : dict of str to str
         Types of steps, marks and numbers that are not the usual ones.
+    original : dict of str to str
+        Types that 16-bit values had, bfloat16 or float16, by variable or key; `OTHERS` for the
+        rest. An import reads them as this type.
+    scalars : dict of str to str
+        Numbers with names of their own, by key, and their usual names.
+    ignore : dict of str to str
+        Keys that an import omits, with reasons.
     whole : bool
         True if it holds everything else of a run under its own name, in native types, and describes
         it with texts of JSON: attributes, variables, token_text and parameter.
@@ -126,14 +144,25 @@ class Layout:
     format: Literal["safetensors", "hdf5"] = "safetensors"
     steps: str | None = None
     runs: Literal["axis", "keys", "matrices"] | None = None
-    marks: tuple[str, ...] = ()
+    first_step: Literal[0, 1] | None = None
+    marks: Mapping[str, str] = field(default_factory=dict)
     tokens: Literal["all", "dead", "live"] = "all"
     numbers: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     chunk_rows: int = 1
     gzip: int = 0
     types: Mapping[str, str] = field(default_factory=dict)
+    original: Mapping[str, str] = field(default_factory=dict)
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    ignore: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
+
+    @property
+    def arrays(self) -> dict[str, Column]:
+        """Columns, marks and labels of steps, by key."""
+        kinds = dict(self.marks) | ({self.steps: STEP.name} if self.steps else {})
+        others = {key: Column(key=key, variable=kind) for key, kind in kinds.items()}
+        return others | {column.key: column for column in self.columns}
 
     @property
     def begins_late(self) -> bool:
@@ -152,10 +181,6 @@ class Layout:
         by_rows = any(column.has_tokens and column.tokens != "all" for column in self.columns)
         return bool(self.marks or by_rows)
 
-    def mark_kind(self, key: str) -> str:
-        """Kind of a mark."""
-        return f"{self.tokens}_ids" if key == _IDS else MARKS[key]
-
 
 MARKS: dict[str, str] = {
     name: kind
@@ -165,6 +190,15 @@ MARKS: dict[str, str] = {
 """Kind of each key that can mark or count tokens."""
 
 _IDS = "token_ids"
+
+TOKEN_KINDS = ("dead_mask", "live_mask", "dead_ids", "live_ids", "token_count", "token")
+"""Kinds of arrays that describe the tokens."""
+
+IGNORED = "ignored"
+"""Reason for the omission of an array that the user ignores."""
+
+OTHERS = "*"
+"""Key of all arrays without an entry in `Layout.original`."""
 
 COUNTS = {"n_live": False, "n_dead": True, "n_trained": False, "n_untrained": True}
 """Names of the numbers of dead (True) and live tokens."""
@@ -200,48 +234,65 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "time": ("after", "before", "change", "ulps", "initial", "centroid", "last_motion"),
     "row0": ("zero", "nan"),
     "first_row": (0, 1),
+    "first_step": (0, 1),
+    "matrix": ("E", "W"),
     "bits": (False, True),
     "runs": ("axis", "keys", "matrices"),
     "gzip": tuple(range(10)),
 }
-_OF_ARRAY = ("variable", "type", "bits", "tokens", "time", "row0", "first_row")
+_OF_ARRAY = ("variable", "type", "bits", "tokens", "time", "row0", "first_row", "run", "matrix")
 _OF_LAYOUT = (
-    "like", "format", "type", "bits", "tokens", "steps", "runs", "required", "marks", "numbers",
-    "texts", "chunk_rows", "gzip", "arrays",
+    "like", "format", "type", "bits", "tokens", "steps", "first_step", "runs", "required", "marks",
+    "numbers", "texts", "chunk_rows", "gzip", "original", "scalars", "ignore", "arrays",
 )  # fmt: skip
-_EXPORTABLE = tuple(name for name in ARRAY_KINDS if name in VARIABLES)
+_LISTS = ("required", "marks", "numbers", "texts", "ignore")
+_TABLES_OF_NAMES: dict[str, tuple[str, ...]] = {
+    "original": ("bfloat16", "float16"), "scalars": (*SCALARS,), "marks": TOKEN_KINDS
+}  # fmt: skip
+"""Keys whose value is a table of names, and the words that it may hold."""
 
 
 def _layout(name: str, given: Mapping[str, Any]) -> Layout:
     """Layout of a table of TOML."""
     table = _whole(name, given)
     _check(name, table, _OF_LAYOUT)
-    for key in table.get("marks", ()):
-        _check_word(name, "marks", key, (*MARKS, _IDS))
-        if key == _IDS and table.get("tokens", "all") == "all":
-            raise InvalidArgument(
-                f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"'
-            )
+    marks = table.get("marks", {})
+    if isinstance(marks, list):
+        for key in marks:
+            _check_word(name, "marks", key, (*MARKS, _IDS))
+            if key == _IDS and table.get("tokens", "all") == "all":
+                raise InvalidArgument(
+                    f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"'
+                )
+        marks = {key: f"{table['tokens']}_ids" if key == _IDS else MARKS[key] for key in marks}
     for key in (*table.get("numbers", ()), *table.get("texts", ())):
         if number_type(key) is None:
             raise InvalidArgument(
                 f"{name}: there is no number {key!r}; `trajstore import` lists the known ones"
             )
     arrays = table.get("arrays", {})
-    if not isinstance(arrays, dict) or not (arrays or table.get("marks")):
+    if not isinstance(arrays, dict) or not (arrays or marks):
         raise InvalidArgument(
             f'{name}: got no arrays, expected a table such as [arrays] with W = "W", or marks'
         )
     if table.get("runs") == "axis" and table.get("format") == "hdf5":
         raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
-    settings: dict[str, Any] = {"required": tuple([*arrays][:1] or table["marks"])} | {
+    columns = [_column(name, key, entry, table) for key, entry in arrays.items()]
+    marks |= {each.key: each.variable for each in columns if each.variable in TOKEN_KINDS}
+    labels = [each for each in columns if each.variable == STEP.name and each.run is None]
+    columns = [each for each in columns if each not in labels and each.key not in marks]
+    settings: dict[str, Any] = {"required": tuple([*arrays][:1] or marks)}
+    settings |= {"steps": labels[0].key} if labels else {}
+    settings |= {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in table.items()
-        if key == "tokens" or key not in ("arrays", "like", *_OF_ARRAY)
+        if key == "tokens" or key not in ("arrays", "like", "marks", "ignore", *_OF_ARRAY)
     }
     return Layout(
         name=name,
-        columns=tuple(_column(name, key, entry, table) for key, entry in arrays.items()),
+        columns=tuple(columns),
+        marks=marks,
+        ignore=dict.fromkeys(table.get("ignore", ()), IGNORED),
         whole=name in _WHOLE,
         **settings,
     )
@@ -254,7 +305,7 @@ def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Col
     _check(where, table, _OF_ARRAY)
     if "variable" not in table:
         raise InvalidArgument(f'{where}: got no variable, expected a key such as variable = "W"')
-    _check_word(where, "variable", table["variable"], _EXPORTABLE)
+    _check_word(where, "variable", table["variable"], [*ARRAY_KINDS])
     merged = {each: defaults[each] for each in _OF_ARRAY if each in defaults} | table
     column = Column(key=key, **merged)
     if column.bits and column.type not in ("bfloat16", "float16"):
@@ -285,8 +336,14 @@ def _check(where: str, table: Mapping[str, Any], known: Collection[str]) -> None
         if key in _WORDS:
             _check_word(where, key, value, _WORDS[key])
         is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if key in ("required", "marks", "numbers", "texts") and not is_list:
-            raise InvalidArgument(f"{where}: got {key} = {value!r}, expected a list of names")
+        if key in _TABLES_OF_NAMES and isinstance(value, dict):
+            for word in value.values():
+                _check_word(where, key, word, _TABLES_OF_NAMES[key])
+        elif key in ("original", "scalars") or (key in _LISTS and not is_list):
+            what = "table" if key in ("original", "scalars") else "list"
+            raise InvalidArgument(f"{where}: got {key} = {value!r}, expected a {what} of names")
+        if key == "run" and (type(value) is not int or value < 0):
+            raise InvalidArgument(f"{where}: got run = {value!r}, expected the number of a run")
         if key == "steps" and not isinstance(value, str):
             raise InvalidArgument(f"{where}: got steps = {value!r}, expected a name in quotes")
         if key == "chunk_rows" and (type(value) is not int or value < 1):
@@ -382,6 +439,44 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout:
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgument(f"{name} is not valid TOML: {error}; correct this place") from error
     return _layout(name, table)
+
+
+def as_toml(layout: Layout) -> str:
+    """A layout as the text of a TOML file for an import, which `layout_of` reads.
+
+    >>> print(as_toml(layout_of("goldilocks")))
+    [arrays]
+    W = "W"
+    losses = {variable = "loss", type = "float32", first_row = 1}
+    dead_mask = "dead_mask"
+    """
+    top = {
+        "format": layout.format if layout.format == "hdf5" else None,
+        "steps": layout.steps,
+        "first_step": layout.first_step,
+        "original": dict(layout.original),
+        "scalars": dict(layout.scalars),
+        "ignore": [*layout.ignore],
+    }
+    lines = [f"{key} = {_toml(value)}" for key, value in top.items() if value not in (None, {}, [])]
+    lines += [""] * bool(lines) + ["[arrays]"]
+    usual = Column(key="", variable="")
+    for column in (*layout.columns, *(layout.arrays[key] for key in layout.marks)):
+        entry = {name: getattr(column, name) for name in _OF_ARRAY}
+        entry = {name: each for name, each in entry.items() if each != getattr(usual, name)}
+        value: Any = entry if len(entry) > 1 else column.variable
+        lines.append(f"{_toml_key(column.key)} = {_toml(value)}")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml_key(key)} = {_toml(each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def text_key(layout: Layout, name: str) -> str:

@@ -1,7 +1,7 @@
 """Tokens of the rows of a file: their ids, which are dead, and how often they occur.
 
 Sources are masks along the vocabulary, lists of ids, counts of occurrences, and sizes of the
-populations, in the file itself or in another one (``--masks``). All sources must agree. Rows are
+populations, in the file itself or in another one (``masks``). All sources must agree. Rows are
 the tokens 0, 1, 2, … unless an array ``token`` holds their ids. A mask as long as such an array
 marks the rows, any other mask the vocabulary.
 """
@@ -19,24 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.exchange.named_arrays import NamedArray, abridged, named_arrays
+from trajstore.exchange.guessed_layout import abridged, fits, guess, unfit
+from trajstore.exchange.layouts import TOKEN_KINDS, Column
 from trajstore.exchange.usual_names import POPULATION_SIZES
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.formats.open_file import open_file
 from trajstore.strict_json import parse
 
 Array = npt.NDArray[Any]
-
-TOKEN_KINDS = (
-    "dead_mask",
-    "live_mask",
-    "dead_ids",
-    "live_ids",
-    "token_count",
-    "token",
-)
-"""Kinds of arrays that describe the tokens."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArray:
@@ -93,13 +83,15 @@ class TokenTable:
     notes: tuple[str, ...] = ()
 
 
-def token_arrays(file: ArrayFile, named: Iterable[NamedArray], *, of: str = "") -> list[TokenArray]:
+def token_arrays(
+    file: ArrayFile, columns: Iterable[Column], *, of: str = ""
+) -> list[TokenArray]:
     """Arrays of a file that describe the tokens, with checked types.
 
     Parameters
     ----------
     file : ArrayFile
-    named : iterable of NamedArray
+    columns : iterable of Column
     of : str, optional
         Suffix of the names in messages.
 
@@ -110,35 +102,32 @@ def token_arrays(file: ArrayFile, named: Iterable[NamedArray], *, of: str = "") 
         1-D.
     """
     arrays = []
-    for array in named:
-        if array.kind.name not in TOKEN_KINDS:
+    for column in columns:
+        if column.kind not in TOKEN_KINDS:
             continue
-        values = labels_of(file, array.key)
-        name = f"{array.key}{of}"
+        if not fits(file, column):
+            raise unfit(file, column)
+        values, kind, name = labels_of(file, column.key), column.kind, f"{column.key}{of}"
         if values.ndim != 1:
             differs = " (it differs between files)" if file.format == "folder" else ""
             raise FormatError(
                 f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
-                f"omit it with --map ignore={array.key}"
+                f"omit it with map={{'ignore': {column.key!r}}}"
             )
-        if array.kind.values == "truth":
-            if values.dtype != bool and ((values < 0) | (values > 1)).any():
-                raise FormatError(
-                    f"{file.path}: {name} holds values from {values.min()} to {values.max()}, "
-                    "expected 0 and 1"
-                )
-            arrays.append(TokenArray(name=name, kind=array.kind.name, values=values.astype(bool)))
-            continue
-        if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 62):
-            what = "token ids" if array.kind.name != "token_count" else "counts"
+        is_mask = kind.endswith("_mask")
+        most, what = (1, "0 and 1") if is_mask else ((1 << 62) - 1, "token ids of at least 0")
+        if kind == "token_count":
+            what = "counts of at least 0"
+        if len(values) and (int(values.min()) < 0 or int(values.max()) > most):
             raise FormatError(
                 f"{file.path}: {name} holds values from {values.min()} to {values.max()}, expected "
-                f"{what} of at least 0"
+                f"{what}"
             )
-        values = values.astype(np.int64)
-        if array.kind.name != "token_count" and len(np.unique(values)) != len(values):
-            raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
-        arrays.append(TokenArray(name=name, kind=array.kind.name, values=values))
+        values = values.astype(bool if is_mask else np.int64)
+        if kind.endswith("ids") or kind == "token":
+            if len(np.unique(values)) != len(values):
+                raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
+        arrays.append(TokenArray(name=name, kind=kind, values=values))
     return arrays
 
 
@@ -186,13 +175,13 @@ def token_table(
     if not given and length not in (None, tokens):
         raise FormatError(
             f"{where}: {from_} means {length} tokens, but {rows_of} has {tokens} with unknown ids; "
-            f"name the array of their ids with --map token=NAME, or omit {from_} with --map "
-            f"ignore={from_}"
+            f"name the array of their ids with map={{'token': 'NAME'}}, or omit {from_} with "
+            f"map={{'ignore': {from_!r}}}"
         )
     if length is not None and int(token.max(initial=-1)) >= length:
         raise FormatError(
             f"{where}: {from_} means {length} tokens, but by other arrays {rows_of} has a row of "
-            f"token {token.max()}; omit one with --map ignore={from_}"
+            f"token {token.max()}; omit one with map={{'ignore': {from_!r}}}"
         )
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
         raise FormatError(
@@ -203,7 +192,7 @@ def token_table(
         limit = tokens if each.by_place or not given else length
         if limit is not None and not each.is_dense and int(each.values.max(initial=0)) >= limit:
             what = "positions" if each.by_place else "token ids"
-            more = "" if given else "; name the array of the ids of the rows with --map token=NAME"
+            more = "" if given else "; name the array of the ids of the rows with map={'token': 'NAME'}"
             raise FormatError(
                 f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
                 f"{limit - 1}{more}"
@@ -247,7 +236,7 @@ def _vocabulary(
         if length != lengths[0][1]:
             raise FormatError(
                 f"{where}: {lengths[0][0]} means {lengths[0][1]} tokens, but {name} means "
-                f"{length}; omit one with --map ignore={name}"
+                f"{length}; omit one with map={{'ignore': {name!r}}}"
             )
     return lengths[0][::-1] if lengths else (None, "")
 
@@ -262,8 +251,8 @@ def _rows(where: Any, tokens: int, given: list[TokenArray], rows_of: str) -> Arr
             )
         if not np.array_equal(each.values, given[0].values):
             raise FormatError(
-                f"{where}: {given[0].name} and {each.name} hold different ids; omit one with --map "
-                f"ignore={each.name}"
+                f"{where}: {given[0].name} and {each.name} hold different ids; omit one with "
+                f"map={{'ignore': {each.name!r}}}"
             )
     return given[0].values if given else np.arange(tokens, dtype=np.int64)
 
@@ -288,7 +277,7 @@ def _dead(
         if len(wrong):
             raise FormatError(
                 f"{where}: {first.name} and {each.name} disagree about {len(wrong)} dead tokens, "
-                f"the first is {token[wrong[0]]}; omit one with --map ignore={each.name}"
+                f"the first is {token[wrong[0]]}; omit one with map={{'ignore': {each.name!r}}}"
             )
     for key, value in numbers.items():
         population = POPULATION_SIZES.get(key.lower())
@@ -300,7 +289,7 @@ def _dead(
         if value not in (here, *known) and (is_whole or known):
             raise FormatError(
                 f"{where}: {key} is {value}, but {first.name} marks {here} tokens as "
-                f"{population}; omit one with --map ignore={key}"
+                f"{population}; omit one with map={{'ignore': {key!r}}}"
             )
     return {"is_dead": is_dead}
 
@@ -334,7 +323,7 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
         If the file does not exist, or holds none of them.
     """
     with open_file(masks) as file:
-        arrays = token_arrays(file, named_arrays(file).arrays, of=f" of {Path(masks).name}")
+        arrays = token_arrays(file, guess(file).columns, of=f" of {Path(masks).name}")
         if not arrays:
             raise FormatError(
                 f"{masks} labels no tokens: found {abridged(file.keys)}, expected masks, lists of "

@@ -1,25 +1,17 @@
-"""Usual names of arrays and numbers in files, and the numbers that a file holds.
+"""Usual names of arrays and numbers in files.
 
 A name is looked up whole, and then without common additions: the prefix ``run_0_``, the suffixes
 ``_history`` or ``_bits``, ``_E``, ``_W`` or ``_U`` for the matrix, ``dead_`` or ``live_`` for the
-rows of some tokens. Case does not matter. Arrays with other names need ``--map``.
-
-Numbers are attributes, strings with numbers, and arrays of one value. They become the configuration
-of the run.
+rows of some tokens. Case does not matter. Arrays with other names need a layout, or ``map``.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from trajstore.errors import FormatError
-from trajstore.formats.array_file import ArrayFile, is_number, number_in, plain_number, values_of
 from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OF_EXAMPLES, STEP, VARIABLES
 
 Values = Literal["float", "whole", "truth"]
@@ -108,17 +100,18 @@ ARRAY_KINDS: dict[str, ArrayKind] = {
 """Kinds by name."""
 
 _RUN = re.compile(r"(?:run|trial|replicate)[_\-./]?(\d+)[_\-./](.+)", re.IGNORECASE)
-_POPULATION = re.compile(r"(dead|live|untrained|trained)_(.+)")
 _OF_MATRIX = {
     **dict.fromkeys("e w_e w_in wte embed_tokens tok_embeddings".split(), "E"),
     **dict.fromkeys("w_u w_out lm_head unembed unembedding unembeddings".split(), "W"),
 }
 _POPULATIONS = {"dead": "dead", "untrained": "dead", "live": "live", "trained": "live"}
-_MATRIX = re.compile(r"(.+)_([ewu])")
 _LETTERS = {"e": "E", "w": "W", "u": "W"}
-_STORAGE = re.compile(
-    r"(.+)_(?:history|histories|hist|trajectory|traj|bits|u16|uint16|bf16|bfloat16|f16|fp16|f32|fp32"
-    r"|float32|series|movie|all|over_time)"
+_STORAGE = (
+    "(?:_(?:history|histories|hist|trajectory|traj|bits|u16|uint16|bf16|bfloat16|f16|fp16|f32|fp32"
+    "|float32|series|movie|all|over_time))?"
+)
+_ADDITIONS = re.compile(
+    rf"(?:(dead|live|untrained|trained)_)?(.+?){_STORAGE}(?:_([ewu]))?{_STORAGE}"
 )
 
 
@@ -128,23 +121,22 @@ class Name:
 
     Attributes
     ----------
-    kind : ArrayKind, optional
-        None for a name that is not in the table.
+    kind : ArrayKind
     run : int, optional
         Number of the run in ``run_0_…``.
     matrix : {'E', 'W'}, optional
-    population : {'dead', 'live'}, optional
+    tokens : {'all', 'dead', 'live'}
         Tokens of its rows.
     """
 
-    kind: ArrayKind | None
+    kind: ArrayKind
     run: int | None = None
     matrix: str | None = None
-    population: str | None = None
+    tokens: Literal["all", "dead", "live"] = "all"
 
 
-def named(key: str) -> Name:
-    """Parse the name of an array.
+def named(key: str) -> Name | None:
+    """Parse the name of an array; None if it is not a usual one.
 
     Examples
     --------
@@ -152,61 +144,37 @@ def named(key: str) -> Name:
     >>> name.kind.name, name.run, name.matrix
     ('exp_avg', 2, 'E')
     >>> name = named("dead_grads")
-    >>> name.kind.name, name.population
+    >>> name.kind.name, name.tokens
     ('grad', 'dead')
     """
-    text, run = key, None
-    if match := _RUN.fullmatch(text):
-        run, text = int(match[1]), match[2]
-    *groups, last = text.lower().rstrip("'").split("/")
-    stems = [_stem("/".join((*groups, last)))]
+    match = _RUN.fullmatch(key)
+    run, text = (int(match[1]), match[2]) if match else (None, key)
+    *groups, last = re.sub(r"[\s\-]+", "_", text.lower().rstrip("'")).split("/")
+    name = _parsed("_".join((*groups, last)))
     # A group whose own name is known decides; the name inside it does not.
-    if groups and not any(_is_known(_stem(group)) for group in groups):
-        stems.append(_stem(last))
-    for wording, matrix, population in (each for stem in stems for each in _readings(stem)):
-        kind = _by_name().get(wording)
-        if kind is not None and (population is None or kind.is_variable):
-            implied = _OF_MATRIX.get(wording.partition(".")[0]) if kind.name == "W" else None
-            return Name(kind=kind, run=run, matrix=matrix or implied, population=population)
-    return Name(kind=None, run=run)
+    if name is None and groups and not any(map(_parsed, groups)):
+        name = _parsed(last)
+    return name and replace(name, run=run)
 
 
-def _stem(text: str) -> str:
-    return re.sub(r"[\s\-/]+", "_", text)
+def _parsed(text: str) -> Name | None:
+    """A name without the number of a run: exact, without its path, or without additions."""
+    *path, last = text.split(".")
+    for at in range(len(path) + 1):
+        suffix = ".".join((*path[at:], last))
+        if suffix in _BY_NAME and not (at and suffix == "weight"):  # a weight of any layer
+            kind = _BY_NAME[suffix]
+            matrix = _OF_MATRIX.get(suffix.partition(".")[0]) if kind.name == "W" else None
+            return Name(kind=kind, matrix=matrix)
+    match = _ADDITIONS.fullmatch(last)
+    kind = _BY_NAME.get(match[2]) if match and last not in ("weight", "weights") else None
+    if match is None or kind is None or (match[1] and not kind.is_variable):
+        return None
+    matrix = _LETTERS.get(match[3]) or (_OF_MATRIX.get(match[2]) if kind.name == "W" else None)
+    return Name(kind=kind, matrix=matrix, tokens=_POPULATIONS.get(match[1], "all"))
 
 
-def _is_known(group: str) -> bool:
-    return any(wording in _by_name() for wording, *_ in _readings(group))
-
-
-def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
-    """Possible names within a name, the longest first, each with its matrix and population."""
-    yield stem, None, None
-    parts = stem.split(".")
-    for at in range(1, len(parts)):  # the path to a tensor of a model or an optimizer
-        if parts[at:] != ["weight"]:  # a weight of any layer
-            yield ".".join(parts[at:]), None, None
-    if parts[-1] in ("weight", "weights"):
-        return
-    last, population = parts[-1], None
-    for _ in range(2):
-        if match := _STORAGE.fullmatch(last):
-            last = match[1]
-            yield last, None, population
-        if match := _MATRIX.fullmatch(last):
-            yield match[1], _LETTERS[match[2]], population
-            if inner := _STORAGE.fullmatch(match[1]):
-                yield inner[1], _LETTERS[match[2]], population
-        match = _POPULATION.fullmatch(last)
-        if match is None:
-            return
-        population, last = _POPULATIONS[match[1]], match[2]
-        yield last, None, population
-
-
-@cache
-def _by_name() -> dict[str, ArrayKind]:
-    return {name: kind for kind in ARRAY_KINDS.values() for name in kind.names}
+_BY_NAME = {name: kind for kind in ARRAY_KINDS.values() for name in kind.names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,188 +281,3 @@ def scalar_of(key: str) -> Scalar | None:
 
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
 """Names of the step at which a training was resumed."""
-
-_ELSEWHERE = ("config", "scalars")
-_LONGEST_TEXT = 64
-_PAIR = re.compile(r"\s*[(\[]([^,]*),([^,]*?),?\s*[)\]]\s*")
-_GROUPED = re.compile(r"(?:.+\.)?param_groups\.\d+\.(betas\.[01]|eps|weight_decay)")
-
-
-def single_numbers(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
-    """Single numbers of a file by key. A pair gives two, such as ``betas[0]`` and ``betas[1]``.
-
-    Parameters
-    ----------
-    file : ArrayFile
-    ignored : tuple of str
-        Keys to ignore.
-    """
-    numbers = dict(_of_attributes(file, ignored))
-    for key in file.keys:
-        shape = file.shape(key)
-        if key in ignored or (shape and named(key).kind is not None):
-            continue
-        if shape == () or shape == (1,):
-            number = number_of_one(file, key)
-            if number is not None:
-                numbers[key] = number
-        elif shape == (2,) and is_pair(key) and is_number(file.dtype(key)):
-            numbers |= _both(key, [plain_number(value) for value in values_of(file, key)])
-    return numbers | _agreed_of_groups(numbers)
-
-
-def number_of_one(file: ArrayFile, key: str) -> int | float | bool | None:
-    """Number in an array of one value; None if it is not a number, or not finite."""
-    dtype = file.dtype(key)
-    if dtype.startswith(("str", "bytes")):
-        value = file.read(key).reshape(-1)[0]
-        return _number(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
-    return plain_number(values_of(file, key).reshape(-1)[0]) if is_number(dtype) else None
-
-
-def numbers_per_run(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Attributes that are lists of numbers, by key."""
-    return {
-        key: value
-        for key, value in file.attributes.items()
-        if isinstance(value, list) and len(value) > 1 and key not in ignored and not is_pair(key)
-    }
-
-
-def _of_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key, value in file.attributes.items():
-        if key in ignored:
-            continue
-        pair = _pair(value) if is_pair(key) else None
-        if pair is not None:
-            yield from _both(key, pair).items()
-            continue
-        single = value[0] if isinstance(value, list) and len(value) == 1 else value
-        number = _number(single) if isinstance(single, str) else single
-        if isinstance(number, int | float):
-            yield key, number
-
-
-def _pair(value: Any) -> list[Any] | None:
-    """Both numbers of a list, or of a string such as ``(0.9, 0.95)``."""
-    if isinstance(value, str):
-        match = _PAIR.fullmatch(value) if len(value) <= _LONGEST_TEXT else None
-        value = [_number(text) for text in match.groups()] if match else None
-    return value if isinstance(value, list) and len(value) == 2 and None not in value else None
-
-
-def _both(key: str, values: list[Any]) -> dict[str, Any]:
-    return {f"{key}[{at}]": value for at, value in enumerate(values) if value is not None}
-
-
-def _agreed_of_groups(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters that are equal in all parameter groups of an optimizer's state."""
-    by_name: dict[str, set[Any]] = {}
-    for key, value in numbers.items():
-        if match := _GROUPED.fullmatch(key):
-            by_name.setdefault(f"param_groups.{match[1]}", set()).add(value)
-    return {key: next(iter(values)) for key, values in by_name.items() if len(values) == 1}
-
-
-def _number(text: str) -> int | float | None:
-    """The finite number in a text."""
-    number = number_in(text)
-    return number if isinstance(number, int | float) and abs(number) < math.inf else None
-
-
-def attributes_of(
-    where: Path, numbers: Mapping[str, Any], mapped: Mapping[str, str]
-) -> dict[str, Any]:
-    """Attributes of a run, from the numbers of a file.
-
-    Parameters
-    ----------
-    where : Path
-        Path of the file, for messages.
-    numbers : mapping of str to int, float or bool
-        Numbers by their keys in the file.
-    mapped : mapping of str to str
-        Keys and the scalars that they are mapped to.
-
-    Raises
-    ------
-    FormatError
-        If two numbers mean the same quantity and differ.
-    """
-    attributes: dict[str, Any] = {}
-    first: dict[tuple[str, ...], str] = {}
-    for key, path, value in _placed(numbers, mapped):
-        other = first.setdefault(path, key)
-        if other is not key and not _same(numbers[other], numbers[key]):
-            raise FormatError(
-                f"{where}: {other} is {numbers[other]} and {key} is {numbers[key]}, but both mean "
-                f"{'.'.join(path)}; omit one with --map ignore={key}"
-            )
-        _put(attributes, path, value)
-    given = attributes.get("optimizer", {}).get("hyperparameters", {})
-    betas = given.pop("betas", {})
-    if len(betas) == 2:
-        given["betas"] = [betas["0"], betas["1"]]
-    elif betas:
-        number = next(iter(betas))
-        _put(attributes, (*_ELSEWHERE, f"adam_beta{int(number) + 1}"), betas[number])
-    if attributes.get("optimizer") == {"hyperparameters": {}}:
-        del attributes["optimizer"]
-    return attributes
-
-
-def places_of(numbers: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
-    """Path of each number in the attributes, by its key, for display."""
-    return {key: ".".join(path) for key, path, _ in _placed(numbers, mapped)}
-
-
-def scalar_numbers(
-    numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]
-) -> dict[str, Any]:
-    """Numbers that are a given scalar of the table, by their keys."""
-    of_key = {key: _scalar_value(key, mapped) for key in numbers}
-    return {
-        key: numbers[key]
-        for key, scalar in of_key.items()
-        if scalar is not None and scalar.name == name
-    }
-
-
-def _scalar_value(key: str, mapped: Mapping[str, str]) -> Scalar | None:
-    return SCALARS.get(mapped[key]) if key in mapped else scalar_of(key)
-
-
-def _placed(
-    numbers: Mapping[str, Any], mapped: Mapping[str, str]
-) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    for key, value in numbers.items():
-        lower = key.lower()
-        if lower in (*POPULATION_SIZES, *STARTING_STEP):
-            continue  # checked, not kept
-        if lower in ARRAY_KINDS[STEP.name].names:
-            continue  # the label of a row
-        if isinstance(value, float) and not math.isfinite(value):
-            continue
-        if isinstance(value, int) and abs(value) >= 1 << 63:
-            continue
-        scalar = _scalar_value(key, mapped)
-        if scalar is None and "." in key:
-            continue  # a number of one of many parts of a checkpoint
-        # The first of several words for a number.
-        words = {code: word for word, code in reversed([*scalar.codes.items()])} if scalar else {}
-        if scalar is None or (scalar.codes and value not in words):
-            yield key, (*_ELSEWHERE, key), value
-        else:
-            yield key, scalar.paths[0], words.get(value, value)
-
-
-def _same(number: Any, other: Any) -> bool:
-    """True if two numbers are equal to the precision of float32."""
-    return math.isclose(number, other, rel_tol=1e-6)
-
-
-def _put(attributes: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    *parents, last = path
-    for key in parents:
-        attributes = attributes.setdefault(key, {})
-    attributes[last] = value

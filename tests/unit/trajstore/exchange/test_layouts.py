@@ -822,8 +822,8 @@ def test_the_files_of_each_notebook(seeds: list[Path], tmp_path: Path, name: str
 def test_every_key_of_a_layout_is_understood(layout: str) -> None:
     """The table of layouts and that of kinds agree."""
     for column in LAYOUTS[layout].columns:
-        kind = named(column.key).kind
-        assert (kind and kind.name) == column.kind, column.key
+        name = named(column.key)
+        assert (name and name.kind.name) == column.kind, column.key
 
 
 def test_every_layout_names_the_files_that_have_it() -> None:

@@ -22,35 +22,35 @@ def test_no_name_has_two_roles() -> None:
 
 def test_every_variable_has_a_role_under_its_own_name() -> None:
     for name, entry in VARIABLES.items():
-        kind = named(name).kind
+        known = named(name)
         if name in (*MODEL, *EVERYTHING, *INTEGERS, *OF_EXAMPLES):  # only native files have them
-            assert kind is None
+            assert known is None
             continue
-        assert kind is not None
-        assert (kind.name, kind.dims) == (name, entry.dims)
+        assert known is not None
+        assert (known.kind.name, known.kind.dims) == (name, entry.dims)
 
 
 @pytest.mark.parametrize(
-    ("key", "kind", "run", "matrix", "population"),
+    ("key", "kind", "run", "matrix", "tokens"),
     [
-        ("embedding_history", "W", None, None, None),
-        ("embeddings_E", "W", None, "E", None),
-        ("lm_head.weight", "W", None, "W", None),
-        ("model_state_dict.transformer.wte.weight", "W", None, "E", None),
-        ("run_12_momentum_W", "exp_avg", 12, "W", None),
-        ("run3/grad_W_history", "grad", 3, "W", None),
+        ("embedding_history", "W", None, None, "all"),
+        ("embeddings_E", "W", None, "E", "all"),
+        ("lm_head.weight", "W", None, "W", "all"),
+        ("model_state_dict.transformer.wte.weight", "W", None, "E", "all"),
+        ("run_12_momentum_W", "exp_avg", 12, "W", "all"),
+        ("run3/grad_W_history", "grad", 3, "W", "all"),
         ("dead_grads", "grad", None, None, "dead"),
         ("untrained_deltas", "delta", None, None, "dead"),
-        ("V", "exp_avg_sq", None, None, None),
-        ("delta_W", "delta", None, "W", None),
-        ("Losses", "loss", None, None, None),
-        ("untrained_indices", "dead_ids", None, None, None),
+        ("V", "exp_avg_sq", None, None, "all"),
+        ("delta_W", "delta", None, "W", "all"),
+        ("Losses", "loss", None, None, "all"),
+        ("untrained_indices", "dead_ids", None, None, "all"),
     ],
 )
-def test_parsed_names(key: str, kind: str, run: object, matrix: object, population: str) -> None:
+def test_parsed_names(key: str, kind: str, run: object, matrix: object, tokens: str) -> None:
     name = named(key)
-    assert name.kind is not None
-    assert (name.kind.name, name.run, name.population) == (kind, run, population)
+    assert name is not None
+    assert (name.kind.name, name.run, name.tokens) == (kind, run, tokens)
     assert name.matrix == matrix
 
 
@@ -59,7 +59,7 @@ def test_unknown_names() -> None:
         "h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", "delta_W_prime", "centroid",
         "dW",
     ):  # fmt: skip
-        assert named(key).kind is None
+        assert named(key) is None
 
 
 KNOWN = truth()
