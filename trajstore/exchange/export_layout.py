@@ -274,7 +274,7 @@ def _typed(layout: Layout, tensor: Tensor) -> Tensor:
 def _in_order(layout: Layout, parts: list[Selection]) -> list[Selection]:
     """The runs of E and of W, by the names of their parameters; as given if these are unknown."""
     names = [str(attribute(part.run.attributes, "recording", "parameter")) for part in parts]
-    matrices = [named(name).matrix for name in names]
+    matrices = [known and known.matrix for known in map(named, names)]
     if matrices == ["W", "E"]:
         return parts[::-1]
     if len(parts) == 2 and matrices[0] is not None and matrices[0] == matrices[1]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trajstore.errors import FormatError, InvalidArgument, did_you_mean
-from trajstore.exchange.layouts import IGNORED, LAYOUTS, OTHERS, Column, Layout
+from trajstore.exchange.layouts import LAYOUTS, OTHERS, Column, Layout
 from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, named, scalar_of
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
@@ -60,13 +60,13 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
     columns = {key: _placed(file, each) for key, each in given.arrays.items() if key in file.keys}
     taken = {column.kind: key for key, column in columns.items()}
     taken |= {STEP.name: "labels={…}"} if given.steps else {}
-    ignore = dict(given.ignore)
+    omitted: dict[str, str] = {}
     for key in file.keys:
         name = named(key)
-        if name is None or key in columns or key in ignore or key in given.scalars:
+        if name is None or key in columns or key in given.ignore or key in given.scalars:
             continue
         if name.kind.name in taken and (name.kind.is_variable or name.kind.name == STEP.name):
-            ignore[key] = f"replaced by {taken[name.kind.name]}"
+            omitted[key] = f"replaced by {taken[name.kind.name]}"
             continue
         dtype = file.dtype(key)
         column = Column(
@@ -79,10 +79,10 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
             matrix=name.matrix,
         )
         if "." in key and file.shape(key) and not fits(file, column):
-            ignore[key] = _OTHER_PARAMETER  # one of the many arrays of a checkpoint
+            omitted[key] = _OTHER_PARAMETER  # one of the many arrays of a checkpoint
         elif file.shape(key) or fits(file, column):
             columns[key] = column
-    _keep_one_parameter(file, columns, ignore)
+    _keep_one_parameter(file, columns, omitted)
     _keep_rows(file, columns, given)
     _part_matrices(columns)
     known = given if given.name else _fitting(file, columns, given)
@@ -98,7 +98,7 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
         name=known.name or file.format,
         columns=tuple(columns.values()),
         marks={},
-        ignore=ignore,
+        omitted=omitted,
         format="hdf5" if file.format == "hdf5" else "safetensors",
     )
 
@@ -138,7 +138,7 @@ def _is_mask(key: str) -> bool:
 
 
 def _keep_one_parameter(
-    file: ArrayFile, columns: dict[str, Column], ignore: dict[str, str]
+    file: ArrayFile, columns: dict[str, Column], omitted: dict[str, str]
 ) -> None:
     """Keep the moments of W from an optimizer's state, which has those of all parameters."""
     shapes = {file.shape(key) for key, column in columns.items() if column.kind == "W"}
@@ -147,10 +147,10 @@ def _keep_one_parameter(
         if column.kind not in ("exp_avg", "exp_avg_sq", "grad") or "." not in key:
             continue
         if file.shape(key) not in shapes:
-            ignore[key] = _OTHER_PARAMETER
+            omitted[key] = _OTHER_PARAMETER
         elif alike[column.kind, file.shape(key)] > 1:
-            ignore[key] = "several parameters have this shape; choose with map={…}"
-        if key in ignore:
+            omitted[key] = "several parameters have this shape; choose with map={…}"
+        if key in omitted:
             del columns[key]
 
 
@@ -254,7 +254,7 @@ def with_options(
     InvalidArgument
         If an option has an invalid value, or names an array that the file does not hold.
     """
-    layout = layout or Layout(name="", columns=(), required=())
+    layout = layout or Layout(name="")
     types = {} if bits is None else {OTHERS: bits} if isinstance(bits, str) else dict(bits)
     for type in types.values():
         if type not in ("bfloat16", "float16"):
@@ -284,7 +284,7 @@ def with_options(
         first_step=layout.first_step if first_row is None else first_row,
         original=dict(layout.original) | types,
         scalars=dict(layout.scalars) | {k: v for k, v in kinds.items() if v in SCALARS},
-        ignore=dict(layout.ignore) | {k: IGNORED for k, v in kinds.items() if v == IGNORE},
+        ignore=(*layout.ignore, *(key for key, kind in kinds.items() if kind == IGNORE)),
     )
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from trajstore.arguments import Bound, Count, check_fields
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, scalar_of
 from trajstore.schema import OPTIMIZER_STATE, STEP, VARIABLES
@@ -56,15 +57,15 @@ class Column:
 
     key: str
     variable: str
-    type: str = "bfloat16"
+    type: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     bits: bool = False
     row0: Literal["zero", "nan"] = "zero"
     time: Literal["after", "before", "change", "ulps", "initial", "centroid", "last_motion"] = (
         "after"
     )
-    first_row: int = 0
+    first_row: Literal[0, 1] = 0
     tokens: Literal["all", "dead", "live"] = "all"
-    run: int | None = None
+    run: Annotated[int, Bound("of at least", 0)] | None = None
     matrix: Literal["E", "W"] | None = None
 
     @property
@@ -131,16 +132,18 @@ class Layout:
         rest. An import reads them as this type.
     scalars : dict of str to str
         Numbers with names of their own, by key, and their usual names.
-    ignore : dict of str to str
-        Keys that an import omits, with reasons.
+    ignore : tuple of str
+        Keys that an import omits.
+    omitted : dict of str to str
+        Keys that it omits for another reason, which it finds in the file.
     whole : bool
         True if it holds everything else of a run under its own name, in native types, and describes
         it with texts of JSON: attributes, variables, token_text and parameter.
     """
 
     name: str
-    columns: tuple[Column, ...]
-    required: tuple[str, ...]
+    columns: tuple[Column, ...] = ()
+    required: tuple[str, ...] = ()
     format: Literal["safetensors", "hdf5"] = "safetensors"
     steps: str | None = None
     runs: Literal["axis", "keys", "matrices"] | None = None
@@ -149,12 +152,13 @@ class Layout:
     tokens: Literal["all", "dead", "live"] = "all"
     numbers: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    chunk_rows: int = 1
-    gzip: int = 0
+    chunk_rows: Count = 1
+    gzip: Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9] = 0
     types: Mapping[str, str] = field(default_factory=dict)
-    original: Mapping[str, str] = field(default_factory=dict)
+    original: Mapping[str, Literal["bfloat16", "float16"]] = field(default_factory=dict)
     scalars: Mapping[str, str] = field(default_factory=dict)
-    ignore: Mapping[str, str] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    omitted: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
 
     @property
@@ -194,9 +198,6 @@ _IDS = "token_ids"
 TOKEN_KINDS = ("dead_mask", "live_mask", "dead_ids", "live_ids", "token_count", "token")
 """Kinds of arrays that describe the tokens."""
 
-IGNORED = "ignored"
-"""Reason for the omission of an array that the user ignores."""
-
 OTHERS = "*"
 """Key of all arrays without an entry in `Layout.original`."""
 
@@ -227,87 +228,75 @@ def number_type(key: str) -> str | None:
     return None if scalar is None else _TYPES.get(scalar.name, "float32")
 
 
-_WORDS: dict[str, tuple[Any, ...]] = {
-    "format": ("safetensors", "hdf5"),
-    "type": ("bfloat16", "float16", "float32", "float64"),
-    "tokens": ("all", "dead", "live"),
-    "time": ("after", "before", "change", "ulps", "initial", "centroid", "last_motion"),
-    "row0": ("zero", "nan"),
-    "first_row": (0, 1),
-    "first_step": (0, 1),
-    "matrix": ("E", "W"),
-    "bits": (False, True),
-    "runs": ("axis", "keys", "matrices"),
-    "gzip": tuple(range(10)),
-}
-_OF_ARRAY = ("variable", "type", "bits", "tokens", "time", "row0", "first_row", "run", "matrix")
+_ALSO_OF_ARRAYS = ("type", "bits", "tokens", "time", "row0", "first_row")
+"""Keys of a layout that hold for all its arrays."""
+
+_OF_ARRAY = tuple(each.name for each in fields(Column) if each.name != "key")
 _OF_LAYOUT = (
-    "like", "format", "type", "bits", "tokens", "steps", "first_step", "runs", "required", "marks",
-    "numbers", "texts", "chunk_rows", "gzip", "original", "scalars", "ignore", "arrays",
+    "like", "arrays", *_ALSO_OF_ARRAYS,
+    *(each.name for each in fields(Layout) if each.name not in ("name", "columns", "whole", "types", "omitted")),
 )  # fmt: skip
-_LISTS = ("required", "marks", "numbers", "texts", "ignore")
-_TABLES_OF_NAMES: dict[str, tuple[str, ...]] = {
-    "original": ("bfloat16", "float16"), "scalars": (*SCALARS,), "marks": TOKEN_KINDS
-}  # fmt: skip
-"""Keys whose value is a table of names, and the words that it may hold."""
 
 
-def _layout(name: str, given: Mapping[str, Any]) -> Layout:
-    """Layout of a table of TOML."""
+def _layout(name: str, given: Mapping[str, Any], *, check: bool = False) -> Layout:
+    """Layout of a table of TOML, whose types are checked on demand."""
     table = _whole(name, given)
-    _check(name, table, _OF_LAYOUT)
+    _refuse_unknown(name, "key", table, _OF_LAYOUT)
     marks = table.get("marks", {})
     if isinstance(marks, list):
-        for key in marks:
-            _check_word(name, "marks", key, (*MARKS, _IDS))
-            if key == _IDS and table.get("tokens", "all") == "all":
-                raise InvalidArgument(
-                    f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"'
-                )
-        marks = {key: f"{table['tokens']}_ids" if key == _IDS else MARKS[key] for key in marks}
-    for key in (*table.get("numbers", ()), *table.get("texts", ())):
-        if number_type(key) is None:
+        _refuse_unknown(name, "mark", marks, (*MARKS, _IDS))
+        if _IDS in marks and table.get("tokens", "all") == "all":
             raise InvalidArgument(
-                f"{name}: there is no number {key!r}; `trajstore import` lists the known ones"
+                f'{name}: marks has {_IDS}; say of which: tokens = "dead" or "live"'
             )
+        marks = {key: f"{table['tokens']}_ids" if key == _IDS else MARKS[key] for key in marks}
     arrays = table.get("arrays", {})
     if not isinstance(arrays, dict) or not (arrays or marks):
         raise InvalidArgument(
             f'{name}: got no arrays, expected a table such as [arrays] with W = "W", or marks'
         )
-    if table.get("runs") == "axis" and table.get("format") == "hdf5":
-        raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
-    columns = [_column(name, key, entry, table) for key, entry in arrays.items()]
-    marks |= {each.key: each.variable for each in columns if each.variable in TOKEN_KINDS}
+    columns = [_column(name, key, entry, table, check=check) for key, entry in arrays.items()]
     labels = [each for each in columns if each.variable == STEP.name and each.run is None]
-    columns = [each for each in columns if each not in labels and each.key not in marks]
     settings: dict[str, Any] = {"required": tuple([*arrays][:1] or marks)}
     settings |= {"steps": labels[0].key} if labels else {}
     settings |= {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in table.items()
-        if key == "tokens" or key not in ("arrays", "like", "marks", "ignore", *_OF_ARRAY)
+        if key == "tokens" or key not in ("arrays", "like", *_ALSO_OF_ARRAYS)
     }
-    return Layout(
-        name=name,
-        columns=tuple(columns),
-        marks=marks,
-        ignore=dict.fromkeys(table.get("ignore", ()), IGNORED),
-        whole=name in _WHOLE,
-        **settings,
-    )
+    made = [each for each in columns if each.variable in TOKEN_KINDS]
+    settings["columns"] = tuple(each for each in columns if each not in (*made, *labels))
+    if isinstance(marks, dict):
+        marks = marks | {each.key: each.variable for each in made}
+    layout = Layout(name=name, whole=name in _WHOLE, **settings | {"marks": marks})
+    if check:
+        _check_fields(name, layout)
+        _refuse_unknown(name, "kind of mark", layout.marks.values(), TOKEN_KINDS)
+        _refuse_unknown(name, "number", layout.scalars.values(), SCALARS)
+    for key in (*layout.numbers, *layout.texts):
+        if number_type(key) is None:
+            raise InvalidArgument(
+                f"{name}: there is no number {key!r}; `trajstore import` lists the known ones"
+            )
+    if layout.runs == "axis" and layout.format == "hdf5":
+        raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
+    return layout
 
 
-def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Column:
+def _column(
+    name: str, key: str, given: Any, defaults: Mapping[str, Any], *, check: bool
+) -> Column:
     """Column of an entry of ``arrays``: the name of a variable, or a table."""
     table = given if isinstance(given, dict) else {"variable": given}
     where = f"{name}: arrays.{key}"
-    _check(where, table, _OF_ARRAY)
+    _refuse_unknown(where, "key", table, _OF_ARRAY)
     if "variable" not in table:
         raise InvalidArgument(f'{where}: got no variable, expected a key such as variable = "W"')
-    _check_word(where, "variable", table["variable"], [*ARRAY_KINDS])
-    merged = {each: defaults[each] for each in _OF_ARRAY if each in defaults} | table
+    merged = {each: defaults[each] for each in _ALSO_OF_ARRAYS if each in defaults} | table
     column = Column(key=key, **merged)
+    if check:
+        _check_fields(where, column)
+        _refuse_unknown(where, "variable", [column.variable], ARRAY_KINDS)
     if column.bits and column.type not in ("bfloat16", "float16"):
         if "bits" in table:
             raise InvalidArgument(
@@ -325,38 +314,20 @@ def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Col
     return column
 
 
-def _check(where: str, table: Mapping[str, Any], known: Collection[str]) -> None:
-    """Check the keys of a table, and the values that are words or numbers."""
-    for key, value in table.items():
-        if key not in known:
+def _check_fields(where: str, made: Column | Layout) -> None:
+    try:
+        check_fields(made)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error}") from None
+
+
+def _refuse_unknown(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
+    for word in words:
+        if word not in known:
             raise InvalidArgument(
-                f"{where}: there is no key {key!r}{did_you_mean(key, known)}; choose from "
-                f"{', '.join(known)}"
+                f"{where}: there is no {what} {word!r}{did_you_mean(str(word), known)}; choose "
+                f"from {', '.join(known)}"
             )
-        if key in _WORDS:
-            _check_word(where, key, value, _WORDS[key])
-        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if key in _TABLES_OF_NAMES and isinstance(value, dict):
-            for word in value.values():
-                _check_word(where, key, word, _TABLES_OF_NAMES[key])
-        elif key in ("original", "scalars") or (key in _LISTS and not is_list):
-            what = "table" if key in ("original", "scalars") else "list"
-            raise InvalidArgument(f"{where}: got {key} = {value!r}, expected a {what} of names")
-        if key == "run" and (type(value) is not int or value < 0):
-            raise InvalidArgument(f"{where}: got run = {value!r}, expected the number of a run")
-        if key == "steps" and not isinstance(value, str):
-            raise InvalidArgument(f"{where}: got steps = {value!r}, expected a name in quotes")
-        if key == "chunk_rows" and (type(value) is not int or value < 1):
-            raise InvalidArgument(f"{where}: got chunk_rows = {value!r}, expected at least 1")
-
-
-def _check_word(where: str, key: str, value: Any, known: Collection[Any]) -> None:
-    if not any(type(value) is type(word) and value == word for word in known):
-        words = [word for word in known if isinstance(word, str)]
-        near = did_you_mean(value, words) if isinstance(value, str) else ""
-        raise InvalidArgument(
-            f"{where}: got {key} = {value!r}{near}, expected one of {', '.join(map(str, known))}"
-        )
 
 
 def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -366,7 +337,8 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "like" not in table:
         return table
-    _check_word(name, "like", table["like"], [entry for entry in NAMES if entry not in _WHOLE])
+    likes = [entry for entry in NAMES if entry not in _WHOLE]
+    _refuse_unknown(name, "layout", [table["like"]], likes)
     base = _whole(name, _TABLES[NAMES[table["like"]]])
     changes = table.get("arrays", {})
     if not isinstance(changes, dict):
@@ -438,7 +410,7 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout:
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgument(f"{name} is not valid TOML: {error}; correct this place") from error
-    return _layout(name, table)
+    return _layout(name, table, check=True)
 
 
 def as_toml(layout: Layout) -> str:

@@ -24,7 +24,7 @@ from trajstore.exchange.imported_run import (
     TableLine,
     reader,
 )
-from trajstore.exchange.layouts import IGNORED, OTHERS, TOKEN_KINDS, Column, Layout, as_toml
+from trajstore.exchange.layouts import OTHERS, TOKEN_KINDS, Column, Layout, as_toml
 from trajstore.exchange.token_tables import TokenArray, TokenTable, token_arrays, token_table
 from trajstore.exchange.usual_names import STARTING_STEP
 from trajstore.formats.array_file import ArrayFile
@@ -67,7 +67,9 @@ def load(
         If the layout does not fit the file, or a row does not fit into the memory.
     """
     _check_columns(file, layout)
-    numbers, lists = numbers_of(file, {column.key for column in layout.columns} | {*layout.ignore})
+    numbers, lists = numbers_of(
+        file, {*(column.key for column in layout.columns), *layout.ignore, *layout.omitted}
+    )
     runs = tuple(
         _Assembly(file, layout, part, masks).run(memory)
         for part in _parts(file, layout, numbers, lists)
@@ -472,7 +474,8 @@ def _table(
     """What all arrays and numbers become."""
     read = {key: variable for run in runs for variable in run.variables for key in variable.keys}
     columns = {column.key: column for column in layout.columns}
-    omitted = dict.fromkeys(file.keys, UNKNOWN) | dict(layout.ignore) | {
+    ignored = dict.fromkeys(layout.ignore, "ignored")
+    omitted = dict.fromkeys(file.keys, UNKNOWN) | dict(layout.omitted) | ignored | {
         key: "derived from other arrays" for key, column in columns.items() if column.kind is None
     }  # fmt: skip
     for key, column in columns.items():
@@ -501,8 +504,7 @@ def _table(
         )  # fmt: skip
         yield TableLine(name=key, dtype="float", shape=(len(values),), kind=kind, why=reason)
     for key, why in file.unread.items():
-        why = IGNORED if key in layout.ignore else why
-        yield TableLine(name=key, dtype="", shape=(), why=why)
+        yield TableLine(name=key, dtype="", shape=(), why=ignored.get(key, why))
     for key, why in omitted.items():
         if key in file.keys and not (columns.get(key) and columns[key].kind):
             if key not in numbers and key not in lists and f"{key}[0]" not in numbers:

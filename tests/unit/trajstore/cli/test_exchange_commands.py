@@ -42,12 +42,14 @@ def test_without_a_file_it_lists_what_it_understands() -> None:
 def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     options = "--map W=x --labels steps=0:60:10 --bits W=bfloat16".split()
     printed = call(file, "--dry-run", *options, "--map", "loss=nll").stdout
-    lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
+    table, layout = printed.split("[arrays]")
+    assert 'x = {variable = "W", bits = true}' in layout
+    lines = {line.split()[0]: line for line in table.splitlines() if line.split()}
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
     assert "omitted" in lines["centroid"]
     assert "unknown name" in lines["centroid"]
-    assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
+    assert "steps 0 to 50, 7 tokens, 2 of them dead" in layout
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json", *options).stdout)
     assert {line["name"]: line["kind"] for line in facts["table"]}["x"] == "W"
