@@ -198,7 +198,9 @@ def import_(
         return
     _print_matches(done.table)
     if done.toml and not done.path:
-        out.print("Layout of the file; to change it, save it, edit it, and pass --layout FILE.toml:")
+        out.print(
+            "Layout of the file; to change it, save it, edit it, and pass --layout FILE.toml:"
+        )
         out.print(done.toml + "\n", markup=False, highlight=False, soft_wrap=True)
     for run in runs:
         what = f"Imported {run.path}" if run.path else f"Run {run.label}".rstrip()

@@ -171,13 +171,9 @@ def without_step_0(layout: Layout, parts: list[Selection]) -> tuple[Layout, list
 def with_everything(layout: Layout, part: Selection) -> Layout:
     """The layout of a whole run, with a column for each selected variable, in its native type."""
     keys = {column.variable: column.key for column in layout.columns}
+    types: dict[str, Any] = {name: part.run.series[name].native.name for name in part.variables}
     columns = tuple(
-        Column(
-            key=keys.get(name, name),
-            variable=name,
-            type=part.run.series[name].native.name,
-            row0="nan",
-        )
+        Column(key=keys.get(name, name), variable=name, type=types[name], row0="nan")
         for name in part.variables
     )
     return replace(layout, columns=columns)

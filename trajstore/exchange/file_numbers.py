@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import FormatError
 from trajstore.exchange.usual_names import (
     ARRAY_KINDS,
     POPULATION_SIZES,
@@ -23,7 +22,14 @@ from trajstore.exchange.usual_names import (
     is_pair,
     scalar_of,
 )
-from trajstore.formats.array_file import ArrayFile, is_number, number_in, plain_number, values_of
+from trajstore.formats.array_file import (
+    ArrayFile,
+    contradiction,
+    is_number,
+    number_in,
+    plain_number,
+    values_of,
+)
 from trajstore.schema import STEP
 
 _ELSEWHERE = ("config", "scalars")
@@ -123,9 +129,11 @@ def attributes_of(
         other = first.setdefault(path, key)
         # Equal to the precision of float32.
         if not math.isclose(numbers[other], numbers[key], rel_tol=1e-6):
-            raise FormatError(
-                f"{where}: {other} is {numbers[other]} and {key} is {numbers[key]}, but both mean "
-                f"{'.'.join(path)}; omit one with map={{'ignore': {key!r}}}"
+            raise contradiction(
+                where,
+                f"{other} is {numbers[other]} and {key} is {numbers[key]}, but both mean "
+                f"{'.'.join(path)}",
+                key,
             )
         _put(attributes, path, value)
     given = attributes.get("optimizer", {}).get("hyperparameters", {})

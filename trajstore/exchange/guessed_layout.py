@@ -9,12 +9,12 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from trajstore.errors import FormatError, InvalidArgument, did_you_mean
 from trajstore.exchange.layouts import LAYOUTS, OTHERS, Column, Layout
 from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, named, scalar_of
-from trajstore.formats.array_file import ArrayFile
+from trajstore.formats.array_file import ArrayFile, is_number
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -29,7 +29,6 @@ _MOST_LISTED = 24
 BITS = ("uint16", "int16")
 """Types of arrays that hold the bits of 16-bit floating-point numbers."""
 
-_ROWS = ("step",)
 _OTHER_PARAMETER = "belongs to another parameter"
 _MARKS_IN_ATTRIBUTES = ("dead_mask", "live_mask", "dead_ids", "live_ids")
 
@@ -68,19 +67,11 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
         if name.kind.name in taken and (name.kind.is_variable or name.kind.name == STEP.name):
             omitted[key] = f"replaced by {taken[name.kind.name]}"
             continue
-        dtype = file.dtype(key)
-        column = Column(
-            key=key,
-            variable=name.kind.name,
-            type=dtype if dtype in NATIVE_TYPES else "bfloat16",
-            bits=dtype in BITS,
-            tokens=name.tokens,
-            run=name.run,
-            matrix=name.matrix,
-        )
+        column = _column(file, key, name.kind.name, tokens=given.only or "all")
+        column = _placed(file, column)
         if "." in key and file.shape(key) and not fits(file, column):
             omitted[key] = _OTHER_PARAMETER  # one of the many arrays of a checkpoint
-        elif file.shape(key) or fits(file, column):
+        elif file.shape(key) or fits(file, column) or not is_number(file.dtype(key)):
             columns[key] = column
     _keep_one_parameter(file, columns, omitted)
     _keep_rows(file, columns, given)
@@ -101,6 +92,13 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
         omitted=omitted,
         format="hdf5" if file.format == "hdf5" else "safetensors",
     )
+
+
+def _column(file: ArrayFile, key: str, kind: str, **place: Any) -> Column:
+    """An array of a file that is read as a kind, in its own type."""
+    dtype = file.dtype(key)
+    type: Any = dtype if dtype in NATIVE_TYPES else "bfloat16"
+    return Column(key=key, variable=kind, type=type, bits=dtype in BITS, **place)
 
 
 def recorded_layout(file: ArrayFile) -> Layout | None:
@@ -166,9 +164,10 @@ def _keep_rows(file: ArrayFile, columns: dict[str, Column], given: Layout) -> No
     count = len(runs) or max(outer, default=1)
     for key, column in [*columns.items()]:
         shape = file.shape(key)
-        if key in given.arrays or column.kind is None or ARRAY_KINDS[column.kind].dims != _ROWS:
+        is_row = ARRAY_KINDS[column.kind or "W"].dims == (STEP.name,)
+        if key in given.arrays or not is_row or not fits(file, column):
             continue
-        of_file = shape == () and (bool(lengths) or column.kind == STEP.name)
+        of_file = shape == () and (bool(lengths) or column.kind in (STEP.name, "lr"))
         of_file |= shape == (1,) and max(lengths, default=1) > 1
         if of_file or (column.kind == "lr" and count > 1 and shape == (count,)):
             del columns[key]
@@ -238,7 +237,7 @@ def with_options(
     map: Mapping[str, str | Iterable[str]] | None = None,
     bits: str | Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
-    first_row: int | None = None,
+    first_row: Literal[0, 1] | None = None,
 ) -> Layout:
     """A layout in which the options of an import replace what they name.
 
@@ -255,7 +254,7 @@ def with_options(
         If an option has an invalid value, or names an array that the file does not hold.
     """
     layout = layout or Layout(name="")
-    types = {} if bits is None else {OTHERS: bits} if isinstance(bits, str) else dict(bits)
+    types: dict[str, Any] = {OTHERS: bits} if isinstance(bits, str) else dict(bits or {})
     for type in types.values():
         if type not in ("bfloat16", "float16"):
             raise InvalidArgument(f"got bits {type!r}, expected bfloat16 or float16")
@@ -275,13 +274,17 @@ def with_options(
     ]  # fmt: skip
     if first_row is not None:  # rows are states after their step
         columns = [replace(c, time="after") if c.time == "before" else c for c in columns]
-    columns += [Column(key=key, variable=kind) for key, kind in kinds.items() if kind in ARRAY_KINDS]
+    columns += [
+        _column(file, key, kind)
+        for key, kind in kinds.items()
+        if kind in ARRAY_KINDS and key in file.keys
+    ]
     return replace(
         layout,
         columns=tuple(columns),
         marks={},
         steps=steps,
-        first_step=layout.first_step if first_row is None else first_row,
+        first_step=first_row if first_row in (0, 1) else layout.first_step,
         original=dict(layout.original) | types,
         scalars=dict(layout.scalars) | {k: v for k, v in kinds.items() if v in SCALARS},
         ignore=(*layout.ignore, *(key for key, kind in kinds.items() if kind == IGNORE)),
@@ -304,7 +307,9 @@ def _kinds_by_key(file: ArrayFile, map: Mapping[str, str | Iterable[str]]) -> di
                 )
             known = (*file.keys, *file.attributes)
             if key not in known and not (kind == IGNORE and key in file.unread):
-                raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
+                raise InvalidArgument(
+                    f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}"
+                )
             kinds[key] = kind
     return kinds
 
@@ -330,7 +335,11 @@ def described(file: ArrayFile) -> str:
     listed = [f"  {key}  {file.dtype(key)} {file.shape(key)}" for key in file.keys[:_MOST_LISTED]]
     listed += ["  …"] if len(file.keys) > _MOST_LISTED else []
     listed += [f"  {key}  not read: {why}" for key, why in [*file.unread.items()][:_MOST_LISTED]]
-    matrices = [key for key in file.keys if (file.dtype(key) in (*NATIVE_TYPES, *BITS)) and len(file.shape(key)) > 1]
+    matrices = [
+        key
+        for key in file.keys
+        if (file.dtype(key) in (*NATIVE_TYPES, *BITS)) and len(file.shape(key)) > 1
+    ]
     if not matrices:
         return "\n".join(listed or ["  nothing"])
     matrix = max(matrices, key=lambda key: len(file.shape(key)))

@@ -22,7 +22,6 @@ from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.guessed_layout import abridged, guess, recorded_layout, with_options
 from trajstore.exchange.import_whole import read_whole, whole_layout
 from trajstore.exchange.imported_run import (
-    HalfForm,
     ImportedFile,
     ImportedRun,
     ImportedVariable,
@@ -188,8 +187,9 @@ def _typed(run: ImportedRun, original: Mapping[str, str]) -> ImportedRun:
             names[what].append(variable.key if what == "bits" else variable.variable)
         if what in ("narrowed", "values", "bits"):
             native = bfloat16 if what == "bits" else variable.native
-            variable = replace(variable, wanted=bfloat16, native=native)
-        made.append(variable)
+            made.append(replace(variable, wanted=bfloat16, native=native))
+        else:
+            made.append(variable)
     if len(unnamed) == 2:
         valued, other = unnamed["values"], unnamed["bits"]
         raise InvalidArgument(
@@ -197,7 +197,9 @@ def _typed(run: ImportedRun, original: Mapping[str, str]) -> ImportedRun:
             f"value of {other}, whose bits would be reinterpreted; name the variables, such as "
             f"bits={{{valued!r}: 'bfloat16'}}"
         )
-    notes = [f"{key}: the bits of its float16 were read as bits of bfloat16" for key in names["bits"]]
+    notes = [
+        f"{key}: the bits of its float16 were read as bits of bfloat16" for key in names["bits"]
+    ]
     if names["narrowed"]:
         notes.append(
             f"{', '.join(names['narrowed'])}: float32 in the file, bfloat16 in the run: every "
@@ -371,7 +373,7 @@ def import_file(
     >>> imported.layout, imported.rows, imported.variables["W"]
     ('native', 21, 'bfloat16')
     """
-    options = {"layout": layout, "map": map, "bits": bits, "labels": labels}
+    options: dict[str, Any] = {"layout": layout, "map": map, "bits": bits, "labels": labels}
     options |= {"first_row": first_row, "masks": masks}
 
     def check(labels: Iterable[str]) -> None:

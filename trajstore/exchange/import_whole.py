@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
@@ -19,7 +18,8 @@ from trajstore.exchange.imported_run import (
     TableLine,
     reader,
 )
-from trajstore.exchange.layouts import KEPT_ATTRIBUTES, Layout, layout_of, text_key
+from trajstore.exchange.layouts import KEPT_ATTRIBUTES, Column, Layout, layout_of, text_key
+from trajstore.exchange.token_tables import TokenTable, token_arrays, token_table
 from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.schema import (
     COORDINATES,
@@ -70,10 +70,11 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
         for name in along_token(file.keys)
         if name not in COORDINATES
     }
+    tokens = _tokens(file, layout, texts, len(token))
     run = ImportedRun(
         steps=checked_labels(file.path, layout.required[0], steps),
-        token=_checked_tokens(file, token),
-        coordinates=_coordinates(file, layout, texts, len(token)),
+        token=tokens.token,
+        coordinates=tokens.coordinates,
         variables=_variables(
             file,
             keys,
@@ -94,14 +95,6 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
         if file.format == "safetensors" or key not in [text_key(layout, name) for name in _TEXTS]
     )  # fmt: skip
     return ImportedFile(layout=layout.name, runs=(run,), table=table)
-
-
-def _checked_tokens(file: ArrayFile, token: Array) -> Array:
-    """Check vocabulary ids."""
-    limit = np.iinfo(np.int32).max
-    if (token < 0).any() or (token > limit).any() or len(np.unique(token)) != len(token):
-        raise FormatError(f"{file.path}: token must hold distinct ids from 0 to {limit}")
-    return token
 
 
 def _checked_texts(file: ArrayFile, name: str, text: str, length: int) -> list[str]:
@@ -172,26 +165,19 @@ def _texts(file: ArrayFile, layout: Layout) -> dict[str, str]:
     return texts
 
 
-def _coordinates(
-    file: ArrayFile, layout: Layout, texts: Mapping[str, str], tokens: int
-) -> dict[str, Any]:
-    """Dead tokens, on which all marks must agree, counts and texts, if the file has them."""
-    coordinates: dict[str, Any] = {}
-    for key in [key for key in layout.marks if key in file.keys]:
-        population, _, form = layout.marks[key].partition("_")
-        values = _vector(file, key, ("bool",) if form == "mask" else ("int64",),
-                         None if form == "ids" else tokens)  # fmt: skip
-        if form == "count":
-            coordinates["token_count"] = values
-            continue
-        marked = np.isin(np.arange(tokens), values) if form == "ids" else values
-        is_dead = coordinates.setdefault("is_dead", marked == (population == "dead"))
-        marked = is_dead == (population == "dead")
-        if not np.array_equal(values, np.flatnonzero(marked) if form == "ids" else marked):
-            raise FormatError(f"{file.path}: {key} and other marks disagree about dead tokens")
+def _tokens(file: ArrayFile, layout: Layout, texts: Mapping[str, str], tokens: int) -> TokenTable:
+    """Ids, dead tokens, on which all marks must agree, counts and texts, as the file has them."""
+    kinds = {layout.required[1]: "token"} | dict(layout.marks)
+    columns = [Column(key=key, variable=kind) for key, kind in kinds.items() if key in file.keys]
+    table = token_table(
+        file.path, tokens, token_arrays(file, columns), {}, sizes={}, rows_of="a row", by_place=True
+    )
+    if {column.kind for column in columns} <= {"token", "token_count"}:
+        table.coordinates.pop("is_dead", None)  # the run did not say so
     if "token_text" in texts:
-        coordinates["token_text"] = _checked_texts(file, "token_text", texts["token_text"], tokens)
-    return coordinates
+        text = _checked_texts(file, "token_text", texts["token_text"], tokens)
+        table.coordinates["token_text"] = text
+    return table
 
 
 def _names(file: ArrayFile, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

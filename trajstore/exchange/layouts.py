@@ -232,9 +232,10 @@ _ALSO_OF_ARRAYS = ("type", "bits", "tokens", "time", "row0", "first_row")
 """Keys of a layout that hold for all its arrays."""
 
 _OF_ARRAY = tuple(each.name for each in fields(Column) if each.name != "key")
+_NOT_IN_TOML = {"name", "columns", "whole", "types", "omitted"}
 _OF_LAYOUT = (
     "like", "arrays", *_ALSO_OF_ARRAYS,
-    *(each.name for each in fields(Layout) if each.name not in ("name", "columns", "whole", "types", "omitted")),
+    *(each.name for each in fields(Layout) if each.name not in _NOT_IN_TOML),
 )  # fmt: skip
 
 
@@ -283,9 +284,7 @@ def _layout(name: str, given: Mapping[str, Any], *, check: bool = False) -> Layo
     return layout
 
 
-def _column(
-    name: str, key: str, given: Any, defaults: Mapping[str, Any], *, check: bool
-) -> Column:
+def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any], *, check: bool) -> Column:
     """Column of an entry of ``arrays``: the name of a variable, or a table."""
     table = given if isinstance(given, dict) else {"variable": given}
     where = f"{name}: arrays.{key}"
@@ -443,7 +442,9 @@ def as_toml(layout: Layout) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_toml_key(key)} = {_toml(each)}' for key, each in value.items())}}}"
+        return (
+            f"{{{', '.join(f'{_toml_key(key)} = {_toml(each)}' for key, each in value.items())}}}"
+        )
     return json.dumps(value)
 
 

@@ -27,7 +27,7 @@ from trajstore.exchange.imported_run import (
 from trajstore.exchange.layouts import OTHERS, TOKEN_KINDS, Column, Layout, as_toml
 from trajstore.exchange.token_tables import TokenArray, TokenTable, token_arrays, token_table
 from trajstore.exchange.usual_names import STARTING_STEP
-from trajstore.formats.array_file import ArrayFile
+from trajstore.formats.array_file import ArrayFile, contradiction
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -159,9 +159,11 @@ def _parts(
     matrices = sorted({column.matrix for column in anchors if column.matrix is not None})
     for column in series:
         if matrices and column.matrix is None and column.is_matrix:
-            raise FormatError(
-                f"{file.path}: {column.key} belongs to E or W, which are untied, but its name does "
-                f"not end with _E or _W; omit it with map={{'ignore': {column.key!r}}}"
+            raise contradiction(
+                file.path,
+                f"{column.key} belongs to E or W, which are untied, but its name does not end "
+                "with _E or _W",
+                column.key,
             )
     for at, (run, outer) in enumerate(places):
         number = run if run is not None else outer
@@ -196,16 +198,10 @@ def _check_counts(
     """Refuse a number of runs, or lists of one number per run, that differ from the arrays."""
     for key, value in numbers.items():
         if key.lower() in _RUN_COUNTS and value != count:
-            raise FormatError(
-                f"{file.path}: {key} is {value}, but {what}; omit it with "
-                f"map={{'ignore': {key!r}}}"
-            )
+            raise contradiction(file.path, f"{key} is {value}, but {what}", key)
     for key, values in lists.items():
         if len(values) != count and count > 1:
-            raise FormatError(
-                f"{file.path}: {key} has {len(values)} values, but {what}; omit it with "
-                f"map={{'ignore': {key!r}}}"
-            )
+            raise contradiction(file.path, f"{key} has {len(values)} values, but {what}", key)
 
 
 @dataclass(eq=False)
@@ -306,9 +302,11 @@ class _Assembly:
         for variable in made.values():
             of_token = "token" in VARIABLES[variable.variable].dims
             if of_token and variable.row_shape[0] != self.width:
-                raise FormatError(
-                    f"{self.file.path}: {variable.key} has rows of some tokens only, but other "
-                    f"arrays have rows of all; omit it with map={{'ignore': {variable.key!r}}}"
+                raise contradiction(
+                    self.file.path,
+                    f"{variable.key} has rows of some tokens only, but other arrays have rows of "
+                    "all",
+                    variable.key,
                 )
         return tuple(made[name] for name in VARIABLES if name in made)
 
@@ -317,10 +315,11 @@ class _Assembly:
     ) -> ImportedVariable:
         """Rows of all tokens, from those of dead and those of live tokens."""
         if first.native != second.native or first.rows != second.rows:
-            raise FormatError(
-                f"{self.file.path}: {first.key} has {first.rows} rows of {first.native.name}, but "
-                f"{second.key} has {second.rows} rows of {second.native.name}; omit one with "
-                f"map={{'ignore': {second.key!r}}}"
+            raise contradiction(
+                self.file.path,
+                f"{first.key} has {first.rows} rows of {first.native.name}, but {second.key} has "
+                f"{second.rows} rows of {second.native.name}",
+                second.key,
             )
         row_shape = (self.width, *first.row_shape[1:])
         reads = zip(map(self._ids, populations), (first.read, second.read), strict=True)
@@ -363,9 +362,7 @@ class _Assembly:
         if native is None:
             names = (key, column.variable, OTHERS)
             own = column.type if column.bits else "bfloat16"
-            native = NATIVE_TYPES[
-                next((original[name] for name in names if name in original), own)
-            ]
+            native = NATIVE_TYPES[next((original[name] for name in names if name in original), own)]
         variable = ImportedVariable(
             variable=str(column.kind),
             keys=(key,),
@@ -438,9 +435,11 @@ class _Assembly:
     def _attributes(self) -> dict[str, Any]:
         for key, size in self._sizes("hidden_dim").items():
             if size != self.hidden:
-                raise FormatError(
-                    f"{self.file.path}: {key} is {size}, but {self.anchor.key} has shape "
-                    f"{self.file.shape(self.anchor.key)}; omit it with map={{'ignore': {key!r}}}"
+                raise contradiction(
+                    self.file.path,
+                    f"{key} is {size}, but {self.anchor.key} has shape "
+                    f"{self.file.shape(self.anchor.key)}",
+                    key,
                 )
         numbers = dict(self.part.numbers)
         for key, number in self._sizes("num_steps").items():
@@ -474,40 +473,40 @@ def _table(
     """What all arrays and numbers become."""
     read = {key: variable for run in runs for variable in run.variables for key in variable.keys}
     columns = {column.key: column for column in layout.columns}
-    ignored = dict.fromkeys(layout.ignore, "ignored")
-    omitted = dict.fromkeys(file.keys, UNKNOWN) | dict(layout.omitted) | ignored | {
-        key: "derived from other arrays" for key, column in columns.items() if column.kind is None
-    }  # fmt: skip
-    for key, column in columns.items():
-        if column.kind is None:
-            continue
-        shape, dtype, variable, why = file.shape(key), file.dtype(key), read.get(key), []
+    read_as = {key: column.kind for key, column in columns.items() if column.kind is not None}
+    for key, kind in read_as.items():
+        column = columns[key]
+        shape, dtype, variable = file.shape(key), file.dtype(key), read.get(key)
+        details: list[str] = []
         if variable is not None:
-            why += [f"bits of {variable.native.name}"] if dtype in BITS else []
-            why += ["before the step of its row"] if variable.shift > 0 else []
-            why += ["without the first row"] if variable.shift < 0 else []
-            why += ["first row NaN"] if variable.blank else []
-            why += [f"runs along {shape[0]}"] if extra(file, column) == 1 else []
-        why += [f"run {column.run}"] if column.run is not None else []
-        why += [column.matrix] if column.matrix is not None else []
-        why += [f"{column.tokens} tokens"] if column.tokens != "all" and column.has_tokens else []
-        yield TableLine(name=key, dtype=dtype, shape=shape, kind=column.kind, why=", ".join(why))
+            details += [f"bits of {variable.native.name}"] if dtype in BITS else []
+            details += ["before the step of its row"] if variable.shift > 0 else []
+            details += ["without the first row"] if variable.shift < 0 else []
+            details += ["first row NaN"] if variable.blank else []
+            details += [f"runs along {shape[0]}"] if extra(file, column) == 1 else []
+        details += [f"run {column.run}"] if column.run is not None else []
+        details += [column.matrix] if column.matrix is not None else []
+        details += (
+            [f"{column.tokens} tokens"] if column.tokens != "all" and column.has_tokens else []
+        )
+        yield TableLine(name=key, dtype=dtype, shape=shape, kind=kind, why=", ".join(details))
     places = places_of(dict(numbers) | dict.fromkeys(lists, 0.0), layout.scalars)
     for key, value in numbers.items():
-        kind = places.get(key, "checked" if "." not in key else "")
-        yield TableLine(
-            name=key, dtype=type(value).__name__, shape=(), kind=kind, why=str(value)
-        )
+        place = places.get(key, "checked" if "." not in key else "")
+        yield TableLine(name=key, dtype=type(value).__name__, shape=(), kind=place, why=str(value))
     for key, values in lists.items():
-        kind, reason = (places.get(key, ""), "one number per run") if len(runs) > 1 else (
-            "", "several numbers, but one run"
-        )  # fmt: skip
-        yield TableLine(name=key, dtype="float", shape=(len(values),), kind=kind, why=reason)
+        place = places.get(key, "") if len(runs) > 1 else ""
+        reason = "one number per run" if len(runs) > 1 else "several numbers, but one run"
+        yield TableLine(name=key, dtype="float", shape=(len(values),), kind=place, why=reason)
+    ignored = dict.fromkeys(layout.ignore, "ignored")
     for key, why in file.unread.items():
         yield TableLine(name=key, dtype="", shape=(), why=ignored.get(key, why))
-    for key, why in omitted.items():
-        if key in file.keys and not (columns.get(key) and columns[key].kind):
-            if key not in numbers and key not in lists and f"{key}[0]" not in numbers:
-                why = "not a number" if why == UNKNOWN and not file.shape(key) else why
-                yield TableLine(name=key, dtype=file.dtype(key), shape=file.shape(key), why=why)
-
+    omitted = dict(layout.omitted) | ignored
+    omitted |= dict.fromkeys(
+        (key for key in columns if key not in read_as), "derived from other arrays"
+    )
+    for key in file.keys:
+        if key not in {*read_as, *numbers, *lists} and f"{key}[0]" not in numbers:
+            shape = file.shape(key)
+            why = omitted.get(key, UNKNOWN if shape else "not a number")
+            yield TableLine(name=key, dtype=file.dtype(key), shape=shape, why=why)

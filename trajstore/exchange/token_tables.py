@@ -22,11 +22,12 @@ from trajstore.errors import FormatError, RunNotFound
 from trajstore.exchange.guessed_layout import abridged, fits, guess, unfit
 from trajstore.exchange.layouts import TOKEN_KINDS, Column
 from trajstore.exchange.usual_names import POPULATION_SIZES
-from trajstore.formats.array_file import ArrayFile, labels_of
+from trajstore.formats.array_file import ArrayFile, contradiction, labels_of
 from trajstore.formats.open_file import open_file
 from trajstore.strict_json import parse
 
 Array = npt.NDArray[Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArray:
@@ -78,14 +79,12 @@ class TokenTable:
     """
 
     token: Array
-    coordinates: dict[str, Array]
+    coordinates: dict[str, Any]
     vocabulary: int
     notes: tuple[str, ...] = ()
 
 
-def token_arrays(
-    file: ArrayFile, columns: Iterable[Column], *, of: str = ""
-) -> list[TokenArray]:
+def token_arrays(file: ArrayFile, columns: Iterable[Column], *, of: str = "") -> list[TokenArray]:
     """Arrays of a file that describe the tokens, with checked types.
 
     Parameters
@@ -110,9 +109,10 @@ def token_arrays(
         values, kind, name = labels_of(file, column.key), column.kind, f"{column.key}{of}"
         if values.ndim != 1:
             differs = " (it differs between files)" if file.format == "folder" else ""
-            raise FormatError(
-                f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
-                f"omit it with map={{'ignore': {column.key!r}}}"
+            raise contradiction(
+                file.path,
+                f"{name} has shape {values.shape}{differs}, expected one dimension",
+                column.key,
             )
         is_mask = kind.endswith("_mask")
         most, what = (1, "0 and 1") if is_mask else ((1 << 62) - 1, "token ids of at least 0")
@@ -124,9 +124,9 @@ def token_arrays(
                 f"{what}"
             )
         values = values.astype(bool if is_mask else np.int64)
-        if kind.endswith("ids") or kind == "token":
-            if len(np.unique(values)) != len(values):
-                raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
+        is_list = kind.endswith("ids") or kind == "token"
+        if is_list and len(np.unique(values)) != len(values):
+            raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
         arrays.append(TokenArray(name=name, kind=kind, values=values))
     return arrays
 
@@ -179,9 +179,11 @@ def token_table(
             f"map={{'ignore': {from_!r}}}"
         )
     if length is not None and int(token.max(initial=-1)) >= length:
-        raise FormatError(
-            f"{where}: {from_} means {length} tokens, but by other arrays {rows_of} has a row of "
-            f"token {token.max()}; omit one with map={{'ignore': {from_!r}}}"
+        raise contradiction(
+            where,
+            f"{from_} means {length} tokens, but by other arrays {rows_of} has a row of token "
+            f"{token.max()}",
+            from_,
         )
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
         raise FormatError(
@@ -192,7 +194,11 @@ def token_table(
         limit = tokens if each.by_place or not given else length
         if limit is not None and not each.is_dense and int(each.values.max(initial=0)) >= limit:
             what = "positions" if each.by_place else "token ids"
-            more = "" if given else "; name the array of the ids of the rows with map={'token': 'NAME'}"
+            more = (
+                ""
+                if given
+                else "; name the array of the ids of the rows with map={'token': 'NAME'}"
+            )
             raise FormatError(
                 f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
                 f"{limit - 1}{more}"
@@ -234,9 +240,10 @@ def _vocabulary(
     lengths += sizes.items()
     for name, length in lengths:
         if length != lengths[0][1]:
-            raise FormatError(
-                f"{where}: {lengths[0][0]} means {lengths[0][1]} tokens, but {name} means "
-                f"{length}; omit one with map={{'ignore': {name!r}}}"
+            raise contradiction(
+                where,
+                f"{lengths[0][0]} means {lengths[0][1]} tokens, but {name} means {length}",
+                name,
             )
     return lengths[0][::-1] if lengths else (None, "")
 
@@ -250,9 +257,10 @@ def _rows(where: Any, tokens: int, given: list[TokenArray], rows_of: str) -> Arr
                 "tokens"
             )
         if not np.array_equal(each.values, given[0].values):
-            raise FormatError(
-                f"{where}: {given[0].name} and {each.name} hold different ids; omit one with "
-                f"map={{'ignore': {each.name!r}}}"
+            raise contradiction(
+                where,
+                f"{given[0].name} and {each.name} hold different ids",
+                each.name,
             )
     return given[0].values if given else np.arange(tokens, dtype=np.int64)
 
@@ -275,9 +283,11 @@ def _dead(
     for each in marks[1:]:
         wrong = np.flatnonzero(is_dead != _is_dead(each, places if each.by_place else token))
         if len(wrong):
-            raise FormatError(
-                f"{where}: {first.name} and {each.name} disagree about {len(wrong)} dead tokens, "
-                f"the first is {token[wrong[0]]}; omit one with map={{'ignore': {each.name!r}}}"
+            raise contradiction(
+                where,
+                f"{first.name} and {each.name} disagree about {len(wrong)} dead tokens, the first "
+                f"is {token[wrong[0]]}",
+                each.name,
             )
     for key, value in numbers.items():
         population = POPULATION_SIZES.get(key.lower())
@@ -287,9 +297,10 @@ def _dead(
         totals = [] if is_whole else [_total(each, population) for each in marks]
         known = [total for total in totals if total is not None]
         if value not in (here, *known) and (is_whole or known):
-            raise FormatError(
-                f"{where}: {key} is {value}, but {first.name} marks {here} tokens as "
-                f"{population}; omit one with map={{'ignore': {key!r}}}"
+            raise contradiction(
+                where,
+                f"{key} is {value}, but {first.name} marks {here} tokens as {population}",
+                key,
             )
     return {"is_dead": is_dead}
 

@@ -15,6 +15,8 @@ from typing import Literal
 from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OF_EXAMPLES, STEP, VARIABLES
 
 Values = Literal["float", "whole", "truth"]
+Matrix = Literal["E", "W"]
+Population = Literal["all", "dead", "live"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +102,17 @@ ARRAY_KINDS: dict[str, ArrayKind] = {
 """Kinds by name."""
 
 _RUN = re.compile(r"(?:run|trial|replicate)[_\-./]?(\d+)[_\-./](.+)", re.IGNORECASE)
-_OF_MATRIX = {
+_OF_MATRIX: dict[str, Matrix] = {
     **dict.fromkeys("e w_e w_in wte embed_tokens tok_embeddings".split(), "E"),
     **dict.fromkeys("w_u w_out lm_head unembed unembedding unembeddings".split(), "W"),
 }
-_POPULATIONS = {"dead": "dead", "untrained": "dead", "live": "live", "trained": "live"}
-_LETTERS = {"e": "E", "w": "W", "u": "W"}
+_POPULATIONS: dict[str, Population] = {
+    "dead": "dead",
+    "untrained": "dead",
+    "live": "live",
+    "trained": "live",
+}
+_LETTERS: dict[str, Matrix] = {"e": "E", "w": "W", "u": "W"}
 _STORAGE = (
     "(?:_(?:history|histories|hist|trajectory|traj|bits|u16|uint16|bf16|bfloat16|f16|fp16|f32|fp32"
     "|float32|series|movie|all|over_time))?"
@@ -131,8 +138,8 @@ class Name:
 
     kind: ArrayKind
     run: int | None = None
-    matrix: str | None = None
-    tokens: Literal["all", "dead", "live"] = "all"
+    matrix: Matrix | None = None
+    tokens: Population = "all"
 
 
 def named(key: str) -> Name | None:
@@ -162,8 +169,8 @@ def _parsed(text: str) -> Name | None:
     *path, last = text.split(".")
     for at in range(len(path) + 1):
         suffix = ".".join((*path[at:], last))
-        if suffix in _BY_NAME and not (at and suffix == "weight"):  # a weight of any layer
-            kind = _BY_NAME[suffix]
+        kind = _BY_NAME.get(suffix)
+        if kind is not None and not (at and suffix == "weight"):  # a weight of any layer
             matrix = _OF_MATRIX.get(suffix.partition(".")[0]) if kind.name == "W" else None
             return Name(kind=kind, matrix=matrix)
     match = _ADDITIONS.fullmatch(last)

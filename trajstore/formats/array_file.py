@@ -177,6 +177,15 @@ def check_expansion(path: Path, decoded: int) -> None:
         )
 
 
+def contradiction(where: object, fault: str, omit: str) -> FormatError:
+    """The error of a content that does not fit the rest of a file, and can be omitted.
+
+    >>> str(contradiction("f.npz", "n_dead is 3, but dead_mask marks 2 tokens", "n_dead"))
+    "f.npz: n_dead is 3, but dead_mask marks 2 tokens; omit it with map={'ignore': 'n_dead'}"
+    """
+    return FormatError(f"{where}: {fault}; omit it with map={{'ignore': {omit!r}}}")
+
+
 def values_of(file: ArrayFile, key: str) -> Array:
     """All values of an array as numbers; floating-point numbers in their stored type.
 

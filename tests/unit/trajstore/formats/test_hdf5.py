@@ -69,8 +69,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "texts": (OWN | text(token_text_json='["a"]'), "token_text must hold 5 strings"),
     "no rows": (OWN | {"W": np.zeros((0, TOKENS, HIDDEN), "u2")}, "and no length of 0"),
     "bytes that are no text": (OWN | {"trajstore_json": np.array([255], "u1")}, "cannot read traj"),
-    "marks": (OWN | {"trained_mask": np.ones(TOKENS, bool)}, "trained_mask and other marks dis"),
-    "ids": (OWN | {"dead_ids": np.array([0, 2, TOKENS])}, "dead_ids and other marks disagree"),
+    "marks": (OWN | {"trained_mask": np.ones(TOKENS, bool)}, "untrained_mask and trained_mask dis"),
+    "ids": (OWN | {"dead_ids": np.array([0, 2, TOKENS])}, "dead_ids holds 5, expected positions"),
     "no tokens": (OWN | {"token": None}, "layout hdf5 requires token, but the file holds"),
 }
 
