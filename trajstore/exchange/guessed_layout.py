@@ -5,6 +5,7 @@ Nothing is inferred from values: arrays with other names are omitted and listed.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -263,7 +264,8 @@ def with_options(
     if unknown := set(labels or {}) - {"steps"}:
         raise InvalidArgument(f"got labels of {', '.join(sorted(unknown))}, expected steps only")
     kinds = _kinds_by_key(file, map or {})
-    steps = (labels or {}).get("steps")
+    written = layout.steps if re.fullmatch(r"[\d:,]+", layout.steps or "") else None
+    steps = (labels or {}).get("steps", written)
     if steps in file.keys:
         kinds[steps] = STEP.name
     chosen = {kind for kind in kinds.values() if kind in (*VARIABLES, STEP.name)}
