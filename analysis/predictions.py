@@ -24,7 +24,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Positive
-from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.native_types import cast
 from trajstore.values.norms import hidden_sum
 
@@ -260,7 +260,7 @@ def _row_after(ds: xr.Dataset, step: int) -> int:
     if row == 0 or int(ds["step"][row - 1]) != step - 1:
         raise StepNotFound(
             f"the forward pass of step {step} used W of step {step - 1}, which was not recorded; "
-            "use a later step, or record with " + argument("every", 1)
+            "use a later step, or record with every=1"
         )
     return row
 

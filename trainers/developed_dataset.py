@@ -65,7 +65,7 @@ def open_developed(
     if attribute(recorded.attrs, "recording", "keyframe_every") is None:
         raise errors.VariableNotRecorded(
             f"{path} has no keyframes, so no steps can be developed; record it with "
-            + errors.argument("variables", "'keyframes'")
+            "variables='keyframes'"
         )
     if not isinstance(place, Path) or not place.is_dir():
         raise errors.InvalidArgument(
@@ -80,8 +80,8 @@ def open_developed(
     elif not recorded.attrs.get("config"):
         raise errors.InvalidArgument(
             f"{path} was recorded from your own loop, which trains its steps again; give "
-            + errors.argument("developed", "build")
-            + ", a function that returns a new (model, optimizer, step) as for trainers.develop"
+            "developed=build, a function that returns a new (model, optimizer, step) as for "
+            "trainers.develop"
         )
     return developed_dataset(place.absolute(), chunks, parse_bytes(cache_size), train)
 
@@ -246,7 +246,7 @@ class Stretches:
             raise errors.InvalidArgument(
                 f"{what} take up to {format_bytes(needed)} when all {rows.stop - rows.start} are "
                 f"developed, but the cache may take {format_bytes(self.limit)}; raise it with "
-                + errors.argument("cache_size", f"'{-(-needed >> 20)}MiB'")
+                f"cache_size='{-(-needed >> 20)}MiB'"
             )
         self._make_room(needed, path)
         try:

@@ -21,7 +21,6 @@ from trajstore.errors import (
     NothingToResume,
     RecordingError,
     VariableNotRecorded,
-    argument,
 )
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import recorded_modes, recorded_threads
@@ -127,8 +126,7 @@ def develop(
     stored = StoredModel(run)
     if not stored.has_keyframes:
         raise VariableNotRecorded(
-            f"{run} has no keyframes; restore() its steps, or record it with "
-            + argument("variables", "'keyframes'")
+            f"{run} has no keyframes; restore() its steps, or record it with variables='keyframes'"
         )
     at = exact_step(at, least=ANY)
     row_of(run, stored.all_steps, at)
@@ -154,7 +152,7 @@ def develop(
                     raise NothingToResume(
                         f"the developed steps of {run} differ from the recorded ones: {told}; "
                         "check that step() does what the loop did, and that the inputs determine "
-                        "it, or give " + argument("allow_different", True)
+                        "it, or give allow_different=True"
                     )
     return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
 

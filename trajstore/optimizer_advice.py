@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import ConfigError, config_field
+from trajstore.errors import ConfigError
 from trajstore.values.native_types import cast
 from trajstore.values.norms import MovingAverage, share_left
 from trajstore.values.optimizer_rule import with_numbers
@@ -22,15 +22,11 @@ from trajstore.values.optimizer_rule import with_numbers
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _FLOAT32_WEIGHTS = (
-    "float32 weights under autocast ("
-    + config_field("model.dtype", "float32")
-    + "; in your own loop "
-    "model.float() with torch.autocast)"
+    "float32 weights under autocast (model.dtype=float32; in your own loop model.float() with "
+    "torch.autocast)"
 )
 _STATE_REMEDY = (
-    "Keep the optimizer's state in float32 ("
-    + config_field("optimizer.state_dtype", "float32")
-    + "; in your own loop "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
     'RoundedAdamW(…, state_dtype="float32")), or train ' + _FLOAT32_WEIGHTS
 )
 _WEIGHT_REMEDY = "Train " + _FLOAT32_WEIGHTS

@@ -35,7 +35,6 @@ from trajstore.errors import (
     FormatError,
     InvalidArgument,
     VariableNotRecorded,
-    Wording,
     did_you_mean,
 )
 from trajstore.installation import imported
@@ -246,9 +245,7 @@ def errors_about_rows(ds: xr.Dataset) -> Iterator[None]:
         yield
     except (InvalidArgument, VariableNotRecorded) as error:
         if is_of_parameter(ds):
-            raise type(error)(
-                Wording(row_words(str(error)), row_words(error.in_command))
-            ) from error
+            raise type(error)(row_words(str(error))) from error
         raise
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.store.reading.run_attributes import steps_of_another_optimizer
 from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
@@ -83,7 +83,7 @@ def require_variables(ds: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in ds]
     if missing:
         tiers = _recording_of(missing)
-        remedy = "; record it with " + argument("variables", f"'{tiers}'") if tiers else ""
+        remedy = f"; record it with variables='{tiers}'" if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which only give quantities of motion "

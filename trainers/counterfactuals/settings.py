@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import ConfigError, argument, config_field
+from trajstore.errors import ConfigError
 from trajstore.store.metadata.metadata_form import SEGMENTS, listed_segments
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
@@ -127,7 +127,7 @@ def changed_settings(
     if seed is not None and rounding != "stochastic":
         raise ConfigError(
             f"got seed {seed}, but only stochastic rounding is random; leave out the seed, or set "
-            + config_field("optimizer.rounding", "stochastic")
+            "optimizer.rounding=stochastic"
         )
     if state_dtype != dtype or rounding != "nearest" or is_rounded:
         if name not in _ROUNDED:
@@ -302,8 +302,8 @@ def _changed_clip_coefs(steps: OptimizerSteps, settings: ChangedSettings) -> Arr
         return steps.inputs.clip_coef
     if "grad_norm" not in steps.rows:
         raise CannotReplay(
-            "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
-            "tier, such as " + argument("variables", "'matrix'")
+            "clipping needs the norm of all gradients, but grad_norm was not recorded; record "
+            "any tier, such as variables='matrix'"
         )
     norms, natives = steps.rows.scalars("grad_norm"), steps.rows.natives
     largest = float(settings.given["training.max_grad_norm"])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument, StepNotFound, argument
+from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.metadata_form import FINGERPRINT
 from trajstore.store.reading.run_attributes import attribute
@@ -135,8 +135,8 @@ class Counterfactual:
         if first and (fresh or not settings.keeps_state):
             name = settings.optimizer["class"].rpartition(".")[2]
             raise CannotReplay(
-                f"{name} with these settings has no state at step {rows.steps[first]}, because the "
-                "run had another optimizer; start at the first row, without " + argument("at")
+                f"{name} with these settings has no state at step {rows.steps[first]}, because "
+                "the run had another optimizer; start at the first row, without at=…"
             )
         for number in range(first + 1, len(rows)):
             self.steps.check(number)
@@ -329,9 +329,7 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(
-            f"{step} is the last step of the run; give an earlier one: " + argument("at")
-        )
+        raise CannotReplay(f"{step} is the last step of the run; give an earlier one: at=…")
     matches = np.flatnonzero(rows.steps == step)
     if not matches.size:
         raise StepNotFound(

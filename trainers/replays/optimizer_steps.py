@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import argument, config_field
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
@@ -388,7 +387,7 @@ class OptimizerSteps:
             it, _ = self._place(row.step + 1)
             raise CannotReplay(
                 f"the optimizer's state before {it} was not recorded, because recording began there"
-                + self._fix("start a step later (" + argument("at") + ")")
+                + self._fix("start a step later (at=…)")
             )
         known = {name: self._parameter(name, row) for name in state}
         self.optimizer.begin(self._parameter("W", row), known | (carried or {}), count)
@@ -429,7 +428,7 @@ class OptimizerSteps:
         rows, optimizer, inputs, fix = self.rows, self.optimizer, self.inputs, self._fix
         before, step = rows.steps[number - 1 : number + 1].tolist()
         it, at = self._place(step)
-        later = "start later (" + argument("at") + ")"
+        later = "start later (at=…)"
         if self._other_type:
             yield self._other_type
         if optimizer.needs_all_rows and not self.placement.is_whole:
@@ -441,7 +440,7 @@ class OptimizerSteps:
                 + ("; record matrix" if self.forced else "")
             )
         if step <= self._other_until:
-            start = "start at the fork (" + argument("at", self._other_until) + "), or use"
+            start = f"start at the fork (at={self._other_until}), or use"
             yield (
                 f"another optimizer took {it}, before the run was forked; "
                 f"{'replay' if self.forced else start} the source of the fork"
@@ -454,20 +453,20 @@ class OptimizerSteps:
                 else f"step {before + 1} is missing"
                 if step - before == 2
                 else f"steps {before + 1} to {step - 1} are missing"
-            ) + fix("record with " + argument("every", 1) + f", or {later}")
+            ) + fix(f"record with every=1, or {later}")
         if number in self._unproven and self.forced:
             yield self._unproven[number]
         if rows.idle[number]:
             return
         if number in self._unproven and self.lacks_factor(number):
             yield f"clip_coef is NaN{at}, so the factor of the gradient is unknown" + fix(
-                "set the clipping, such as " + config_field("training.max_grad_norm", 1)
+                "set the clipping, such as training.max_grad_norm=1"
             )
         if np.isnan(inputs.lr[number]):
             yield f"the learning rate is NaN{at}, so it is unknown" + fix("set schedule.name")
         if unknown := optimizer.unknown(inputs.numbers[number]):
             yield f"{', '.join(unknown)} of hyperparameters is NaN{at}, so it is unknown" + fix(
-                "set it, such as " + config_field("optimizer.weight_decay", 0) + f", or {later}"
+                f"set it, such as optimizer.weight_decay=0, or {later}"
             )
         if abs(inputs.lr[number]) >= LARGEST_RATE and not self.forced:  # a replay finds it
             yield f"its learning rate{at} is too large for any optimizer"

@@ -21,7 +21,7 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded
 from trajstore.exchange.export_run import write_run
 from trajstore.exchange.selection import Steps, select, select_part
 from trajstore.schema import STEP
@@ -169,7 +169,7 @@ def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
     if not has_keyframes(attributes):
         raise VariableNotRecorded(
             f"{run} has no keyframes, so no steps can be developed; record it with "
-            + argument("variables", "'keyframes'")
+            "variables='keyframes'"
         )
     if not attributes.get("config"):
         raise InvalidArgument(
@@ -238,7 +238,7 @@ def write_developed(
     if told is not None and not allow_different:
         remedy = (
             "develop them on the machine and with the versions that recorded the run, or give "
-            + argument("allow_different", True)
+            "allow_different=True"
             if device is None
             else "check that the function of `developed` builds the model in training mode, and "
             "that its step does what the loop did"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trajstore.arguments import checks_types
-from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, config_field
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import variables_of
@@ -284,7 +284,7 @@ class _Source:
         if config.training.steps <= self.step:
             raise ConfigError(
                 f"training.steps = {config.training.steps}: no step remains after step "
-                f"{self.step}; give more: " + config_field("training.steps", 2 * self.step)
+                f"{self.step}; give more: training.steps={2 * self.step}"
             )
 
     def reach(

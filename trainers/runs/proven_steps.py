@@ -23,8 +23,6 @@ from trajstore.errors import (
     NothingToResume,
     StepNotFound,
     VariableNotRecorded,
-    argument,
-    wording,
 )
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import INTEGERS, STEP, VARIABLES, variables_of
@@ -185,7 +183,7 @@ def prove(
                 start = states.before(int(recorded[first - 1]))
                 walk(run, text, start, last, compared, sources=sources)
             except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
-                raise CannotReplay(wording(error)) from error
+                raise CannotReplay(str(error)) from error
             proven += compared.agreed
             difference, count = compared.difference, len(segment)
             if difference is not None and difference.row < first:
@@ -229,9 +227,7 @@ def _check_provable(path: RunPath, states: States) -> None:
     if states.stored is None:
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
-            + argument("variables", "'everything'")
-            + ", without float16 autocast, or "
-            + argument("variables", "'keyframes'")
+            "variables='everything', without float16 autocast, or variables='keyframes'"
         )
 
 

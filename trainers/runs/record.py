@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, NothingToResume, RunExists, argument, config_field
+from trajstore.errors import InvalidArgument, NothingToResume, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.metadata_form import recorded_threads
 from trajstore.store.reading.open_group import root_attributes
@@ -212,11 +212,8 @@ def _complete(
     """Mark the runs of a training complete, which has all its steps; note it if they are."""
     if point.complete:
         note = (
-            f"{name} has all {point.last_step} steps already, so no step is trained; "
-            "to extend it, use "
-            + argument("resume", True)
-            + " and "
-            + config_field("training.steps", 2 * point.last_step)
+            f"{name} has all {point.last_step} steps already, so no step is trained; to extend "
+            f"it, use resume=True and training.steps={2 * point.last_step}"
         )
         report_notes([note], on_note)
         return

@@ -15,8 +15,8 @@ from trajstore.cli.output import (
     BytesProgress,
     StepsProgress,
     counted,
-    err,
     out,
+    print_error,
     print_json,
     print_notes,
     print_table,
@@ -69,7 +69,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
         try:
             facts_of[run] = information(run) | {"final_loss": final_loss(run)}
         except (FormatError, RunNotFound) as error:
-            err.print(f"trajstore: {error}")
+            print_error(error)
     if as_json:
         differing = differing_settings(list(facts_of.values()))
         print_json(

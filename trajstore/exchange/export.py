@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, RunExists, argument, did_you_mean, needs_extra
+from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
 from trajstore.exchange.export_layout import (
     ExportedFile,
     layout_file,
@@ -85,8 +85,7 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
         return path
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with "
-            + argument("overwrite", True)
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     try:
         ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
@@ -421,9 +420,8 @@ def _refuse_options(
         )
     if encoding is not None:
         raise InvalidArgument(
-            "got "
-            + argument("encoding", encoding)
-            + f" with format {format}, which has no encoding; use format run, or omit the encoding"
+            f"got encoding={encoding} with format {format}, which has no encoding; use format "
+            "run, or omit the encoding"
         )
     if fill_damaged:
         raise InvalidArgument(

@@ -191,7 +191,7 @@ def values_of(file: ArrayFile, key: str) -> Array:
     if count * itemsize > _LARGEST_TABLE:
         raise FormatError(
             f"{file.path}: {key} has shape {file.shape(key)}, but tables and labels may have at "
-            f"most {format_bytes(_LARGEST_TABLE)}; omit it with --map ignore={key}"
+            f"most {format_bytes(_LARGEST_TABLE)}; omit it with map='ignore={key}'"
         )
     values = file.read(key)
     if dtype not in NATIVE_TYPES:

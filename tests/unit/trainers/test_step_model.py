@@ -19,7 +19,6 @@ from trajstore.errors import (
     RunExists,
     StepNotFound,
     VariableNotRecorded,
-    in_command,
 )
 
 torch = pytest.importorskip("torch")
@@ -164,9 +163,8 @@ def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
 
 
 def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"give constructor=…") as error:
+    with pytest.raises(InvalidArgument, match=r"give constructor=…"):
         checkout(own.path, tmp_path / "step", step=4)
-    assert "give --constructor …" in in_command(error.value)
     assert [*tmp_path.iterdir()] == []
     checkout(own.path, tmp_path / "step", step=3, constructor=OwnModel)
     command = ["checkout", str(own.path), "--at", "4", "-o", str(tmp_path / "step"), "--overwrite"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trajstore.errors import InvalidArgument, VariableNotRecorded, argument, did_you_mean
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import (
     KEPT,
     OPTIMIZER_STATE,
@@ -33,7 +33,7 @@ def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     if table is None:
         raise VariableNotRecorded(
             "the run holds one matrix only, not all parameters; record it with "
-            + argument("variables", "'everything'")
+            "variables='everything'"
         )
     return table
 

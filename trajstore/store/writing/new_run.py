@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trajstore.arguments import exact, exact_json
 from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
-from trajstore.errors import InvalidArgument, argument
+from trajstore.errors import InvalidArgument
 from trajstore.installation import __version__
 from trajstore.schema import (
     COORDINATES,
@@ -220,7 +220,7 @@ def check_encoding(encoding: str, *, shared: bool) -> None:
     if encoding == "compact" and shared:
         raise InvalidArgument(
             "encoding: got 'compact' for a run that several processes write; use 'delta', and "
-            "export the run afterwards with " + argument("encoding", "'compact'")
+            "export the run afterwards with encoding='compact'"
         )
 
 
