@@ -29,6 +29,7 @@ from xarray.core import indexing
 
 from trajstore import errors
 from trajstore.cli.output import StepsProgress
+from trajstore.provenance import RunAttributes
 from trajstore.schema import KEPT, KEYFRAMES, STEP, VARIABLES
 from trajstore.store.metadata.block_plan import plan
 from trajstore.store.metadata.zarr_json import recorded_attributes
@@ -62,7 +63,7 @@ def open_developed(
 ) -> xr.Dataset:
     """Open a run with keyframes. `trajstore.open_run` describes it."""
     place, recorded = location(path), open_run(path, chunks=None)
-    if attribute(recorded.attrs, "recording", "keyframe_every") is None:
+    if not RunAttributes.of(recorded.attrs).keyframe_every:
         raise errors.VariableNotRecorded(
             f"{path} has no keyframes, so no steps can be developed; record it with "
             "variables='keyframes'"
@@ -300,7 +301,7 @@ def _proven(
     expected = recorded.isel(step=stretches.rows(number))
     try:
         group: Any = open_group(path)
-        origin = attribute(group.attrs.asdict(), "provenance", "developed", "created")
+        origin = RunAttributes.of(group.attrs.asdict()).developed.get("created")
         stored = {name: stored_array(path, name, array) for name, array in group.arrays()}
         same = origin == recorded.attrs["created"] and all(
             np.array_equal(whole(path, group, name), expected[name].values)

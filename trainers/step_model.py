@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trajstore.arguments import ANY, checks_types, exact
 from trajstore.errors import InvalidArgument, RunExists, needs_extra
 from trajstore.installation import imported, version_of
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
@@ -476,7 +477,7 @@ def _check_classes(stored: StoredModel, joined: JoinedOptimizer) -> None:
     recorded, classes = (
         sorted({entry["class"].rpartition(".")[2] for entry in groups})
         for groups in (
-            attribute(stored.attributes, "optimizer", "groups"),
+            RunAttributes.of(stored.attributes).optimizer.groups,
             group_attributes(joined),
         )
     )

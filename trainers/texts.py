@@ -20,7 +20,7 @@ from trajstore.errors import (
     InvalidArgument,
     needs_extra,
 )
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.provenance import RunAttributes
 from trajstore.trainers.downloads import cached
 
 if TYPE_CHECKING:
@@ -389,9 +389,10 @@ def find_tokenizer(
     """
     if given is not None:
         return AsciiTokenizer() if given == "ascii" else FileTokenizer(given)
-    if attribute(attributes, "provenance", "tokenizer", "name") == AsciiTokenizer.name:
+    recorded = RunAttributes.of(attributes).tokenizer
+    if recorded.get("name") == AsciiTokenizer.name:
         return AsciiTokenizer()
-    sha256 = attribute(attributes, "provenance", "tokenizer", "sha256")
+    sha256 = recorded.get("sha256")
     path = None if sha256 is None else cached("gpt2")
     tokenizer = None if path is None else FileTokenizer(path)
     return tokenizer if tokenizer is not None and tokenizer.sha256 == sha256 else None
@@ -416,7 +417,7 @@ def run_tokenizer(
     """
     tokenizer = find_tokenizer(attributes, given)
     if tokenizer is None:
-        name = attribute(attributes, "provenance", "tokenizer", "name")
+        name = RunAttributes.of(attributes).tokenizer.get("name")
         reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
         raise InvalidArgument(f"the run {reason}; give one: tokenizer='ascii', or tokenizer=FOLDER")
     return tokenizer

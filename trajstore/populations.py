@@ -38,6 +38,7 @@ from trajstore.errors import (
     did_you_mean,
 )
 from trajstore.installation import imported
+from trajstore.provenance import RunAttributes
 from trajstore.schema import POPULATION_FILES
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def row_vectors(ds: xr.Dataset) -> xr.Dataset:
     """
     if not {"row", "column"} <= set(ds.dims) or {"token", "hidden"} & set(ds.dims):
         return ds
-    name = ds.attrs.get("recording", {}).get("parameter", "W")
+    name = RunAttributes.of(ds.attrs).parameter or "W"
     if not ds.sizes["row"] * ds.sizes["column"]:
         raise InvalidArgument(f"the parameter {name} has no elements; choose another one")
     renamed = ds.rename(row="token", column="hidden")

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.notes import class_path
@@ -88,10 +88,11 @@ class RecordedOptimizer:
     def __init__(
         self, recorded: Any, dtype: torch.dtype, device: torch.device, largest: Mapping[str, float]
     ) -> None:
-        if not isinstance(recorded, Mapping) or not isinstance(recorded.get("class"), str):
+        described = OptimizerAttributes.of(recorded)
+        if not described.path:
             raise CannotReplay("the run does not record its optimizer (root attribute optimizer)")
-        known = _optimizer_class(recorded["class"])
-        self.hyperparameters = dict(recorded.get("hyperparameters") or {})
+        known = _optimizer_class(described.path)
+        self.hyperparameters = described.hyperparameters
         if missing := _numbers(known) - {*self.hyperparameters}:
             names = ", ".join(sorted(missing))
             raise CannotReplay(f"the run does not record the optimizer's {names}")
@@ -101,9 +102,9 @@ class RecordedOptimizer:
         self.needs_all_rows = known is getattr(torch.optim, "Muon", None)
         self.steps_some_rows = known is torch.optim.SparseAdam
         # Of a sparse gradient, some optimizers have another rule.
-        self._is_sparse = recorded.get("sparse_gradient") is True or self.steps_some_rows
+        self._is_sparse = described.stored.get("sparse_gradient") is True or self.steps_some_rows
         self._class: Callable[..., Optimizer] = known
-        self._tensors = recorded.get("tensors") or {}
+        self._tensors = described.stored.get("tensors") or {}
         self._dtype = dtype
         try:
             self._take_first_step(device, largest)
@@ -327,10 +328,11 @@ class OptimizerSteps:
             if name not in rows:
                 raise CannotReplay(reason)
         self.rows, self.placement, self.forced = rows, placement, forced
-        self.attributes = attributes = source.attributes
+        self.attributes = source.attributes
+        self.run = run = RunAttributes.of(source.attributes)
         weights = getattr(torch, rows.natives["W"].name)
         self.optimizer = RecordedOptimizer(
-            attributes.get("optimizer"), weights, placement.device, rows.largest_hyperparameters
+            run.optimizer.stored, weights, placement.device, rows.largest_hyperparameters
         )
         self.inputs = StepInputs(
             lr=rows.values("lr"),
@@ -341,8 +343,8 @@ class OptimizerSteps:
         self.recorded = ("W", *(name for name in names if name in rows))
         self.rebuilt = tuple(name for name in names if name not in rows)
         self._other_type = self._type_of_another_optimizer()
-        self._other_until = steps_of_another_optimizer(attributes)
-        self._unproven = unproven_rows(attributes, rows.steps)
+        self._other_until = run.other_optimizer_until
+        self._unproven = unproven_rows(source.attributes, rows.steps)
 
     def changed(self, optimizer: RecordedOptimizer, inputs: StepInputs) -> Self:
         """Return the steps of another optimizer from the same gradients."""
@@ -446,7 +448,7 @@ class OptimizerSteps:
                 f"{'replay' if self.forced else start} the source of the fork"
             )
         if step - before != 1:
-            every = attribute(self.attributes, "recording", "every") not in (1, None)
+            every = self.run.every != 1
             yield (
                 "the row of the step before is missing (recorded with every > 1)"
                 if every and self.forced
@@ -488,7 +490,7 @@ class OptimizerSteps:
                     f"{name} is {found}, but the recorded optimizer keeps it in {made}, so another "
                     "optimizer trained the run"
                 )
-        known = isinstance(attribute(self.attributes, "recording", "vocabulary"), int)
+        known = self.run.vocabulary is not None
         if self.optimizer.hyperparameters.get("rounding") == "stochastic" and not known:
             return (
                 "stochastic rounding depends on the position in the parameter, but the number of "

@@ -18,6 +18,7 @@ from trajstore.errors import (
     RunNotFound,
 )
 from trajstore.exchange.export_run import holds_exactly
+from trajstore.provenance import RunAttributes
 from trajstore.schema import TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.open_group import root_attributes
@@ -136,7 +137,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         of_each = [_attributes(run) for run in runs]
         attributes = of_each[0]
         check_recorded(path, attributes)
-        _check_config(path, recorded, config, attributes.get("provenance", {}))
+        _check_config(path, recorded, config, RunAttributes.of(attributes).provenance)
         rows = min(each.get("committed_rows", 0) for each in of_each)
         missing = set(planned_runs(shared_path(path, config), config)).difference(runs)
         if missing and rows:
@@ -169,7 +170,7 @@ def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
             f"{path} was imported, so it has no training to resume; record a run with "
             "`trajstore record`"
         )
-    if attributes.get("provenance", {}).get("what_if"):
+    if RunAttributes.of(attributes).what_if:
         raise NothingToResume(
             f"{path} was computed by `trajstore what-if` from the gradients of another run, so it "
             "has no training to resume; fork the other run (`trajstore fork`)"
@@ -184,15 +185,14 @@ def check_text(path: Location, text: Corpus) -> None:
     CorpusError
         If the text or the tokenizer differs.
     """
-    before = _attributes(path).get("provenance", {})
-    corpus = before.get("corpus", {})
+    before = RunAttributes.of(_attributes(path))
+    corpus, tokenizer = before.corpus, before.tokenizer
     if corpus.get("sha256") != text.sha256:
         raise CorpusError(
             f"the corpus {text.name} (sha256 {text.sha256[:12]}…) differs from that of {path}, "
             f"{corpus.get('name')} of {corpus.get('bytes')} bytes (sha256 "
             f"{str(corpus.get('sha256'))[:12]}…); give the recorded one: corpus=…"
         )
-    tokenizer = before.get("tokenizer", {})
     if _identity(tokenizer) != _identity(text.tokenizer):
         raise CorpusError(
             f"the tokenizer {_shown(text.tokenizer)} differs from that of {path}, "
@@ -203,7 +203,7 @@ def check_text(path: Location, text: Corpus) -> None:
 def resume_notes(path: Location, config: RunConfig, state: State) -> list[str]:
     """Return notes about differences between a resumed run and an uninterrupted one."""
     notes = []
-    before = _attributes(path).get("provenance", {})
+    before = RunAttributes.of(_attributes(path)).provenance
     for name, now in changed_provenance(before, find_device(config.training.device)).items():
         notes.append(
             f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "

@@ -26,6 +26,7 @@ from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.errors import InvalidArgument
 from trajstore.installation import __version__
+from trajstore.provenance import RunAttributes
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
@@ -325,10 +326,10 @@ def _share_stored(array: Mapping[str, Any]) -> float:
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
-    optimizer = attributes.get("optimizer") or {}
-    rule = OptimizerRule.of(optimizer)
-    if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
-        raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
+    optimizer = RunAttributes.of(attributes).optimizer
+    rule = OptimizerRule.of(optimizer.stored)
+    if optimizer.hyperparameters.get("rounding", "nearest") != "nearest":
+        raise InvalidArgument(f"the optimizer {optimizer.path!r} rounds at random")
     _check((*rule.state, GRADIENT), ("lr",), attributes, variables)
     return rule
 
@@ -343,7 +344,7 @@ def _check(
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
     if wide := [name for name in arrays if native_type(variables[name]).itemsize > 4]:
         raise InvalidArgument(f"{', '.join(wide)} are float64")
-    if (every := (attributes.get("recording") or {}).get("every", 1)) != 1:
+    if (every := RunAttributes.of(attributes).every) != 1:
         raise InvalidArgument(f"the run is recorded every {every} steps")
 
 
