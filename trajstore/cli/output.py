@@ -139,19 +139,17 @@ def print_table(*parts: Any, **options: Any) -> None:
 
 
 _OPTIONS = {
-    f"{name}=": f"--{name.replace('_', '-')}"
+    f"{name}=": f"--{name.partition('.')[2] or name.replace('_', '-')}"
     for name in (
         "at", "bits", "constructor", "corpus", "encoding", "every", "first_row", "labels", "layout",
         "map", "masks", "memory", "source", "threads", "tokenizer", "variables",
+        "training.steps", "training.device", "training.threads",
     )
 } | {
     "overwrite=True": "--overwrite",
     "resume=True": "--resume",
     "allow_different=True": "--allow-different",
     "join='inner'": "--common-steps",
-    "training.steps=": "--steps",
-    "training.device=": "--device",
-    "training.threads=": "--threads",
 }  # fmt: skip
 """Options by the arguments that messages name; other fields of the configuration need --set."""
 

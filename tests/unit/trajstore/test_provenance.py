@@ -14,12 +14,10 @@ ODD = (None, True, 0.5, [3], {"step": "4"}, {"class": {}, "resumed": [{}]})
 @pytest.mark.parametrize("odd", ODD, ids=str)
 @pytest.mark.parametrize("name", ["provenance", "optimizer", "recording"])
 def test_an_odd_value_counts_as_missing(name: str, odd: Any) -> None:
-    stored = odd if isinstance(odd, dict) else {}
-    found, empty = (RunAttributes.of({name: value}) for value in (odd, stored))
-    assert found == empty
-    found = RunAttributes.of({name: dict.fromkeys(MEMBERS, odd)})
-    assert (found.resumed_after, found.optimizer.groups, found.optimizer.name) == ([], [], "")
-    assert (found.every, found.threads_after(3), found.other_optimizer_until) == (1, None, 0)
+    for value in (odd, dict.fromkeys(MEMBERS, odd)):
+        found = RunAttributes.of({name: value})
+        assert (found.resumed_after, found.optimizer.groups, found.optimizer.name) == ([], [], "")
+        assert (found.every, found.threads_after(3), found.other_optimizer_until) == (1, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +32,3 @@ def test_an_odd_value_counts_as_missing(name: str, odd: Any) -> None:
 )
 def test_the_last_step_of_another_optimizer(fork: Any, last: int) -> None:
     assert RunAttributes.of({"provenance": {"fork": fork}}).other_optimizer_until == last
-
-
-def test_a_later_resume_replaces_what_came_after_it() -> None:
-    resumed = [{"step": 4, "threads": 8}, {"step": 3}, {"step": 5, "threads": 6}]
-    run = RunAttributes.of({"provenance": {"threads": 2, "resumed": resumed}})
-    assert [run.threads_after(step) for step in (0, 4, 5)] == [2, 2, 6]
