@@ -16,12 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact_step
-from trajstore.errors import (
-    InvalidArgument,
-    NothingToResume,
-    RecordingError,
-    VariableNotRecorded,
-)
+from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, VariableNotRecorded
 from trajstore.provenance import RunAttributes
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
 from trajstore.store.reading.open_group import open_group

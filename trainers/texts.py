@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import (
-    ConfigError,
-    CorpusError,
-    InvalidArgument,
-    needs_extra,
-)
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument, needs_extra
 from trajstore.provenance import RunAttributes
 from trajstore.trainers.downloads import cached
 

@@ -31,12 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import ANY, exact
-from trajstore.errors import (
-    FormatError,
-    InvalidArgument,
-    VariableNotRecorded,
-    did_you_mean,
-)
+from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.installation import imported
 from trajstore.provenance import RunAttributes
 from trajstore.schema import POPULATION_FILES

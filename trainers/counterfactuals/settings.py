@@ -22,11 +22,7 @@ from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
 from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.recording.notes import class_path
 from trajstore.trainers.replays.findings import CannotReplay
-from trajstore.trainers.replays.optimizer_steps import (
-    OptimizerSteps,
-    RecordedOptimizer,
-    StepInputs,
-)
+from trajstore.trainers.replays.optimizer_steps import OptimizerSteps, RecordedOptimizer, StepInputs
 from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.training_setup import build_schedule

@@ -34,11 +34,7 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import (
-    InvalidArgument,
-    TrajstoreError,
-    did_you_mean,
-)
+from trajstore.errors import InvalidArgument, TrajstoreError, did_you_mean
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import threads_of_each

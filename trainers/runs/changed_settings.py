@@ -10,13 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.errors import (
-    ConfigError,
-    CorpusError,
-    InvalidArgument,
-    NothingToResume,
-    RunNotFound,
-)
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument, NothingToResume, RunNotFound
 from trajstore.exchange.export_run import holds_exactly
 from trajstore.provenance import RunAttributes
 from trajstore.schema import TIERS, VARIABLES

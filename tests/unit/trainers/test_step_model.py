@@ -14,12 +14,7 @@ from click.testing import CliRunner
 
 from trajstore import sample_run
 from trajstore.cli.main import main
-from trajstore.errors import (
-    InvalidArgument,
-    RunExists,
-    StepNotFound,
-    VariableNotRecorded,
-)
+from trajstore.errors import InvalidArgument, RunExists, StepNotFound, VariableNotRecorded
 
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402

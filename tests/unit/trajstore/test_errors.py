@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.errors import (
-    InvalidArgument,
-    MissingExtra,
-    did_you_mean,
-    needs_extra,
-)
+from trajstore.errors import InvalidArgument, MissingExtra, did_you_mean, needs_extra
 from trajstore.schema import resolve_variables, variable
 
 TESTS = Path(__file__).parents[2]

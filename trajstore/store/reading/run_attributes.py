@@ -11,10 +11,7 @@ import numpy as np
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.provenance import RunAttributes
-from trajstore.schema import (
-    KEPT,
-    OPTIMIZER_STATE,
-)
+from trajstore.schema import KEPT, OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import VECTORS
 
