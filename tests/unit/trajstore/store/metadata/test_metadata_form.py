@@ -338,13 +338,8 @@ def config(steps: int, **others: Any) -> dict[str, Any]:
 
 
 def test_a_later_resume_replaces_what_came_after_it() -> None:
-    attributes = {
-        "config": config(7),
-        "provenance": {
-            "threads": 2,
-            "resumed": [{"step": 4, "threads": 8}, {"step": 3}, {"step": 5, "threads": 6}],
-        },
-    }
+    resumed = [{"step": 4, "threads": 8}, {"step": 3}, {"step": 5, "threads": 6}]
+    attributes = {"config": config(7), "provenance": {"threads": 2, "resumed": resumed}}
     found = trained_segments(attributes, 1, 7)
     assert [(one.first, one.last, one.threads) for one in found] == [(1, 5, 2), (5, 7, 6)]
 
