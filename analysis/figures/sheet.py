@@ -28,7 +28,7 @@ from trajstore.analysis.figures.style import Group, run_groups, run_name, titled
 from trajstore.analysis.figures.training import variable
 from trajstore.analysis.names import FIGURE_MODULES
 from trajstore.analysis.scan.block_tasks import return_memory
-from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean, wording
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION, variables_of
 from trajstore.store.reading.run_attributes import run_labels
 from trajstore.store.storage.remote_path import local_path
@@ -116,7 +116,7 @@ def collect(
         except (VariableNotRecorded, InvalidArgument) as error:
             if not leave_out:
                 raise
-            left_out[figure.name] = wording(error)
+            left_out[figure.name] = str(error)
     if not lazy:
         message = "none of these figures can be drawn: "
         for number, (name, why) in enumerate(left_out.items()):

@@ -44,13 +44,14 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.result_variables import statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
+from trajstore.provenance import RunAttributes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
-    whole = (scan.ds.attrs.get("recording") or {}).get("vocabulary")
+    whole = RunAttributes.of(scan.ds.attrs).vocabulary
     here = scan.ds.sizes["token"]
     if "logits" in scan.ds and whole is not None and here != whole:
         raise InvalidArgument(

@@ -19,7 +19,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset, field, flag_attributes
 from trajstore.analysis.scan.rows import changed_vectors, lattice_attributes, moved_vectors, tiles
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument, argument
+from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import cast, spacing, unsigned_view
 from trajstore.values.norms import result_dtype
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
@@ -54,9 +54,9 @@ def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
         return moment
     if scan.steps[0] != 0 or (np.diff(scan.steps) != 1).any():
         raise InvalidArgument(
-            "amsgrad divides by the largest second moment of all previous steps, so all steps from "
-            f"0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without "
-            "the beginning; use the whole run, recorded with " + argument("every", 1)
+            "amsgrad divides by the largest second moment of all previous steps, so all steps "
+            f"from 0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or "
+            "without the beginning; use the whole run, recorded with every=1"
         )
     return da.reductions.cumreduction(
         np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype

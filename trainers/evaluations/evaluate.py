@@ -34,15 +34,7 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import (
-    InvalidArgument,
-    TrajstoreError,
-    Wording,
-    argument,
-    did_you_mean,
-    in_command,
-    wording,
-)
+from trajstore.errors import InvalidArgument, TrajstoreError, did_you_mean
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import threads_of_each
@@ -332,7 +324,7 @@ def evaluate(
             raise InvalidArgument(
                 f"{output} has results up to step {store.steps[-1]} but not of step {missing[0]}, "
                 "and results are only appended; choose another output, or replace it with "
-                + argument("overwrite", True)
+                "overwrite=True"
             )
         done = len(selected) - len(missing)
         try:
@@ -345,8 +337,7 @@ def evaluate(
         except TrajstoreError as error:
             if len(store.steps):
                 error.args = (
-                    wording(error)
-                    + f". {output} keeps the results up to step {store.steps[-1]}; the "
+                    f"{error}. {output} keeps the results up to step {store.steps[-1]}; the "
                     "same call continues",
                 )
             raise
@@ -399,13 +390,12 @@ class Evaluator:
             with float32_products(self._in_float32):
                 return self._function(self._model.module, step)
         except InvalidArgument as error:  # of a ready-made evaluation
-            raise InvalidArgument(f"step {step}: " + wording(error)) from error
+            raise InvalidArgument(f"step {step}: {error}") from error
         except Exception as error:  # any code of the user
             place = _place(self._function, error)
             raise InvalidArgument(
-                f"step {step}: {self._name} raised {type(error).__name__}: "
-                + Wording(str(error), in_command(error))
-                + f" ({os.path.basename(place.filename)}, line {place.lineno})"
+                f"step {step}: {self._name} raised {type(error).__name__}: {error} "
+                f"({os.path.basename(place.filename)}, line {place.lineno})"
             ) from error
 
 
@@ -442,9 +432,7 @@ def _selected_steps(recorded: Any, steps: Steps, every: int) -> Any:
     chosen = select_part(xr.Dataset(coords={"step": recorded}), steps=steps)["step"].values
     multiples = chosen[chosen % every == 0]
     if not len(multiples):
-        raise InvalidArgument(
-            f"no selected step is a multiple of {every}; give a smaller " + argument("every")
-        )
+        raise InvalidArgument(f"no selected step is a multiple of {every}; give a smaller every=…")
     return multiples
 
 

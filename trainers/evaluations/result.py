@@ -18,7 +18,7 @@ import torch
 import xarray as xr
 import zarr
 
-from trajstore.errors import InvalidArgument, RunExists, argument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, EVALUATION, STEP, VARIABLES
 from trajstore.store.storage.atomic import make_folder
 from trajstore.store.storage.lock import RunLock
@@ -217,7 +217,7 @@ class ResultStore:
             name = differing[0]
             raise InvalidArgument(
                 f"{path} has results with {name} {stored.get(name)}, got {name} {about[name]}; "
-                "choose another output, or replace it with " + argument("overwrite", True)
+                "choose another output, or replace it with overwrite=True"
             )
         rows = attributes[_ROWS]
         group: Any = zarr.open_group(path, mode="r+", use_consolidated=False)

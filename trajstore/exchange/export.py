@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, RunExists, argument, did_you_mean, needs_extra
+from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
 from trajstore.exchange.export_layout import (
     ExportedFile,
     layout_file,
@@ -38,10 +38,10 @@ from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.installation import __version__, imported
+from trajstore.provenance import RunAttributes
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, open_tiled
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import (
@@ -85,8 +85,7 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
         return path
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with "
-            + argument("overwrite", True)
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     try:
         ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
@@ -421,9 +420,8 @@ def _refuse_options(
         )
     if encoding is not None:
         raise InvalidArgument(
-            "got "
-            + argument("encoding", encoding)
-            + f" with format {format}, which has no encoding; use format run, or omit the encoding"
+            f"got encoding={encoding} with format {format}, which has no encoding; use format "
+            "run, or omit the encoding"
         )
     if fill_damaged:
         raise InvalidArgument(
@@ -492,7 +490,7 @@ def _export_run(
     damaged = DamagedChunks(request.runs[0]) if fill_damaged else None
     part = request.select(open_tiled(request.runs[0]) if damaged is None else damaged.run)
     notes: list[str] = []
-    if attribute(part.run.attributes, "recording", "keyframe_every") is not None:
+    if RunAttributes.of(part.run.attributes).keyframe_every:
         notes.append("the copy has no keyframes; to keep them, copy the folder of the run")
     with staged_run(request.file, overwrite=request.overwrite) as path:
         write_run(

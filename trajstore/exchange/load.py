@@ -104,7 +104,7 @@ def _check_columns(file: ArrayFile, layout: Layout) -> None:
         if name != OTHERS and types.isdisjoint((*BITS, "float16")):
             what = f"{alike[0].key} is {types.pop()}" if alike else f"the file holds no {name}"
             raise InvalidArgument(
-                f"{file.path}: bits={{{name!r}: …}} applies to uint16 and float16, but {what}; "
+                f"{file.path}: bits={{{name!r}: '…'}} applies to uint16 and float16, but {what}; "
                 "omit it"
             )
     if any(column.kind in TRAJECTORIES for column in columns):

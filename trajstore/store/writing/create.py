@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, RunExists, argument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, COORDINATES, STEP, VARIABLES, along_token
 from trajstore.store.metadata.metadata_form import Status, run_identity
 from trajstore.store.metadata.zarr_json import RunMetadata
@@ -87,8 +87,7 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
         check_unlocked(target)
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with "
-            + argument("overwrite", True)
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     if not is_run(target):
         raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
@@ -142,8 +141,7 @@ def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False
         raise RunExists(f"{path} is a folder; choose another path")
     if path.exists() and not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with "
-            + argument("overwrite", True)
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     return path
 
@@ -488,10 +486,7 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
         If it is in an object store.
     """
     if taken := sorted(set(open_group(_local_run(run))) & set(coordinates)):
-        raise RunExists(
-            f"{run} already has {', '.join(taken)}; replace them with "
-            + argument("overwrite", True)
-        )
+        raise RunExists(f"{run} already has {', '.join(taken)}; replace them with overwrite=True")
 
 
 def _local_run(path: str | os.PathLike[str]) -> Path:

@@ -24,8 +24,9 @@ import numpy.typing as npt
 from trajstore.arguments import exact, exact_json
 from trajstore.codec.block import Runs, new_identity
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
-from trajstore.errors import InvalidArgument, argument
+from trajstore.errors import InvalidArgument
 from trajstore.installation import __version__
+from trajstore.provenance import RunAttributes
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
@@ -220,7 +221,7 @@ def check_encoding(encoding: str, *, shared: bool) -> None:
     if encoding == "compact" and shared:
         raise InvalidArgument(
             "encoding: got 'compact' for a run that several processes write; use 'delta', and "
-            "export the run afterwards with " + argument("encoding", "'compact'")
+            "export the run afterwards with encoding='compact'"
         )
 
 
@@ -325,10 +326,10 @@ def _share_stored(array: Mapping[str, Any]) -> float:
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
-    optimizer = attributes.get("optimizer") or {}
-    rule = OptimizerRule.of(optimizer)
-    if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
-        raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
+    optimizer = RunAttributes.of(attributes).optimizer
+    rule = OptimizerRule.of(optimizer.stored)
+    if optimizer.hyperparameters.get("rounding", "nearest") != "nearest":
+        raise InvalidArgument(f"the optimizer {optimizer.path!r} rounds at random")
     _check((*rule.state, GRADIENT), ("lr",), attributes, variables)
     return rule
 
@@ -343,7 +344,7 @@ def _check(
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
     if wide := [name for name in arrays if native_type(variables[name]).itemsize > 4]:
         raise InvalidArgument(f"{', '.join(wide)} are float64")
-    if (every := (attributes.get("recording") or {}).get("every", 1)) != 1:
+    if (every := RunAttributes.of(attributes).every) != 1:
         raise InvalidArgument(f"the run is recorded every {every} steps")
 
 

@@ -28,7 +28,6 @@ from trajstore.store.metadata.metadata_form import (
     attribute_faults,
     block_digest,
     listed_segments,
-    recorded_threads,
     root_faults,
     segments_attribute,
     trained_segments,
@@ -339,17 +338,10 @@ def config(steps: int, **others: Any) -> dict[str, Any]:
 
 
 def test_a_later_resume_replaces_what_came_after_it() -> None:
-    attributes = {
-        "config": config(7),
-        "provenance": {
-            "threads": 2,
-            "resumed": [{"step": 4, "threads": 8}, {"step": 3}, {"step": 5, "threads": 6}],
-        },
-    }
-    assert [recorded_threads(attributes, step) for step in (0, 4, 5)] == [2, 2, 6]
+    resumed = [{"step": 4, "threads": 8}, {"step": 3}, {"step": 5, "threads": 6}]
+    attributes = {"config": config(7), "provenance": {"threads": 2, "resumed": resumed}}
     found = trained_segments(attributes, 1, 7)
     assert [(one.first, one.last, one.threads) for one in found] == [(1, 5, 2), (5, 7, 6)]
-    assert recorded_threads({}, 3) is None
 
 
 def test_each_configuration_holds_until_the_next() -> None:

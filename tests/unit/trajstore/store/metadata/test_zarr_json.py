@@ -19,7 +19,6 @@ from golden_runs import golden_metadata
 from trajstore import open_run
 from trajstore.errors import FormatError
 from trajstore.store.metadata.zarr_json import array_faults, facts_of, metadata_of
-from trajstore.store.reading.run_attributes import steps_of_another_optimizer
 
 Small = tuple[Path, dict[str, np.ndarray]]
 
@@ -131,24 +130,3 @@ def test_a_mask_in_a_copy_of_an_older_xarray_is_a_mask(small_run: Small, tmp_pat
     del array.attrs["scale_factor"], array.attrs["dtype"]
     with pytest.raises(FormatError, match=r"is_dead/.*data_type is 'int8', expected"):
         open_run(copy)
-
-
-OTHER = {"class": "torch.optim.adam.Adam"}
-
-
-@pytest.mark.parametrize(
-    ("fork", "last"),
-    [
-        (None, 0),
-        ({"step": 4}, 0),
-        ({"step": 4, "optimizer": OTHER}, 4),
-        ({"step": 8, "forked_before": {"step": 4, "optimizer": OTHER}}, 4),
-        ({"step": 8, "optimizer": OTHER, "forked_before": {"step": 4}}, 8),
-        ({"step": 2, "forked_before": {"step": 4, "optimizer": OTHER}}, 2),
-        ({"step": "4", "optimizer": OTHER}, 0),
-        ("nonsense", 0),
-    ],
-)
-def test_the_last_step_of_another_optimizer(fork: Any, last: int) -> None:
-    assert steps_of_another_optimizer({"provenance": {"fork": fork}}) == last
-    assert steps_of_another_optimizer({}) == 0
