@@ -122,7 +122,11 @@ def _format_of(output: str) -> str:
 @click.command(name="import")
 @click.argument("file", type=click.Path(), required=False)
 @click.option("-o", "--output", type=click.Path(), help="Run to create.")
-@click.option("--dry-run", is_flag=True, help="Print how FILE would be imported, and its layout in TOML; write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print how FILE would be imported, and its layout as TOML; write nothing.",
+)
 @click.option(
     "--map",
     metavar="KIND=NAME",
@@ -215,9 +219,7 @@ def import_(
         )
         print_notes(run.notes)
     if done.toml and not done.path:
-        out.print(
-            "Layout, to save as a file, to edit, and to pass as --layout FILE.toml:"
-        )
+        out.print("Layout, to save as a file, to edit, and to pass as --layout FILE.toml:")
         out.print(done.toml, markup=False, highlight=False, soft_wrap=True)
 
 
