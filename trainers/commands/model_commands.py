@@ -63,7 +63,7 @@ CONSTRUCTOR = click.option(
 )
 @RUN_TOKENIZER
 @CONSTRUCTOR
-@click.option("--overwrite", is_flag=True, help="Remove existing results.")
+@click.option("--overwrite", is_flag=True, help="Replace existing results.")
 def evaluate(
     run: str, function: str, output: str, selected: dict[str, Any], **options: Any
 ) -> None:

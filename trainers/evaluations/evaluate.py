@@ -158,7 +158,7 @@ def evaluate(
     constructor : callable or str, optional
         As for `model_at`; a string names it like a function.
     overwrite : bool
-        Remove an existing store.
+        Replace an existing store, when the first results are written.
     on_progress : callable, optional
         Called with the numbers of evaluated and of all steps.
 

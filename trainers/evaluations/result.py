@@ -235,7 +235,7 @@ class ResultStore:
             return
         ds = xr.concat(
             self._waiting, STEP.name, data_vars="all", coords="minimal", compat="override",
-            join="override", combine_attrs="override",
+            join="override",
         )  # fmt: skip
         complete = len(self.steps) - len(self._waiting)
         with warnings.catch_warnings():
