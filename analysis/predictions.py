@@ -40,7 +40,7 @@ _PER_GRADIENT = {
 }
 
 
-@quantity(place=400, alone=True)
+@quantity(alone=True)
 def explain_gradient(
     scan: Scan,
     step: int | Sequence[int],
@@ -304,7 +304,7 @@ def _statistics(
     }
 
 
-@quantity(place=130)
+@quantity()
 def logit_stats(scan: Scan) -> xr.Dataset:
     """Range, standard deviation and entropy of the prediction at each step.
 
@@ -357,7 +357,7 @@ def _top(logits: Wide, labels: npt.NDArray[np.int64], k: int) -> dict[str, Array
     return {"top_logit": largest, "top_token": np.where(np.isnan(largest), -1, labels[order])}
 
 
-@quantity(place=140)
+@quantity()
 def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
     """Logits of the mean hidden state h̄ for each token, and the tokens with the largest ones.
 

@@ -57,12 +57,6 @@ def encoding_threads() -> int:
     return min(max(_processors() - 1, min(2, _processors())), _MOST_THREADS)
 
 
-def threads_of_each(processes: int) -> int:
-    """Threads of each of several processes: OMP_NUM_THREADS, or a share of the processors."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdigit() and int(text) else max(1, _processors() // processes)
-
-
 def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

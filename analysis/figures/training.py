@@ -61,7 +61,7 @@ def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(predictions.logit_stats(scan), scan)
 
 
-@figure(_logit_stats, place=230, options=())
+@figure(_logit_stats, options=())
 def logit_stats(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Range of the logits, and the entropy of their softmax."""
     steps = data["step"].values
@@ -93,7 +93,7 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
-@figure(_moments, place=190, of_window=True, reading="last row")
+@figure(_moments, of_window=True, reading="last row")
 def moments(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Adam's moments, and the threshold of lost updates."""
     counts = data["count"].transpose("size_class", "root_class").values
@@ -140,7 +140,7 @@ _MOMENT_LABELS = {
 }
 
 
-@figure(_moment_sizes, place=200, reading="moments", runs=MEANS)
+@figure(_moment_sizes, reading="moments", runs=MEANS)
 def moment_sizes(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Sizes of Adam's moments, with bias correction."""
     draw_curves(ax, data, look, _MOMENT_LABELS)
@@ -186,7 +186,7 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
     return scan.in_window(scan.ds[["loss"]])
 
 
-@figure(_loss, place=10, rows=1, options=("log",), runs=MEANS)
+@figure(_loss, rows=1, options=("log",), runs=MEANS)
 def loss(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Training loss."""
     _curve(ax, data, look, "loss")
@@ -292,7 +292,7 @@ def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
 
-@figure(_param_update_lost, place=240, options=())
+@figure(_param_update_lost, options=())
 def param_update_lost(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of each parameter's elements that a step left unchanged."""
     _map(ax, data, look, "lost", "fraction of unchanged elements (lost updates)", vmin=0, vmax=1)
@@ -353,7 +353,7 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-@figure(_layers, place=250, rows=1, reading="layers", options=("metric",))
+@figure(_layers, rows=1, reading="layers", options=("metric",))
 def layers(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Layers of the model."""
     from matplotlib.colors import LogNorm

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
-from trajstore.analysis.public import Public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import DIMS, Array, in_turn, measure
 from trajstore.analysis.scan.quantity import quantity
@@ -24,7 +23,7 @@ from trajstore.values.native_types import cast, spacing, unsigned_view
 from trajstore.values.norms import result_dtype
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
 
-CAUSES: Public[tuple[str, ...]] = (
+CAUSES: tuple[str, ...] = (
     "moved",
     "no_gradient",
     "lost_update",
@@ -104,7 +103,7 @@ def _update_kernel(
     return result
 
 
-@quantity(place=340)
+@quantity()
 def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Update that Adam or AdamW computed at each step, before rounding into W.
 
@@ -276,7 +275,7 @@ def _decide(evidence: npt.NDArray[np.void], *of_rows: npt.NDArray[Any]) -> npt.N
     return cause.astype(np.int8)
 
 
-@quantity(place=350)
+@quantity()
 def freeze_cause(
     scan: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
 ) -> xr.DataArray:

@@ -523,7 +523,7 @@ def _follow(
     return _exact_kernel(gradient[:, part], before, taken, betas, moment)
 
 
-@quantity(place=330)
+@quantity()
 def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Both moments of Adam or AdamW without rounding of their state.
 
