@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -176,29 +176,32 @@ FOREIGN = "another program stored it in its own way, so its values cannot be che
 
 
 def faults_in(
-    root: JsonObject, known: Collection[str], required: Collection[str] = REQUIRED
+    root: JsonObject,
+    documents: Mapping[str, JsonObject | None],
+    required: Collection[str] = REQUIRED,
 ) -> list[ArrayFault]:
     """Faults of a root with the metadata of all its arrays; empty if it is whole.
 
     Parameters
     ----------
     root : dict
-    known : collection of str
-        Arrays with a metadata file, which can be those of another program.
+    documents : mapping
+        Metadata in each array's folder, which can be those of another program.
     required : collection of str, optional
         Attributes that the root must have.
     """
     faults: list[ArrayFault] = [(None, str(fault)) for fault in root_faults(root)]
-    if root.get("consolidated_metadata") is None:
-        faults.append((None, LOST))
-    faults = faults or [*_attribute_faults(root, required)]
-    faults = faults or [*_array_faults(root, known)]
+    if not faults and root.get("consolidated_metadata") is None:
+        faults = [(None, LOST), *_attribute_faults(root, documents, required)]
+    faults = faults or [*_attribute_faults(root, listed_arrays(root), required)]
+    faults = faults or [*_array_faults(root, documents)]
     return faults or [*_contradictions(root)]
 
 
-def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[ArrayFault]:
-    attributes = attributes_of(root)
-    copy = parsed_copy(listed_arrays(root).get(STEP.name))
+def _attribute_faults(
+    root: JsonObject, arrays: Mapping[str, Any], required: Collection[str]
+) -> Iterator[ArrayFault]:
+    attributes, copy = attributes_of(root), parsed_copy(arrays.get(STEP.name))
     if copy is None:
         yield STEP.name, NO_COPY
     for key, _, other in () if copy is None else changes(fixed_attributes(attributes), copy):
@@ -208,11 +211,13 @@ def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[A
         yield None, str(fault)
 
 
-def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[ArrayFault]:
+def _array_faults(
+    root: JsonObject, documents: Mapping[str, JsonObject | None]
+) -> Iterator[ArrayFault]:
     variables, runs = variables_of(attributes_of(root)), run_identity(attributes_of(root))
     for name, metadata in listed_arrays(root).items():
         if not belongs(name, variables):
-            if name not in known or not isinstance(metadata, dict):
+            if documents.get(name) is None or not isinstance(metadata, dict):
                 yield name, "this version has no variable or coordinate of this name"
             continue
         facts = facts_of(name, metadata)

@@ -7,7 +7,7 @@ and thereby their shapes. The commit is the replacement of this one object.
 The attributes of the root that no commit changes are also an attribute of the array ``step``, as
 one JSON text: with the arrays' own metadata, a second copy of all that the root holds. `verify`
 compares the two, and `repair` takes the whole one. If a resumed run gets other attributes, the
-writer replaces the root first. If it dies then, the fingerprint in the root shows that the copy is
+writer replaces the root first. If it dies then, the digests in the root show that the copy is
 older.
 
 Writers state the facts of an array, and `metadata_of` makes the document. `facts_of` reads the
@@ -63,6 +63,7 @@ from trajstore.store.metadata.metadata_form import (
     are_lengths,
     are_runs,
     differing,
+    is_length,
     root_of,
 )
 from trajstore.store.storage.remote_path import METADATA_KEY
@@ -127,9 +128,15 @@ def is_series(name: str) -> bool:
     return coordinate(name) is None
 
 
+def rows_of(metadata: Any) -> int | None:
+    """Rows of an array, from a metadata file that may be damaged."""
+    shape = metadata.get("shape") if isinstance(metadata, dict) else None
+    return shape[0] if isinstance(shape, list) and shape and is_length(shape[0]) else None
+
+
 def with_rows(name: str, metadata: JsonObject, rows: int) -> JsonObject:
     """The metadata file with another number of rows, if the array grows with the rows."""
-    if not is_series(name):
+    if not is_series(name) or rows_of(metadata) is None:
         return metadata
     return metadata | {"shape": [rows, *metadata["shape"][1:]]}
 
