@@ -408,8 +408,7 @@ def root_metadata(place: Location) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
-        repaired = _repaired(place) if (place / STEP.name).exists() else ""
-        why = _within(place) or f"it has no {METADATA_KEY}{repaired}"
+        why = _within(place) or f"it has no {METADATA_KEY}{repaired(place)}"
         why = "it is a file; unpack a zip file first" if place.is_file() else why
         raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
 
@@ -433,17 +432,20 @@ def _read(place: Location, key: str) -> Any:
 
 
 def _unreadable(place: Location, error: Exception, key: str = METADATA_KEY) -> FormatError:
-    return FormatError(f"{place} cannot be read: {key} is damaged: {error}{_repaired(place)}")
+    return FormatError(f"{place} cannot be read: {key} is damaged: {error}{repaired(place)}")
 
 
-def _repaired(place: Location) -> str:
+def repaired(place: Location) -> str:
+    """End of a message about a root that cannot be read; empty if no array of a run is there."""
+    if not (place / STEP.name).exists():
+        return ""
     return f"; if it is a run, restore it with: trajstore repair {shlex.quote(str(place))}"
 
 
 def _check_root(place: Location, root: Any) -> None:
     """Check the members of the root, except the metadata of its arrays."""
     for fault in root_faults(root):
-        raise FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {fault}")
+        raise FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {fault}{repaired(place)}")
     attributes = root["attributes"]
     if "trajstore_format" not in attributes:
         raise FormatError(f"{place} is a Zarr group, but not a run: it has no trajstore_format")
