@@ -129,7 +129,7 @@ def test_a_damaged_root_names_the_repair(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     root = path / "zarr.json"
     for text, fault in (
-        (root.read_bytes()[:1000], "is damaged"),
+        (root.read_bytes()[:1000], " is damaged"),
         (b"{}", ": attributes is missing"),
     ):
         root.write_bytes(text)
