@@ -24,7 +24,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Self
@@ -37,7 +36,6 @@ from zarr.storage import MemoryStore
 
 from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.block_codec import BLOCK, BlockCodec
-from trajstore.codec.chunk import Chain
 from trajstore.errors import FormatError
 from trajstore.installation import __version__
 from trajstore.schema import (
@@ -92,11 +90,6 @@ _TIMES = frozenset(
 
 _CODECS = (["bytes", "blosc", "crc32c"], ["vlen-utf8", "crc32c"])
 """Names of the codecs of coordinates: of numbers, and of strings."""
-
-_SETTINGS = Chain(native=STEP_TYPE, kind="plain", compressor="zstd", level=1).facts()
-"""Possible settings of a codec, for messages."""
-
-_MOST_SETTINGS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,27 +369,10 @@ def _form(codec: Any, block: Sequence[int]) -> BlockForm | Fault:
     if math.prod(map(operator.floordiv, block, chunk)) > MOST_CHUNKS:
         expected = f"at most {MOST_CHUNKS:,} chunks in a block of {block}"
         return Fault(f"{member}.chunk_shape", expected, chunk)
-    if len(settings) > _MOST_SETTINGS:
-        return Fault(member, "the settings of a codec", settings)
     try:
         return BlockCodec.from_dict(codec).form(tuple(block))
-    except FormatError as error:
-        return _setting_fault(codec, member) or Fault(member, str(error.__cause__), EXPLAINED)
-
-
-def _setting_fault(codec: JsonObject, member: str) -> Fault | None:
-    """The only impossible or unknown setting of a codec; None if there are several."""
-    settings = codec["configuration"]
-    for name in (*_SETTINGS, *settings):
-        other = {key: value for key, value in settings.items() if key != name}
-        expected = "no member of that name"
-        if name in _SETTINGS:
-            other[name] = _SETTINGS[name]
-            expected = f"a value such as {_SETTINGS[name]!r}"
-        with suppress(FormatError):
-            BlockCodec.from_dict(codec | {"configuration": other})
-            return Fault(f"{member}.{name}", expected, settings.get(name, MISSING))
-    return None
+    except FormatError:
+        return Fault(member, "the settings of a codec", settings)
 
 
 def _form_fault(facts: ArrayFacts) -> Fault | None:
