@@ -135,16 +135,6 @@ def test_a_broken_index_and_an_empty_shard_are_named(run: Path) -> None:
         damage()
 
 
-def test_verify_names_every_broken_block(run: Path) -> None:
-    flip(shard_index(run, "W", 0)[0], 100)
-    flip(shard_index(run, "exp_avg", 1)[0], 100)
-    (run / "step" / "c.2").unlink()
-    flip(run / "token" / "c.0", 40)
-    found = {(problem.array, problem.block): problem for problem in verify(run).problems}
-    assert found.keys() == {("W", 0), ("exp_avg", 1), ("step", 2), ("token", 0)}
-    assert found["step", 2].message == "the shard is missing"
-
-
 @pytest.mark.parametrize(
     ("change", "message", "span"),
     [
@@ -228,17 +218,6 @@ def test_coordinates_must_agree(run: Path) -> None:
     set_with_zarr(run, "is_dead", 4, True)
     problem = only(verify(run))
     assert (problem.array, problem.message.rpartition(" ")[2]) == ("is_dead", "4")
-
-
-def test_without_a_root_the_rest_is_checked(run: Path) -> None:
-    cut(run / "zarr.json", 500)
-    flip(shard_index(run, "W", 1)[0], 77)
-    found = verify(run)
-    assert found.rows == 11
-    assert [(problem.array, problem.block) for problem in found.problems] == [
-        (None, None),
-        ("W", 1),
-    ]
 
 
 @pytest.mark.parametrize(
