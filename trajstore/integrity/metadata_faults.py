@@ -12,13 +12,11 @@ from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     attribute_faults,
     root_faults,
-    run_identity,
 )
 from trajstore.store.metadata.zarr_json import (
     ArrayFacts,
     RunMetadata,
-    array_faults,
-    contradicting_lengths,
+    checked_arrays,
     facts_of,
     fixed_attributes,
     is_series,
@@ -194,8 +192,7 @@ def faults_in(
     if not faults and root.get("consolidated_metadata") is None:
         faults = [(None, LOST), *_attribute_faults(root, documents, required)]
     faults = faults or [*_attribute_faults(root, listed_arrays(root), required)]
-    faults = faults or [*_array_faults(root, documents)]
-    return faults or [*_contradictions(root)]
+    return faults or [*_array_faults(root, documents)]
 
 
 def _attribute_faults(
@@ -214,34 +211,17 @@ def _attribute_faults(
 def _array_faults(
     root: JsonObject, documents: Mapping[str, JsonObject | None]
 ) -> Iterator[ArrayFault]:
-    variables, runs = variables_of(attributes_of(root)), run_identity(attributes_of(root))
-    for name, metadata in listed_arrays(root).items():
-        if not belongs(name, variables):
-            if documents.get(name) is None or not isinstance(metadata, dict):
-                yield name, "this version has no variable or coordinate of this name"
-            continue
-        facts = facts_of(name, metadata)
-        for fault in array_faults(facts, metadata, runs):
-            yield name, str(fault)
-        if isinstance(facts, ArrayFacts) and facts.foreign is not None:
-            yield name, FOREIGN
-
-
-def _contradictions(root: JsonObject) -> Iterator[ArrayFault]:
-    """Arrays that are missing, and lengths that do not agree."""
     attributes, arrays = attributes_of(root), listed_arrays(root)
-    for name in (STEP.name, "token"):
-        if name not in arrays:
-            yield name, "it is missing; every run needs it"
+    variables = variables_of(attributes)
+    for name, metadata in arrays.items():
+        is_known = documents.get(name) is not None and isinstance(metadata, dict)
+        if not (belongs(name, variables) or is_known):
+            yield name, "this version has no variable or coordinate of this name"
+    checked, faults = checked_arrays(attributes, arrays)
+    yield from ((name, str(fault)) for name, fault in faults)
+    yield from ((name, FOREIGN) for name, facts in checked.items() if facts.foreign is not None)
     if arrays.keys().isdisjoint(TRAJECTORIES):
         yield "W", "it is missing; every run needs W, or delta, or cells"
-    variables = variables_of(attributes)
-    shapes = {name: array["shape"] for name, array in arrays.items() if belongs(name, variables)}
-    for name, dim, length, other in contradicting_lengths(shapes):
-        yield name, f"has {length} along {dim}, others have {other}"
-    committed, (rows,) = attributes["committed_rows"], shapes.get(STEP.name, [0])
-    if committed != rows:
-        yield None, f"committed_rows is {committed}, the arrays have {rows} rows"
 
 
 def digests_of(path: Location, root: JsonObject, rows: int) -> dict[str, str]:

@@ -63,6 +63,7 @@ from trajstore.store.metadata.metadata_form import (
     differing,
     is_length,
     root_of,
+    run_identity,
 )
 from trajstore.store.storage.remote_path import METADATA_KEY
 from trajstore.strict_json import MISSING, JsonObject, utc_now
@@ -262,25 +263,46 @@ def array_faults(
         yield fault._replace(expected=text) if changing else fault
 
 
-def contradicting_lengths(
-    shapes: Mapping[str, Sequence[int]],
-) -> Iterator[tuple[str, str, int, int]]:
-    """Arrays that differ from most others in a length: name, dimension, own and other length.
+def checked_arrays(
+    attributes: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> tuple[dict[str, ArrayFacts], list[tuple[str | None, Fault]]]:
+    """Facts of the arrays of a run, and faults, each with its array; None for the root.
 
     Parameters
     ----------
-    shapes : mapping of str to sequence of int
-        Shapes of arrays of the schema.
+    attributes : mapping
+        Attributes of the root, without faults.
+    arrays : mapping
+        Metadata of all arrays in the group. Those that are not of the run have no faults.
     """
+    variables, runs = variables_of(attributes), run_identity(attributes)
+    checked: dict[str, ArrayFacts] = {}
+    faults: list[tuple[str | None, Fault]] = []
+    for name in (STEP.name, "token", *arrays):
+        if name not in arrays:
+            faults.append((name, Fault("", "the metadata of an array, in every run")))
+        elif belongs(name, variables) and name not in checked:
+            facts = facts_of(name, arrays[name])
+            faults += [(name, fault) for fault in array_faults(facts, arrays[name], runs)]
+            if isinstance(facts, ArrayFacts):
+                checked[name] = facts
     lengths = [
         (name, dim, length)
-        for name, shape in shapes.items()
-        for dim, length in zip(entry_of(name).dims, shape, strict=True)
+        for name, facts in checked.items()
+        for dim, length in zip(entry_of(name).dims, facts.shape, strict=True)
     ]
     most: dict[str, int] = {}
     for (dim, length), _ in reversed(Counter(item[1:] for item in lengths).most_common()):
         most[dim] = length
-    yield from ((*item, most[item[1]]) for item in lengths if item[2] != most[item[1]])
+    for name, dim, length in lengths:
+        if length != most[dim]:
+            text = f"{length} along {dim}, and others have {most[dim]}"
+            faults.append((name, Fault("shape", text, EXPLAINED)))
+    step, committed = checked.get(STEP.name), attributes["committed_rows"]
+    if step is not None and step.foreign is None and step.shape != (committed,):
+        expected = f"{step.shape[0]}, the rows of its arrays"
+        faults.append((None, Fault("attributes.committed_rows", expected, committed)))
+    return checked, faults
 
 
 def open_metadata(

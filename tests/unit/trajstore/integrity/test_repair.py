@@ -212,7 +212,7 @@ DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda run: cut(run / "zarr.json", 500), "not the JSON document"),
     (lambda run: (run / "step" / "zarr.json").unlink(), "it is missing"),
     (lambda run: (run / "token" / "zarr.json").unlink(), "it is missing"),
-    (_attribute("committed_rows", 10), "committed_rows is 10, the arrays have 11"),
+    (_attribute("committed_rows", 10), "committed_rows is 10, expected 11, the rows of its arrays"),
     (_attribute("updated", "2026-01-01 00:00:00"), "updated"),
     (_attribute("updated", ...), "updated is missing"),
     (_attribute("created", "2020-01-01T00:00:00+00:00"), "created differs from its copy"),
