@@ -34,7 +34,7 @@ from trajstore.codec.array_selection import (
     AxisPart,
     positions,
 )
-from trajstore.codec.block import BlockForm, ChunkPart, FewerRows, Tail
+from trajstore.codec.block import BlockForm, ChunkPart, FewerRows, Runs, Tail
 from trajstore.codec.chunk import Head
 from trajstore.codec.computed_rows import cache, unit_of
 from trajstore.errors import FormatError, RunNotFound
@@ -142,36 +142,17 @@ class LocalObject(BlockObject):
         self.close()
 
 
-class BytesObject(BlockObject):
-    """The bytes of an object, whose run is unknown."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def end(self, length: int) -> bytes:
-        """Last bytes; all bytes of a shorter object."""
-        return self._data[-length:]
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Bytes from an offset; fewer at the end of the object."""
-        return self._data[offset : offset + length]
-
-    async def sibling(self, key: str, end: int) -> BytesObject:
-        """Raise FileNotFoundError."""
-        raise FileNotFoundError(errno.ENOENT, "only one object was passed", key)
-
-
 class StoreObject(BlockObject):
     """An object in a zarr store, with its end and the ranges that were prefetched.
 
-    Created by `opened`.
+    Created by `opened`, or from all its bytes, without a place.
     """
 
-    def __init__(self, place: Any, prototype: Any) -> None:
+    def __init__(self, place: Any, prototype: Any, whole: bytes | None = None) -> None:
         self._place = place
         self._prototype = prototype
-        self._pieces: list[tuple[int, bytes]] = []  # with their offsets
-        self._end = b""
+        self._pieces = [] if whole is None else [(0, whole)]  # with their offsets
+        self._end = whole or b""
 
     @classmethod
     async def opened(cls, place: Any, prototype: Any, end: int) -> Self:
@@ -256,33 +237,42 @@ def with_consequence(error: ValueError) -> str:
     return f"{error}; the run is damaged"
 
 
-def check_not_replaced(run: object, form: BlockForm, metadata: bytes | None) -> None:
-    """Check that a run is still the one that was opened, after a block of it could not be read.
+def check_not_replaced(
+    run: object,
+    runs: Runs,
+    metadata: bytes | None,
+    since: str = "since it was opened; open it again",
+    *,
+    is_written: bool = False,
+) -> None:
+    """Check that the run at a place is still the one that was opened, or that is being written.
 
     Parameters
     ----------
     run : object
-        Place of the run, for the message.
-    form : BlockForm
-        Storage form of the blocks when the run was opened.
+        The place, for the message.
+    runs : Runs
+        Identity of the run.
     metadata : bytes or None
         Present metadata of the root; None if there is no run any more.
+    since : str
+        End of the message.
+    is_written : bool
+        True if metadata without an identity are not those of the run. For a reader, they can be
+        damaged, or a copy by another program.
 
     Raises
     ------
     RunNotFound
-        If it is gone.
-    FormatError
-        If another run has its place.
+        If it is gone, or another run has its place.
     """
-    if metadata is None:
-        raise RunNotFound(f"{run} was moved, removed or unmounted since it was opened")
     try:
-        identity = json.loads(metadata)["attributes"]["runs"][-1][1]
-    except (ValueError, LookupError, TypeError):  # damaged, or a copy by another program
-        return
-    if identity != form.runs[-1][1]:
-        raise FormatError(f"{run} was replaced by another run since it was opened; open it again")
+        identity = json.loads(metadata or b"")["attributes"]["runs"][-1][1]
+    except (ValueError, LookupError, TypeError):
+        identity = None
+    is_unknown = identity is None and metadata is not None and not is_written
+    if identity != runs[-1][1] and not is_unknown:
+        raise RunNotFound(f"{run} was moved, removed or replaced {since}")
 
 
 @contextmanager

@@ -149,10 +149,9 @@ class StoredArray:
         Raises
         ------
         FormatError
-            If it is missing or broken, or the shard of another place; or if the whole run was
-            replaced.
+            If it is missing or broken, or the shard of another place.
         RunNotFound
-            If the whole run was removed.
+            If the whole run was removed or replaced.
         """
         path = self.path / self.key(block, part)
         name = f"{self.name}, block {block} ({path})"
@@ -160,25 +159,13 @@ class StoredArray:
             with opened(path) as source:
                 yield at_once(OpenBlock.opened(name, self.form, source, (block, part), selection))
         except (FileNotFoundError, FormatError) as error:
-            self._check_run()
+            check_not_replaced(self.path, self.form.runs, present_root(self.path))
             if isinstance(error, FormatError):
                 raise
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
                 f"with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
-
-    def _check_run(self) -> None:
-        """Raise an error if the run is no longer the one that was opened."""
-        metadata: bytes | None
-        if isinstance(self.path, Path):
-            metadata = root_metadata(self.path)
-        else:
-            try:
-                metadata = (self.path / METADATA_KEY).read_bytes()
-            except FileNotFoundError:
-                metadata = None if self.path.listed else b""
-        check_not_replaced(self.path, self.form, metadata)
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
         """Digest of a shard reduced to its first `rows` rows, computed from these rows.
@@ -248,6 +235,16 @@ class StoredArray:
     def _read_shard(self, number: tuple[int, int], selection: ArraySelection, out: Array) -> None:
         with self.opened(*number, selection) as shard:
             shard.read(out)
+
+
+def present_root(run: Location) -> bytes | None:
+    """Present metadata of the root of a run, for `check_not_replaced`; None if the run is gone."""
+    if isinstance(run, Path):
+        return root_metadata(run)
+    try:
+        return (run / METADATA_KEY).read_bytes()
+    except FileNotFoundError:
+        return None if run.listed else b""
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:

@@ -28,7 +28,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, COORDINATES, STEP, VARIABLES, along_token
 from trajstore.store.metadata.metadata_form import Status, run_identity
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.open_group import is_run, open_group, whole
+from trajstore.store.reading.open_group import is_run, open_group, repaired, whole
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
     check_writable,
@@ -90,7 +90,9 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
             f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     if not is_run(target):
-        raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
+        raise RunExists(
+            f"{path} is not a run and is not overwritten; choose another path{repaired(target)}"
+        )
     return target
 
 

@@ -19,20 +19,20 @@ from one_block import BITS, FORM, written
 
 from trajstore.codec.array_selection import ArraySelection
 from trajstore.codec.block import BlockForm
-from trajstore.codec.open_block import BytesObject, LocalObject, OpenBlock, at_once
+from trajstore.codec.open_block import LocalObject, OpenBlock, StoreObject, at_once
 from trajstore.errors import FormatError
 
 
-class Fetched(BytesObject):
+class Fetched(StoreObject):
     """Bytes that a function returns, except those of the end."""
 
     def __init__(self, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
-        super().__init__(data)
+        super().__init__(None, None, data)
         self.read = fetch  # type: ignore[method-assign]
 
 
 def read_from(
-    source: BytesObject,
+    source: StoreObject,
     key: tuple[range, ...],
     form: BlockForm = FORM,
     helpers: ThreadPoolExecutor | None = None,
@@ -45,7 +45,7 @@ def read_from(
 
 
 def read(data: bytes, key: tuple[range, ...]) -> np.ndarray:
-    return read_from(BytesObject(data), key)
+    return read_from(StoreObject(None, None, data), key)
 
 
 def test_rows_that_it_does_not_hold_are_refused() -> None:
@@ -185,12 +185,12 @@ def test_reading_past_the_end_returns_no_bytes(file: Path, offset: int) -> None:
     with LocalObject(file) as local:
         assert local.read(offset, 10) == b""
         assert local.read(10, 1 << 64) == DATA[10:]
-    assert BytesObject(DATA).read(offset, 10) == b""
+    assert StoreObject(None, None, DATA).read(offset, 10) == b""
 
 
 def test_a_missing_object_is_an_error(file: Path) -> None:
     with LocalObject(file) as local:
-        for source in (local, BytesObject(DATA)):
+        for source in (local, StoreObject(None, None, DATA)):
             with pytest.raises(FileNotFoundError):
                 at_once(source.sibling("lr/c.0", 4))
     file.unlink()

@@ -20,11 +20,13 @@ from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import (
     FormatError,
     InvalidArgument,
+    RunExists,
     RunNotFound,
     VariableNotRecorded,
 )
 from trajstore.schema import FORMAT, WITH_SETTINGS
 from trajstore.store.reading.open_run import TrajstoreBackend
+from trajstore.store.writing.create import check_target
 
 
 def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> None:
@@ -126,9 +128,15 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
 def test_a_damaged_root_names_the_repair(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     root = path / "zarr.json"
-    root.write_bytes(root.read_bytes()[:1000])
-    with pytest.raises(FormatError, match=r"zarr\.json is damaged: .*trajstore repair .*\.zarr$"):
-        open_run(path)
+    for text, fault in (
+        (root.read_bytes()[:1000], " is damaged"),
+        (b"{}", ": attributes is missing"),
+    ):
+        root.write_bytes(text)
+        with pytest.raises(FormatError, match=rf"zarr\.json{fault}.*trajstore repair .*\.zarr$"):
+            open_run(path)
+        with pytest.raises(RunExists, match=r"is not a run .*trajstore repair .*\.zarr$"):
+            check_target(path, overwrite=True)
     root.unlink()
     with pytest.raises(FormatError, match=r"has no zarr\.json; .*trajstore repair .*\.zarr$"):
         open_run(path)
