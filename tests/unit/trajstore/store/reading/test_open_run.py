@@ -39,6 +39,7 @@ def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> Non
     for name in ("W", "grad", "logits", "loss"):
         assert plain[name].chunks is not None  # lazy
         assert ours[name].chunksizes["step"] == (4, 4, 3)
+        assert ours[name].attrs["state"] == f"{'after' if name == 'W' else 'before'} the step"
 
 
 def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[Path, Any]) -> None:
@@ -146,16 +147,6 @@ def test_another_format_names_the_version_that_reads_it(
     ) as told:
         open_run(path)
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
-
-
-@pytest.mark.parametrize("opened", [open_run, xr.open_zarr])
-def test_each_variable_says_which_state_its_rows_belong_to(
-    small_run: tuple[Path, Any], opened: Any
-) -> None:
-    ds = opened(small_run[0])
-    assert ds.W.attrs["state"] == "after the step"
-    before = {ds[name].attrs["state"] for name in ("grad", "logits", "loss")}
-    assert before == {"before the step"}
 
 
 def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
