@@ -130,7 +130,12 @@ def print_times(question: str, folder: Path) -> None:
 def measured(checkout: str, question: str, folder: Path, numba: str) -> list[float]:
     done = subprocess.run(
         [sys.executable, __file__, "--ask", question, "--folder", folder],
-        env=os.environ | {"PYTHONPATH": f"{checkout}/src", "NUMBA_DISABLE_JIT": numba},
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{checkout}/src",
+            "NUMBA_DISABLE_JIT": numba,
+            "PYTHONDONTWRITEBYTECODE": "",
+        },
         stdout=subprocess.PIPE,
         check=True,
     )
