@@ -156,12 +156,3 @@ def test_a_broken_block_is_named_and_closed(small_run: tuple[Path, Any]) -> None
                 read((slice(5, 6),))
         array.bits((slice(1, 2),))  # the other blocks are as good as before
     assert len(os.listdir("/proc/self/fd")) == before  # no file stays open
-
-
-def test_rows_that_a_block_does_not_hold_are_an_error(small_run: tuple[Path, Any]) -> None:
-    """Where the metadata files say more than was written."""
-    array = reader(small_run[0])
-    longer = replace(array, shape=(12, *array.shape[1:]))
-    assert longer.bits((slice(8, 11),)).shape[0] == 3
-    with pytest.raises(FormatError, match=r"^W, block 2 .*: it holds 3 rows, expected at least 4"):
-        longer.bits((slice(8, 12),))
