@@ -13,9 +13,8 @@ import os
 import re
 import reprlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -39,7 +38,7 @@ from trajstore.codec.open_block import (
 )
 from trajstore.errors import FormatError
 from trajstore.installation import register_accessors
-from trajstore.threads import default_threads, submit
+from trajstore.threads import default_threads, readers, submit
 from trajstore.values.native_types import narrow
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class BlockInStore:
     def _decoded(self, block: OpenBlock) -> Array:
         values = np.empty(self._selection.lengths, self._form.chain.native.stored)
         if values.size:
-            block.read(values, helpers=_threads())
+            block.read(values, threads=default_threads())
         return self._selection.shaped(values)
 
 
@@ -155,18 +154,9 @@ def _place(key: str, ndim: int) -> tuple[int, int] | None:
     return int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Permanent threads, which keep their scratch memory."""
-    return ThreadPoolExecutor(default_threads(), "trajstore-reader")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not exist in a child
-
-
 async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     """Result of a call in one of the threads that decode."""
-    return await asyncio.wrap_future(submit(_threads(), work, *arguments))
+    return await asyncio.wrap_future(submit(readers(), work, *arguments))
 
 
 BLOCK = "trajstore.block"

@@ -14,9 +14,7 @@ import errno
 import json
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,11 +32,11 @@ from trajstore.codec.array_selection import (
     AxisPart,
     positions,
 )
-from trajstore.codec.block import BlockForm, ChunkPart, FewerRows, Runs, Tail
+from trajstore.codec.block import BlockForm, FewerRows, Runs, Tail
 from trajstore.codec.chunk import Head
 from trajstore.codec.computed_rows import cache, unit_of
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.threads import default_threads, submit
+from trajstore.threads import share
 
 _SMALL = 16 << 10  # bytes; smaller objects are read by one request instead of two
 _GAP = 64 << 10  # bytes; reading a smaller gap is faster than another request
@@ -221,8 +219,6 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-_CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
-
 Array = npt.NDArray[Any]
 Place = tuple[int, int] | None
 
@@ -393,31 +389,28 @@ class OpenBlock:
             ) from None
         return other
 
-    def read(self, out: Array, *, helpers: ThreadPoolExecutor | None = None) -> None:
+    def read(self, out: Array, *, threads: int = 1) -> None:
         """Decode the selection for which the block was opened.
 
         Parameters
         ----------
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
-        helpers : ThreadPoolExecutor, optional
-            Its idle threads decode chunks, too.
+        threads : int
+            Most threads that decode chunks.
 
         Raises
         ------
         FormatError
             If a chunk is broken.
         """
+        share(self.tasks(out), threads)
+
+    def tasks(self, out: Array) -> Iterator[Callable[[], None]]:
+        """Tasks of `read`, one for each chunk. They raise its errors."""
         unit = _ComputedBlock(self) if self.others else None
-        left = deque(self.form.selected_chunks(self.axes))
-        each = partial(_decode_all, left, partial(self._decode, unit, out))
-        with named(self.name):
-            if helpers is None:
-                each()
-            else:
-                _with_helpers(
-                    each, helpers, min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
-                )
+        for parts, entry in self.form.selected_chunks(self.axes):
+            yield partial(self._decode, unit, out, parts, entry)
 
     def chunk(self, entry: int) -> bytes:
         """Read an inner chunk by its number.
@@ -437,18 +430,19 @@ class OpenBlock:
         self, unit: _ComputedBlock | None, out: Array, parts: Sequence[AxisPart], entry: int
     ) -> None:
         decoder = self.form.decoder
-        try:
-            data = self.chunk(entry)
-            window = tuple(part.window for part in parts)
-            fill = partial(decoder.decode, data, window)
-            if unit is not None and decoder.is_computed(data):
-                rows = unit.rows(window, entry)[self.form.array]
-                fill = partial(decoder.put, rows[window[0]])
-            _place(fill, parts, out)
-        except FormatError:  # of another array
-            raise
-        except (ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{self._bytes(entry)}: a broken chunk ({error})") from error
+        with named(self.name):
+            try:
+                data = self.chunk(entry)
+                window = tuple(part.window for part in parts)
+                fill = partial(decoder.decode, data, window)
+                if unit is not None and decoder.is_computed(data):
+                    rows = unit.rows(window, entry)[self.form.array]
+                    fill = partial(decoder.put, rows[window[0]])
+                _place(fill, parts, out)
+            except FormatError:  # of another array
+                raise
+            except (ValueError, RuntimeError, OverflowError) as error:
+                raise ValueError(f"{self._bytes(entry)}: a broken chunk ({error})") from error
 
     def _bytes(self, entry: int) -> str:
         offset, length = self.tail.index[entry].tolist()
@@ -534,19 +528,6 @@ class _ComputedBlock:
             return values[:rows]
 
 
-def _decode_all(left: deque[ChunkPart], decode: Callable[[list[AxisPart], int], None]) -> None:
-    """Decode chunks until none is left. Several threads may share the queue."""
-    try:
-        while left:
-            try:
-                part = left.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            decode(*part)
-    finally:
-        left.clear()  # after an error, all threads stop
-
-
 def _place(fill: Callable[[Array], None], parts: Sequence[AxisPart], out: Array) -> None:
     """Let `fill` write the values of a window, and place the selected ones."""
     if all(part.taken is None for part in parts):
@@ -558,23 +539,3 @@ def _place(fill: Callable[[Array], None], parts: Sequence[AxisPart], out: Array)
         if part.taken is not None:
             values = values.take(part.taken, axis)
     out[np.ix_(*[positions(part.place) for part in parts])] = values
-
-
-def _with_helpers(work: Callable[[], None], helpers: ThreadPoolExecutor, count: int) -> None:
-    """Run the same work here and in up to `count` idle threads."""
-    offer = [work]
-    called = [submit(helpers, _run_offered, offer) for _ in range(count)]
-    try:
-        work()
-    finally:
-        # Helpers that have not started are canceled. Others still read from the open object.
-        begun = [helper for helper in called if not helper.cancel()]
-        wait(begun)
-        offer.clear()  # the pool still refers to it; this releases the memory
-    for helper in begun:
-        helper.result()
-
-
-def _run_offered(offer: Sequence[Callable[[], None]]) -> None:
-    for work in tuple(offer):
-        work()
