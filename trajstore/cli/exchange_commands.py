@@ -190,7 +190,7 @@ def import_(
     for kind, name in map(_assignment, options.pop("map")):
         kinds[kind] = (*kinds.get(kind, ()), name)
     labels = options.pop("labels")
-    labelled = dict([_assignment(labels)]) if labels else None
+    labelled = dict([_assignment(labels, "steps=0:2001:50")]) if labels else None
     overwrite = options.pop("overwrite")
     given = options | {"map": kinds, "labels": labelled, "bits": _bits(options["bits"])}
     if output is None and not dry_run:
@@ -223,10 +223,10 @@ def import_(
         out.print(done.toml, markup=False, highlight=False, soft_wrap=True)
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def _assignment(text: str, example: str = "W=embedding_history") -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise InvalidArgument(f"got {text!r}, expected KIND=NAME, such as W=embedding_history")
+        raise InvalidArgument(f"got {text!r}, expected KIND=NAME, such as {example}")
     return name, value
 
 
