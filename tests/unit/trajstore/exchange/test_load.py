@@ -94,7 +94,7 @@ def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
     for name in ("W", "grad", "loss"):
         assert same(ds, name, KNOWN.values[name][1:])
     arrays["steps"] = np.arange(0, 50, 10)
-    with pytest.raises(FormatError, match="pass labels={'steps': '1:6'}"):
+    with pytest.raises(FormatError, match=r"pass labels={'steps': '1:6'}"):
         imported(tmp_path, arrays)
     with pytest.raises(InvalidArgument, match="steps labels the rows, so first_row=1 would have"):
         imported(tmp_path, arrays, first_row=1)
