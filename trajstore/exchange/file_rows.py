@@ -179,11 +179,6 @@ def steps_of(file: ArrayFile, layout: Layout, part: RunPart) -> tuple[Array, lis
         return named_steps(given, rows), []
     trusted = file.attributes.get("steps") == "optimizer"
     labels = [each for each in part.columns if each.kind == STEP.name and given in (None, each.key)]
-    if labels and layout.first_step is not None:
-        raise InvalidArgument(
-            f"{file.path}: {labels[0].key} labels the rows, so first_row={layout.first_step} would "
-            "have no effect; omit it, or replace the labels with labels={'steps': '1:100'}"
-        )
     start = number_of_steps(part.numbers, STARTING_STEP)
     if labels:
         steps = _labels_of(file, part, labels[0], rows)
@@ -194,6 +189,12 @@ def steps_of(file: ArrayFile, layout: Layout, part: RunPart) -> tuple[Array, lis
                     f"choose with labels={{'steps': {labels[0].key!r}}}"
                 )
         name = labels[0].key
+        if layout.first_step not in (None, int(steps[0])):
+            raise InvalidArgument(
+                f"{file.path}: got first_row={layout.first_step}, but {name} labels the first row "
+                f"as step {steps[0]}; omit one, or replace the labels with "
+                f"labels={{'steps': '{layout.first_step}:{layout.first_step + rows}'}}"
+            )
         trusted = trusted or file.format == "folder" or name == given
         steps, note = true_steps(steps, name=name, trusted=trusted)
         return steps, [note] if note else []

@@ -96,7 +96,7 @@ def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
     arrays["steps"] = np.arange(0, 50, 10)
     with pytest.raises(FormatError, match=r"pass labels={'steps': '1:6'}"):
         imported(tmp_path, arrays)
-    with pytest.raises(InvalidArgument, match="steps labels the rows, so first_row=1 would have"):
+    with pytest.raises(InvalidArgument, match="got first_row=1, but steps labels the first row as"):
         imported(tmp_path, arrays, first_row=1)
 
 
