@@ -131,7 +131,7 @@ class Hdf5File(ArrayFile):
             raise InvalidArgument(
                 f"{self.path}: {key} is compressed in chunks of {chunks[axis]} rows, which must be "
                 f"held whole; this needs {format_bytes(used)}, but the memory budget is "
-                f"{format_bytes(self._memory)}; raise it (--memory), or rewrite the file with "
+                f"{format_bytes(self._memory)}; raise it (memory=…), or rewrite the file with "
                 "smaller chunks (h5repack)"
             )
         slots, _, preemption = access.get_chunk_cache()
@@ -460,7 +460,7 @@ def _compressed(tensor: Tensor, dataset: Any, memory: int) -> Iterator[tuple[int
     if not at_once:
         raise InvalidArgument(
             f"the memory budget of {format_bytes(memory)} does not hold a chunk of {tensor.key}, "
-            f"{format_bytes(row * chunk[0])}; raise it (--memory)"
+            f"{format_bytes(row * chunk[0])}; raise it (memory=…)"
         )
     for start in range(0, count, at_once):
         rows = slice(start, min(start + at_once, count))

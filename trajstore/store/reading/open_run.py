@@ -436,7 +436,7 @@ def _refuse_others(name: str, run: xr.Dataset, first: str, reference: xr.Dataset
         return
     raise InvalidArgument(
         f"the runs {name} and {first} differ: {what}; to use what all runs have, open them "
-        "with join='inner' (--common-steps)"
+        "with join='inner'"
     )
 
 

@@ -79,10 +79,10 @@ def test_the_ending_of_another_format(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "csv"}, "cannot export to 'csv'"),
+        ({"format": "csv"}, "got format='csv', expected 'safetensors' or 'hdf5'"),
         ({"layout": "1"}, "no layout '1'"),
         ({"format": "hdf5", "layout": "15.1a"}, "which is for safetensors files"),
-        ({"block_rows": 3}, "safetensors, which has no blocks"),
+        ({"block_rows": 3}, "got block_rows=3 with format safetensors, .*; .* format zarr or run"),
         ({"steps": "x"}, "got steps 'x', expected numbers"),
         ({"format": "zarr", "block_rows": 0}, "got block_rows=0, expected a whole number"),
         ({"format": "run", "variables": "grad"}, "expected at least one of W"),
