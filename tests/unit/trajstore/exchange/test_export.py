@@ -180,12 +180,8 @@ def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_pa
     assert arrays["W"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 10, 6]
     assert metadata["attributes"]["config"] == {"why": "a test"}
     assert not {"trajstore_format", "runs", "fingerprint"} & set(metadata["attributes"])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", READ, str(out)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    words = [sys.executable, "-W", "error", "-c", READ, str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "{'step': 11, 'token': 10, 'hidden': 6} bfloat16 é\n\n"
     tensorstore = pytest.importorskip("tensorstore")

@@ -19,21 +19,12 @@ def source(small_run: tuple[Path, Any]) -> TiledRun:
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        (None, range(0, 21, 2)),
-        ("0:6", [0, 2, 4]),
-        (":5", [0, 2, 4]),
-        ("16:", [16, 18, 20]),
-        ("0:20:10", [0, 10]),
-        ("::6", [0, 6, 12, 18]),
-        ("2::6", [2, 8, 14, 20]),
-        ("20,4, 0:3", [0, 2, 4, 20]),
-        (4, [4]),
-        (np.int64(4), [4]),
-        (slice(0, 5), [0, 2, 4]),
-        ([20, 4], [4, 20]),
-        (np.array([8]), [8]),
+        (None, range(0, 21, 2)), ("0:6", [0, 2, 4]), (":5", [0, 2, 4]), ("16:", [16, 18, 20]),
+        ("0:20:10", [0, 10]), ("::6", [0, 6, 12, 18]), ("2::6", [2, 8, 14, 20]),
+        ("20,4, 0:3", [0, 2, 4, 20]), (4, [4]), (np.int64(4), [4]), (slice(0, 5), [0, 2, 4]),
+        ([20, 4], [4, 20]), (np.array([8]), [8]),
     ],
-)
+)  # fmt: skip
 def test_steps_are_chosen_by_their_numbers(source: TiledRun, steps: Any, expected: Any) -> None:
     rows = select(source, steps=steps).rows
     assert source.steps[rows].tolist() == list(expected)
