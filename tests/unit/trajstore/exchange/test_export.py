@@ -129,18 +129,16 @@ def test_an_interruption_leaves_nothing_and_no_rows_are_an_export(
     assert trajstore.export(path, tmp_path / "file", format=form).rows == 0
 
 
-def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(tmp_path: Path) -> None:
+def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
     pytest.importorskip("h5py")
-    types = {"W": "float32", "loss": "float32"}
-    with trajstore.RunWriter.create(
-        tmp_path / "run.zarr", token=[0, 1], hidden=2, variables=types
-    ) as run:
-        run.append(0, W=np.ones((2, 2), "f4"), loss=np.float32(np.nan))
-    trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
+    ds = trajstore.open_run(small_run[0]).load()[["W", "loss"]]
+    ds.W.attrs["native_dtype"] = "float32"
+    trajstore.export(ds, tmp_path / "f.h5", format="hdf5")
     done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
-    assert done.layout == "hdf5"
-    assert done.variables == types
-    assert_same_run(tmp_path / "run.zarr", tmp_path / "back.zarr")
+    assert (done.layout, done.variables) == ("hdf5", {"W": "float32", "loss": "float32"})
+    assert_same_run(ds, tmp_path / "back.zarr")
 
 
 def test_what_is_exported_and_imported_survives_a_loss_of_power(
@@ -191,15 +189,6 @@ def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_pa
     assert ((store.read().result().view("u4") >> 16) == bits["W"]).all()
 
 
-def test_an_export_to_zarr_is_not_a_run(small_run: SmallRun, tmp_path: Path) -> None:
-    out = tmp_path / "out.zarr"
-    trajstore.export(small_run[0], out, format="zarr")
-    label = partial(annotate_run, token_text=["?"] * 10)
-    for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information, label):
-        with pytest.raises(FormatError, match="a Zarr group, but not a run: it has no"):
-            read(out)
-
-
 def test_datasets_without_rows_and_with_other_chunks_along_token(
     small_run: SmallRun, tmp_path: Path
 ) -> None:
@@ -227,12 +216,18 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     assert xr.open_zarr(tmp_path / "out.zarr").W.chunks[0] == (16,) * 16
 
 
-def test_only_an_export_is_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
+def test_an_export_to_zarr_is_no_run_and_only_it_is_overwritten(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
     path, _ = small_run
     with pytest.raises(RunExists, match="is not an exported Zarr"):
         trajstore.export(path, path, format="zarr", overwrite=True)
     out = tmp_path / "out.zarr"
     trajstore.export(path, out, format="zarr")
+    label = partial(annotate_run, token_text=["?"] * 10)
+    for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information, label):
+        with pytest.raises(FormatError, match="a Zarr group, but not a run: it has no"):
+            read(out)
     with pytest.raises(RunExists, match="already exists"):
         trajstore.export(path, out, format="zarr")
     trajstore.export(path, out, format="zarr", overwrite=True, steps=[4])

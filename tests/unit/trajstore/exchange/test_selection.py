@@ -45,21 +45,17 @@ def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("selected", "error", "message"),
     [
-        *(
-            ({"steps": steps}, InvalidArgument, "step")
-            for steps in ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))
-        ),
-        *(
-            ({"tokens": tokens}, InvalidArgument, "token")
-            for tokens in ("5", "none-such.txt", [], "99999999999999999999")
-        ),
+        *(({"steps": steps}, InvalidArgument, "step") for steps in
+          ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))),
+        *(({"tokens": tokens}, InvalidArgument, "token") for tokens in
+          ("5", "none-such.txt", [], "99999999999999999999")),
         ({"steps": "3"}, StepNotFound, r"step 3 was not recorded; .* 0 to 20"),
         ({"tokens": [999]}, InvalidArgument, r"token 999 was .* holds \d+ ids, from \d+ to"),
         ({"variables": "exp_avg"}, VariableNotRecorded, "exp_avg was not recorded"),
         ({"variables": "weights"}, InvalidArgument, "no variable 'weights'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_run_does_not_hold_is_refused(
     source: TiledRun, selected: dict[str, Any], error: type[Exception], message: str
 ) -> None:
