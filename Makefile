@@ -67,10 +67,6 @@ check: .venv  ## Lint, check types and imports, build the site; change nothing
 docs: .venv  ## Build the site of docs/ into docs/_build; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -j auto docs docs/_build
 
-.PHONY: names
-names: .venv  ## Write analysis/names.py and typed.pyi from the decorators of functions and figures
-	$(BIN)/python tools/names.py
-
 .PHONY: reference
 reference: .venv  ## Write the parts of docs/reference that come from docstrings, help and tables
 	$(BIN)/python tools/reference.py

@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 
-    from trajstore.analysis.accessor import TrajAccessor as TrajAccessor
-    from trajstore.analysis.typed import *  # noqa: F403
+    from trajstore.analysis.accessor import *  # noqa: F403
+    from trajstore.analysis.methods import *  # noqa: F403
+    from trajstore.analysis.several_quantities import *  # noqa: F403
+
+_ROOMS = ("methods", "several_quantities", "accessor")
+"""Modules of the public names, which are in their ``__all__``."""
 
 
 def __getattr__(name: str) -> Any:
     # Import functions on first use: commands import this package for their help.
-    import importlib
+    from importlib import import_module
 
-    from trajstore.analysis.names import MODULES
-
-    if name == "__all__":
-        return [*MODULES, "TrajAccessor"]
-    modules = MODULES | {"TrajAccessor": "trajstore.analysis.accessor"}
-    if name not in modules:
+    rooms = [import_module(f"trajstore.analysis.{room}") for room in _ROOMS]
+    known = {each: getattr(room, each) for room in rooms for each in room.__all__}
+    import_module("trajstore.installation").register_accessors()
+    globals().update(known, __all__=[*known])
+    if name not in globals():
         raise AttributeError(f"module 'trajstore.analysis' has no attribute {name!r}")
-    value = getattr(importlib.import_module(modules[name]), name)
-    importlib.import_module("trajstore.installation").register_accessors()
-    return value
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,6 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, ConsecutiveRows, Wide, measure
 from trajstore.analysis.scan.quantity import registered, takes_scan
@@ -238,7 +237,6 @@ CIRCUITS = {"ov": ("value", "output"), "qk": ("query", "key")}
 _LAYER = "{layer}"
 
 
-@public(is_method=False)
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """Names and layout of the attention weights of a model.
@@ -406,7 +404,7 @@ def recorded_norm(ds: xr.Dataset, of: str) -> str | None:
     return name if is_held or "parameters" not in ds.attrs else None
 
 
-@registered(place=410, alone=True)
+@registered(alone=True)
 @takes_scan
 def layers(
     scan: Scan,

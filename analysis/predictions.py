@@ -9,7 +9,7 @@ adds nothing, because a dead token is never an input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import dask.array as da
@@ -24,7 +24,8 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Positive
-from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.provenance import RunAttributes
 from trajstore.values.native_types import cast
 from trajstore.values.norms import hidden_sum
 
@@ -39,7 +40,7 @@ _PER_GRADIENT = {
 }
 
 
-@quantity(place=400, alone=True)
+@quantity(alone=True)
 def explain_gradient(
     scan: Scan,
     step: int | Sequence[int],
@@ -208,13 +209,13 @@ def _rounded(values: npt.NDArray[Any], precision: str) -> Wide:
 
 def _check(ds: xr.Dataset) -> None:
     input_checks.require_variables(ds, "W", "grad", "hidden_states")
-    if "what_if" in (ds.attrs.get("provenance") or {}):
+    run = RunAttributes.of(ds.attrs)
+    if run.what_if:
         raise InvalidArgument(
             "got a what-if run, whose W does not match the recorded hidden states; use the "
             "original run"
         )
-    recording: Mapping[str, Any] = ds.attrs.get("recording") or {}
-    vocabulary = recording.get("vocabulary", int(ds["token"].max()) + 1)
+    vocabulary = run.vocabulary or int(ds["token"].max()) + 1
     if ds.sizes["token"] != vocabulary:
         raise InvalidArgument(
             f"got {ds.sizes['token']} of the vocabulary's {vocabulary} tokens, but a softmax "
@@ -260,7 +261,7 @@ def _row_after(ds: xr.Dataset, step: int) -> int:
     if row == 0 or int(ds["step"][row - 1]) != step - 1:
         raise StepNotFound(
             f"the forward pass of step {step} used W of step {step - 1}, which was not recorded; "
-            "use a later step, or record with " + argument("every", 1)
+            "use a later step, or record with every=1"
         )
     return row
 
@@ -303,7 +304,7 @@ def _statistics(
     }
 
 
-@quantity(place=130)
+@quantity()
 def logit_stats(scan: Scan) -> xr.Dataset:
     """Range, standard deviation and entropy of the prediction at each step.
 
@@ -356,7 +357,7 @@ def _top(logits: Wide, labels: npt.NDArray[np.int64], k: int) -> dict[str, Array
     return {"top_logit": largest, "top_token": np.where(np.isnan(largest), -1, labels[order])}
 
 
-@quantity(place=140)
+@quantity()
 def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
     """Logits of the mean hidden state h̄ for each token, and the tokens with the largest ones.
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
@@ -32,7 +31,6 @@ R = TypeVar("R")
 _ARRAY = "result"
 
 
-@public(each_run=False)
 @checks_types
 def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     """Runs of a Dataset, each as returned by `trajstore.open_run`.
@@ -65,7 +63,6 @@ def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     ]
 
 
-@public(each_run=False)
 @checks_types
 def over_runs(
     ds: xr.Dataset,
@@ -218,7 +215,7 @@ _OTHER_DEAD = (
 )
 
 
-@registered(place=420, across_runs=True)
+@registered(across_runs=True)
 @checks_types
 def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
     """Distance of W between the first run and the others, per step and population.
@@ -407,7 +404,6 @@ def _loss_difference(a: xr.Dataset, b: xr.Dataset, over: float) -> dict[str, xr.
     }
 
 
-@public()
 @checks_types
 def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Dataset:
     """First step at which two runs differ in any bit, per variable, and their distance.

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from trajstore.errors import ConfigError, InvalidArgument, config_field, did_you_mean
+from trajstore.errors import ConfigError, InvalidArgument, did_you_mean
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.units import COMMIT_EVERY, parse_bytes
 
@@ -183,7 +183,7 @@ class OptimizerConfig(_Section):
         if self.momentum and self.name != "sgd":
             raise ValueError(
                 f"momentum = {self.momentum} needs sgd; {self.name} has betas: leave out momentum "
-                "or set " + config_field("optimizer.name", "sgd")
+                "or set optimizer.name=sgd"
             )
         return self
 
@@ -377,7 +377,7 @@ class RunConfig(_Section):
         if not listed or not all(isinstance(item, str) for item in settings):
             raise ConfigError(
                 f"got {assignments!r}, expected a list of section.field=value, such as "
-                "['" + config_field("optimizer.lr", "3e-4") + "']"
+                "['optimizer.lr=3e-4']"
             )
         values = self.model_dump()
         for assignment in settings:
@@ -387,7 +387,7 @@ class RunConfig(_Section):
                 meant = _elsewhere(name.strip(), type(self)) if equals else ""
                 raise ConfigError(
                     f"got {assignment!r}{meant}, expected section.field=value, such as "
-                    + config_field("optimizer.lr", "3e-4")
+                    "optimizer.lr=3e-4"
                 )
             values.setdefault(section, {})[field] = _toml_value(text.strip())
         return self.parse(values)
@@ -468,7 +468,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         example = RunConfig().flat().get(".".join(path[:2]))
     if example is not None:
         reason = f"{reason.partition(',')[0]}, such as "
-        reason += config_field(".".join(path[:2]), literal(example))
+        reason += f"{'.'.join(path[:2])}={literal(example)}"
     return f"{name} = {text}: " + reason
 
 

@@ -29,6 +29,7 @@ from xarray.core import indexing
 
 from trajstore import errors
 from trajstore.cli.output import StepsProgress
+from trajstore.provenance import RunAttributes
 from trajstore.schema import KEPT, KEYFRAMES, STEP, VARIABLES
 from trajstore.store.metadata.block_plan import plan
 from trajstore.store.metadata.zarr_json import recorded_attributes
@@ -62,10 +63,10 @@ def open_developed(
 ) -> xr.Dataset:
     """Open a run with keyframes. `trajstore.open_run` describes it."""
     place, recorded = location(path), open_run(path, chunks=None)
-    if attribute(recorded.attrs, "recording", "keyframe_every") is None:
+    if not RunAttributes.of(recorded.attrs).keyframe_every:
         raise errors.VariableNotRecorded(
             f"{path} has no keyframes, so no steps can be developed; record it with "
-            + errors.argument("variables", "'keyframes'")
+            "variables='keyframes'"
         )
     if not isinstance(place, Path) or not place.is_dir():
         raise errors.InvalidArgument(
@@ -80,8 +81,8 @@ def open_developed(
     elif not recorded.attrs.get("config"):
         raise errors.InvalidArgument(
             f"{path} was recorded from your own loop, which trains its steps again; give "
-            + errors.argument("developed", "build")
-            + ", a function that returns a new (model, optimizer, step) as for trainers.develop"
+            "developed=build, a function that returns a new (model, optimizer, step) as for "
+            "trainers.develop"
         )
     return developed_dataset(place.absolute(), chunks, parse_bytes(cache_size), train)
 
@@ -246,7 +247,7 @@ class Stretches:
             raise errors.InvalidArgument(
                 f"{what} take up to {format_bytes(needed)} when all {rows.stop - rows.start} are "
                 f"developed, but the cache may take {format_bytes(self.limit)}; raise it with "
-                + errors.argument("cache_size", f"'{-(-needed >> 20)}MiB'")
+                f"cache_size='{-(-needed >> 20)}MiB'"
             )
         self._make_room(needed, path)
         try:
@@ -300,7 +301,7 @@ def _proven(
     expected = recorded.isel(step=stretches.rows(number))
     try:
         group: Any = open_group(path)
-        origin = attribute(group.attrs.asdict(), "provenance", "developed", "created")
+        origin = RunAttributes.of(group.attrs.asdict()).developed.get("created")
         stored = {name: stored_array(path, name, array) for name, array in group.arrays()}
         same = origin == recorded.attrs["created"] and all(
             np.array_equal(whole(path, group, name), expected[name].values)

@@ -16,15 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact_step
-from trajstore.errors import (
-    InvalidArgument,
-    NothingToResume,
-    RecordingError,
-    VariableNotRecorded,
-    argument,
-)
+from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, VariableNotRecorded
+from trajstore.provenance import RunAttributes
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES
-from trajstore.store.metadata.metadata_form import recorded_modes, recorded_threads
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.store.writing.create import staged_run
@@ -127,8 +121,7 @@ def develop(
     stored = StoredModel(run)
     if not stored.has_keyframes:
         raise VariableNotRecorded(
-            f"{run} has no keyframes; restore() its steps, or record it with "
-            + argument("variables", "'keyframes'")
+            f"{run} has no keyframes; restore() its steps, or record it with variables='keyframes'"
         )
     at = exact_step(at, least=ANY)
     row_of(run, stored.all_steps, at)
@@ -154,7 +147,7 @@ def develop(
                     raise NothingToResume(
                         f"the developed steps of {run} differ from the recorded ones: {told}; "
                         "check that step() does what the loop did, and that the inputs determine "
-                        "it, or give " + argument("allow_different", True)
+                        "it, or give allow_different=True"
                     )
     return Developed(steps=at - keyframe, keyframe=keyframe, difference=told)
 
@@ -193,7 +186,8 @@ def _train_own(run: Path, build: Build, first: int, last: int, target: Path) -> 
     model, optimizer, step, scaler = (*parts, None)[:4]
     joined = JoinedOptimizer(optimizer)
     restore(run, model, optimizer, step=begin)
-    names = {name: stored.attributes["recording"][name] for name in ("parameter", "logits_mode")}
+    recording = RunAttributes.of(stored.attributes).recording
+    names = {name: recording[name] for name in ("parameter", "logits_mode")}
     options = RecordingOptions(variables=_WHOLE, **names)
     loop = TrainingLoop(scaler=scaler, first_step=begin)
     with staged_run(target) as new:
@@ -218,7 +212,7 @@ def _trained(
     numbers: range,
 ) -> Iterator[int]:
     """Train steps, each with the settings, random state, modes and inputs of the recorded one."""
-    pairs = StepModel(stored, lambda: model).parameters
+    run, pairs = RunAttributes.of(stored.attributes), StepModel(stored, lambda: model).parameters
     trained = {each.name: p for each, p in pairs if find_group(joined, p) is not None}
     for number in numbers:
         set_numbers(stored, joined, trained, number)
@@ -229,9 +223,8 @@ def _trained(
             scaler.load_state_dict(scaler.state_dict() | {"scale": factor})
         inputs = _inputs(stored, model, number)
         names = [sorted(each) for each in inputs]
-        facts = stored.attributes, number - 1
         try:
-            with process_mode(recorded_threads(*facts), recorded_modes(*facts)):
+            with process_mode(run.threads_after(number - 1), run.modes_after(number - 1)):
                 step(inputs)
         except Exception as error:
             error.add_note(f"the inputs of step {number} of {stored.run} are {names}")
@@ -244,7 +237,7 @@ def _options(run: RunPath) -> RecordingOptions:
     """Return the options that a run was recorded with."""
     group: Any = open_group(run)
     further = [n for n in group.array_keys() if n in [*VARIABLES] and n not in TIERS[KEYFRAMES]]
-    recording: dict[str, Any] = group.attrs.asdict()["recording"]
+    recording = RunAttributes.of(group.attrs.asdict()).recording
     known = {name: recording[name] for name in ("parameter", "logits_mode", "keyframe_every")}
     return RecordingOptions(variables=[KEYFRAMES, *further], resume=True, memory=1 << 50, **known)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import CorpusError, InvalidArgument, argument, did_you_mean, needs_extra
+from trajstore.errors import CorpusError, InvalidArgument, did_you_mean, needs_extra
 from trajstore.store.storage.atomic import make_folder, put
 from trajstore.store.storage.remote_path import hub_endpoint
 from trajstore.store.writing.create import move_into_place
@@ -161,8 +161,8 @@ def _check_reachable(address: str) -> None:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise CorpusError(
-            f"cannot reach {server} ({reason}); fetch on a machine with a network, or give a local "
-            "copy as " + argument("source")
+            f"cannot reach {server} ({reason}); fetch on a machine with a network, or give a "
+            "local copy as source=…"
         ) from error
 
 

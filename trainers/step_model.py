@@ -20,8 +20,9 @@ from safetensors.torch import save
 from torch.optim import Optimizer
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument, RunExists, argument, needs_extra
+from trajstore.errors import InvalidArgument, RunExists, needs_extra
 from trajstore.installation import imported, version_of
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
@@ -204,9 +205,7 @@ def _built(stored: StoredModel, constructor: Constructor | None) -> torch.nn.Mod
     if not recorded:
         raise InvalidArgument(
             f"{stored.run} does not record the configuration of its model, because it is not one "
-            "of transformers; give "
-            + argument("constructor")
-            + ", a function that returns the model"
+            "of transformers; give constructor=…, a function that returns the model"
         )
     return _of_transformers(recorded, stored.run)
 
@@ -223,9 +222,8 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
     if not inspect.isclass(kind) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidArgument(
             f"{run} records a model of the class {recorded.get('class')}, which transformers "
-            f"{version_of('transformers')} does not have; give "
-            + argument("constructor")
-            + f", or install transformers {version}"
+            f"{version_of('transformers')} does not have; give constructor=…, or install "
+            f"transformers {version}"
         )
     model_class: Any = kind
     values = dict(recorded["config"])
@@ -479,7 +477,7 @@ def _check_classes(stored: StoredModel, joined: JoinedOptimizer) -> None:
     recorded, classes = (
         sorted({entry["class"].rpartition(".")[2] for entry in groups})
         for groups in (
-            attribute(stored.attributes, "optimizer", "groups"),
+            RunAttributes.of(stored.attributes).optimizer.groups,
             group_attributes(joined),
         )
     )
@@ -634,9 +632,9 @@ def _weights_file(
                 for every in names.get(name, (name,))
             }
             notes.append(
-                "the file has the parameters and the recorded buffers; it lacks buffers that never "
-                "changed, and may have non-persistent ones: load it with strict=False, or give "
-                + argument("constructor")
+                "the file has the parameters and the recorded buffers; it lacks buffers that "
+                "never changed, and may have non-persistent ones: load it with strict=False, or "
+                "give constructor=…"
             )
         notes += _target_notes(stored)
         texts = whole(rows, group, "token_text").tolist() if "token_text" in group else None
@@ -668,8 +666,7 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
     if target.exists() or target.is_symlink():
         if not overwrite:
             raise RunExists(
-                f"{path} already exists; choose another path, or replace it with "
-                + argument("overwrite", True)
+                f"{path} already exists; choose another path, or replace it with overwrite=True"
             )
         files = {part.name for part in target.iterdir()} if target.is_dir() else set()
         is_checkout = "config.json" in files or "model.pt" in files <= _FILES
@@ -680,9 +677,7 @@ def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -
 
 def _notes(stored: StoredModel, *, has_tokenizer: bool) -> Iterator[str]:
     if not has_tokenizer:
-        yield "the run has no tokenizer, so the folder has none; to add one, give " + argument(
-            "tokenizer"
-        )
+        yield "the run has no tokenizer, so the folder has none; to add one, give tokenizer=…"
     yield from _target_notes(stored)
     types = {parameter.native.name for parameter in stored.parameters}
     if len(types) > 1 and "model_config" in stored.attributes:

@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import (
-    ConfigError,
-    CorpusError,
-    InvalidArgument,
-    argument,
-    config_field,
-    needs_extra,
-)
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument, needs_extra
+from trajstore.provenance import RunAttributes
 from trajstore.trainers.downloads import cached
 
 if TYPE_CHECKING:
@@ -330,22 +323,17 @@ def load_corpus(
     if maker is not None and maker.vocab_size != model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {model.vocab_size}, but the tokenizer {maker.name} has "
-            f"{maker.vocab_size} tokens; set "
-            + config_field("model.vocab_size", maker.vocab_size)
-            + " or give another "
+            f"{maker.vocab_size} tokens; set model.vocab_size={maker.vocab_size} or give another "
             "tokenizer"
         )
     path = Path(corpus) if corpus is not None else cached(data.corpus) if maker else None
     if path is not None:
         if maker is None:
             raise ConfigError(
-                "data.tokenizer = 'none': a text needs a tokenizer; give "
-                + argument("tokenizer", "PATH")
+                "data.tokenizer = 'none': a text needs a tokenizer; give tokenizer=PATH"
                 if data.tokenizer == "none"
                 else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, which is "
-                "not in the cache; give "
-                + argument("tokenizer", "PATH")
-                + ", or run: trajstore fetch gpt2"
+                "not in the cache; give tokenizer=PATH, or run: trajstore fetch gpt2"
             )
         loaded = tokenize_file(path, maker)
     elif isinstance(maker, AsciiTokenizer):
@@ -396,9 +384,10 @@ def find_tokenizer(
     """
     if given is not None:
         return AsciiTokenizer() if given == "ascii" else FileTokenizer(given)
-    if attribute(attributes, "provenance", "tokenizer", "name") == AsciiTokenizer.name:
+    recorded = RunAttributes.of(attributes).tokenizer
+    if recorded.get("name") == AsciiTokenizer.name:
         return AsciiTokenizer()
-    sha256 = attribute(attributes, "provenance", "tokenizer", "sha256")
+    sha256 = recorded.get("sha256")
     path = None if sha256 is None else cached("gpt2")
     tokenizer = None if path is None else FileTokenizer(path)
     return tokenizer if tokenizer is not None and tokenizer.sha256 == sha256 else None
@@ -423,12 +412,7 @@ def run_tokenizer(
     """
     tokenizer = find_tokenizer(attributes, given)
     if tokenizer is None:
-        name = attribute(attributes, "provenance", "tokenizer", "name")
+        name = RunAttributes.of(attributes).tokenizer.get("name")
         reason = "records no tokenizer" if name in (None, "none") else f"needs the tokenizer {name}"
-        raise InvalidArgument(
-            f"the run {reason}; give one: "
-            + argument("tokenizer", "'ascii'")
-            + ", or "
-            + argument("tokenizer", "FOLDER")
-        )
+        raise InvalidArgument(f"the run {reason}; give one: tokenizer='ascii', or tokenizer=FOLDER")
     return tokenizer

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import InvalidArgument, argument
+from trajstore.errors import InvalidArgument
 
 Array = npt.NDArray[Any]
 ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
@@ -135,9 +135,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         return value
     if isinstance(value, float | np.floating) and value.is_integer() and _fits(int(value), hint):
         return int(value)
-    raise InvalidArgument(
-        "got " + argument(name, _shown(value)) + f", expected {' or '.join(_expected(hint))}"
-    )
+    raise InvalidArgument(f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -1,6 +1,7 @@
-"""The exception tree, and parts of messages: suggestions, names of arguments, missing extras.
+"""The exception tree, and parts of messages: suggestions, missing extras.
 
-There is one class per reaction of the code that catches it.
+There is one class per reaction of the code that catches it. A message names an argument as Python
+spells it, such as ``overwrite=True``; `trajstore.cli.output.in_command` makes an option of it.
 """
 
 from __future__ import annotations
@@ -33,95 +34,6 @@ __all__ = [
 ]
 
 
-class Wording(str):
-    """A text that names arguments, as Python spells them, and the same text for a command.
-
-    `argument` and `config_field` make it, and so does its sum with another text. An f-string keeps
-    the first text only.
-
-    Attributes
-    ----------
-    in_command : str
-    """
-
-    in_command: str
-
-    def __new__(cls, text: str, in_command: str) -> Wording:
-        made = super().__new__(cls, text)
-        made.in_command = in_command
-        return made
-
-    def __add__(self, other: str) -> str:
-        return Wording(f"{self}{other}", self.in_command + in_command(other))
-
-    def __radd__(self, other: str) -> str:
-        return Wording(f"{other}{self}", other + self.in_command)
-
-    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # both are pickled
-        return str(self), self.in_command
-
-
-_OPTIONS = (
-    "variables", "encoding", "tokenizer", "corpus", "source", "at", "threads", "every",
-    "constructor",
-)  # fmt: skip
-_FLAGS = ("overwrite", "resume", "allow_different")
-"""Arguments that an option of the same name sets."""
-
-_OPTION_FIELDS = {
-    "training.steps": "--steps",
-    "training.device": "--device",
-    "training.threads": "--threads",
-}
-"""Options that set a field of the configuration; the others need ``--set``."""
-
-
-def argument(name: str, value: object = "…") -> Wording:
-    """Name an argument in a message: `overwrite=True`, or ``--overwrite`` in a command.
-
-    Parameters
-    ----------
-    name : str
-    value : object
-        As Python spells it; a string therefore has quotes.
-
-    Examples
-    --------
-    >>> message = "record it with " + argument("variables", "'matrix,batch'")
-    >>> message, message.in_command
-    ("record it with variables='matrix,batch'", 'record it with --variables matrix,batch')
-    """
-    given = str(value)
-    text, plain = f"{name}={given}", given.strip("'")
-    if name in _FLAGS and given == "True":
-        return Wording(text, f"--{name.replace('_', '-')}")
-    # A list or a negative number is no value of an option.
-    is_plain = plain and (plain != given or plain == "…" or plain[0].isalnum())
-    return Wording(text, f"--{name} {plain}" if name in _OPTIONS and is_plain else text)
-
-
-def config_field(name: str, value: object) -> Wording:
-    """Name a field of the configuration with a value, or its option in a command.
-
-    >>> config_field("model.dtype", "float32").in_command, config_field("training.steps", 9)
-    ('--set model.dtype=float32', 'training.steps=9')
-    """
-    text, option = f"{name}={value}", _OPTION_FIELDS.get(name)
-    is_plain = str(value)[:1].isalnum()
-    return Wording(text, f"{option} {value}" if option and is_plain else f"--set {text}")
-
-
-def in_command(message: object) -> str:
-    """A message or an error as a command prints it: options in place of arguments."""
-    text: str = getattr(message, "in_command", None) or str(message)
-    return text
-
-
-def wording(error: TrajstoreError) -> Wording:
-    """The message of an error, to be continued."""
-    return Wording(str(error), error.in_command)
-
-
 class TrajstoreError(Exception):
     """Root of every error that trajstore raises on purpose.
 
@@ -136,11 +48,6 @@ class TrajstoreError(Exception):
     def __str__(self) -> str:
         # KeyError would print the repr of its argument instead of the sentence.
         return " ".join(str(arg) for arg in self.args)
-
-    @property
-    def in_command(self) -> str:
-        """The message as a command prints it: options in place of arguments."""
-        return in_command(self.args[0]) if len(self.args) == 1 else str(self)
 
 
 class InvalidArgument(TrajstoreError, ValueError):

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import ConfigError, config_field
+from trajstore.errors import ConfigError
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.values.native_types import cast
 from trajstore.values.norms import MovingAverage, share_left
 from trajstore.values.optimizer_rule import with_numbers
@@ -22,15 +23,11 @@ from trajstore.values.optimizer_rule import with_numbers
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _FLOAT32_WEIGHTS = (
-    "float32 weights under autocast ("
-    + config_field("model.dtype", "float32")
-    + "; in your own loop "
-    "model.float() with torch.autocast)"
+    "float32 weights under autocast (model.dtype=float32; in your own loop model.float() with "
+    "torch.autocast)"
 )
 _STATE_REMEDY = (
-    "Keep the optimizer's state in float32 ("
-    + config_field("optimizer.state_dtype", "float32")
-    + "; in your own loop "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
     'RoundedAdamW(…, state_dtype="float32")), or train ' + _FLOAT32_WEIGHTS
 )
 _WEIGHT_REMEDY = "Train " + _FLOAT32_WEIGHTS
@@ -161,18 +158,15 @@ def advise_run(
     state = native_dtypes.get("exp_avg_sq", weights)
     known = np.asarray(rates, np.float64)
     known = known[np.isfinite(known)]
-    optimizer = attributes.get("optimizer")
-    if isinstance(optimizer, Mapping) and isinstance(optimizer.get("hyperparameters"), Mapping):
-        extremes = {}
-        for name, values in (hyperparameters or {}).items():
-            used = np.asarray(values, np.float64)
-            if np.isfinite(used).any():  # the values with which most changes
-                extreme = np.nanmin if name.startswith("beta") else np.nanmax
-                extremes[name] = float(extreme(used))
-        numbers = with_numbers(optimizer["hyperparameters"], extremes)
-        optimizer = {**optimizer, "hyperparameters": numbers}
+    optimizer, extremes = RunAttributes.of(attributes).optimizer, {}
+    for name, values in (hyperparameters or {}).items():
+        used = np.asarray(values, np.float64)
+        if np.isfinite(used).any():  # the values with which most changes
+            extreme = np.nanmin if name.startswith("beta") else np.nanmax
+            extremes[name] = float(extreme(used))
+    numbers = with_numbers(optimizer.hyperparameters, extremes)
     return advise(
-        optimizer,
+        {**optimizer.stored, "hyperparameters": numbers},
         state=state,
         weights=weights,
         highest_rate=float(known.max()) if known.size else None,
@@ -197,11 +191,9 @@ def require_sound(advice: Sequence[Advice]) -> None:
 
 def _rule(optimizer: Any) -> _Adam | None:
     """Adam's hyperparameters from a run's attribute; None if incomplete or not Adam's."""
-    if not isinstance(optimizer, Mapping):
-        return None
-    given = optimizer.get("hyperparameters")
-    name = str(optimizer.get("class", "")).rpartition(".")[2].removeprefix("Rounded").lower()
-    if name not in _RULES or not isinstance(given, Mapping):
+    described = OptimizerAttributes.of(optimizer)
+    name, given = described.rule.lower(), described.hyperparameters
+    if name not in _RULES:
         return None
     if given.get("rounding", "nearest") != "nearest":
         return None

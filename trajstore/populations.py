@@ -31,14 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import ANY, exact
-from trajstore.errors import (
-    FormatError,
-    InvalidArgument,
-    VariableNotRecorded,
-    Wording,
-    did_you_mean,
-)
+from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.installation import imported
+from trajstore.provenance import RunAttributes
 from trajstore.schema import POPULATION_FILES
 
 if TYPE_CHECKING:
@@ -197,7 +192,7 @@ def row_vectors(ds: xr.Dataset) -> xr.Dataset:
     """
     if not {"row", "column"} <= set(ds.dims) or {"token", "hidden"} & set(ds.dims):
         return ds
-    name = ds.attrs.get("recording", {}).get("parameter", "W")
+    name = RunAttributes.of(ds.attrs).parameter or "W"
     if not ds.sizes["row"] * ds.sizes["column"]:
         raise InvalidArgument(f"the parameter {name} has no elements; choose another one")
     renamed = ds.rename(row="token", column="hidden")
@@ -246,9 +241,7 @@ def errors_about_rows(ds: xr.Dataset) -> Iterator[None]:
         yield
     except (InvalidArgument, VariableNotRecorded) as error:
         if is_of_parameter(ds):
-            raise type(error)(
-                Wording(row_words(str(error)), row_words(error.in_command))
-            ) from error
+            raise type(error)(row_words(str(error))) from error
         raise
 
 

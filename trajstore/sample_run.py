@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import RunExists
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.writing.writer import RunWriter
 from trajstore.values.native_types import cast
@@ -112,8 +113,7 @@ def _check_sample(target: Path) -> None:
     attributes: dict[str, Any] = {}
     if (target / "zarr.json").exists():
         attributes = root_attributes(target)
-    provenance = attributes.get("provenance")
-    is_sample = isinstance(provenance, dict) and provenance.get("sample_run") == 1
+    is_sample = RunAttributes.of(attributes).provenance.get("sample_run") == 1
     if not is_sample or attributes.get("status") != "complete":
         raise RunExists(f"{target} exists and is not a complete sample run; choose another path")
 

@@ -16,7 +16,8 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
@@ -57,12 +58,6 @@ def encoding_threads() -> int:
     return min(max(_processors() - 1, min(2, _processors())), _MOST_THREADS)
 
 
-def threads_of_each(processes: int) -> int:
-    """Threads of each of several processes: OMP_NUM_THREADS, or a share of the processors."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdigit() and int(text) else max(1, _processors() // processes)
-
-
 def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -99,6 +94,53 @@ def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> 
         raise
     finally:
         pool.shutdown(wait=waits, cancel_futures=True)
+
+
+_TASKS_OF_A_THREAD = 8  # for fewer tasks, another thread does not pay
+
+
+@cache
+def readers() -> ThreadPoolExecutor:
+    """Permanent threads that decode. They keep their scratch memory."""
+    return ThreadPoolExecutor(default_threads(), "trajstore-reader")
+
+
+os.register_at_fork(after_in_child=readers.cache_clear)  # threads do not exist in a child
+
+
+def share(tasks: Iterable[Callable[[], object]], threads: int) -> None:
+    """Run tasks here and in idle `readers`; whoever is free takes the next one.
+
+    After a task fails, no further one starts, and those that run are waited for.
+
+    Parameters
+    ----------
+    tasks : iterable of callable
+    threads : int
+        Most threads, with this one.
+    """
+    left = deque(tasks)
+    count = min(threads - 1, len(left) // _TASKS_OF_A_THREAD)
+    called = [submit(readers(), _run_all, left) for _ in range(count)]
+    try:
+        _run_all(left)
+    finally:
+        begun = [helper for helper in called if not helper.cancel()]
+        wait(begun)
+    for helper in begun:
+        helper.result()
+
+
+def _run_all(left: deque[Callable[[], object]]) -> None:
+    try:
+        while left:
+            try:
+                task = left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            task()
+    finally:
+        left.clear()  # after an error, all threads stop
 
 
 Array = npt.NDArray[Any]

@@ -67,7 +67,7 @@ def _statistics(
     }
 
 
-@quantity(place=50)
+@quantity()
 def alignment(
     scan: Scan,
     other: str = "centroid",
@@ -219,7 +219,7 @@ def _project(W: Array, axes: Wide) -> Wide:
 Axes = str | npt.ArrayLike | xr.DataArray
 
 
-@quantity(place=90)
+@quantity()
 def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     """Coordinates of each token along given vectors, and the length of its orthogonal part.
 
@@ -344,7 +344,7 @@ def _angles(W: Array, axes: Wide, *first: Array) -> dict[str, Wide]:
     }
 
 
-@quantity(place=120)
+@quantity()
 def sky(
     scan: Scan,
     axis: Literal["centroid", "hidden_mean"] = "centroid",

@@ -184,7 +184,7 @@ def token_labels(ds: xr.Dataset) -> Numbers:
     return np.arange(ds.sizes["token"])
 
 
-@quantity(place=60)
+@quantity()
 def clusters(
     scan: Scan, population: str | None = None, lattice: str = "native", ranks: Count = 10
 ) -> xr.Dataset:

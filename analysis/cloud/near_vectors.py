@@ -128,7 +128,7 @@ def _nearest_kernel(values: Array, members: Numbers) -> Wide:
     return result
 
 
-@quantity(place=80)
+@quantity()
 def nearest_distance(
     scan: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:
@@ -222,7 +222,7 @@ def _nearest_tokens_kernel(
     return {"nearest_token": nearest, "distance": distances}
 
 
-@quantity(place=81, alone=True)
+@quantity(alone=True)
 def nearest_tokens(
     scan: Scan,
     k: Count = 5,
@@ -508,7 +508,7 @@ def _graph_statistics(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> t
     )
 
 
-@quantity(place=70)
+@quantity()
 def adjacency(
     scan: Scan,
     k: Count = 1,

@@ -156,7 +156,7 @@ def principal_axes(
     return axes
 
 
-@quantity(place=100)
+@quantity()
 def pca(
     scan: Scan,
     population: str = "all",
@@ -315,7 +315,7 @@ def _inertia_kernel(now: Array) -> dict[str, Any]:
     return {"inertia": values, "inertia_rank": _ranks(values)[0]}
 
 
-@quantity(place=110)
+@quantity()
 def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
     """Variance of each population along its own principal axes at each step.
 

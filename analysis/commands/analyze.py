@@ -72,7 +72,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     if not wanted:
         return
     from trajstore import analysis
-    from trajstore.analysis.accessor import ACROSS_RUNS, ALONE
+    from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE
 
     for name, quantity in sorted((analysis.QUANTITIES | ALONE).items()):
         summary = (quantity.function.__doc__ or "").strip().splitlines()[0]
@@ -162,12 +162,12 @@ def analyze(
       trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
     from trajstore import analysis
-    from trajstore.analysis.accessor import ACROSS_RUNS, ALONE, compute_named
     from trajstore.analysis.results.write_results import (
         check_result_target,
         describe,
         write_result,
     )
+    from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE, compute_named
     from trajstore.exchange.selection import select_part
     from trajstore.populations import own_masks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from trajstore.analysis.commands.analyze import (
     WITHIN,
     of_parameter,
 )
-from trajstore.analysis.names import FIGURE_MODULES, FIGURES_BETWEEN_RUNS
 from trajstore.cli.command_options import (
     COMMON_STEPS,
     LATTICE,
@@ -87,15 +86,6 @@ def _is_film(kinds: Sequence[str], runs: Sequence[xr.Dataset], frames: str | Non
     return True
 
 
-def _with_kinds(command: Callable[..., None]) -> Callable[..., None]:
-    """Write the names of the figures into a command's docstring, its help."""
-    kinds = [kind for kind in FIGURE_MODULES if kind not in FIGURES_BETWEEN_RUNS]
-    command.__doc__ = (command.__doc__ or "").format(
-        kinds=", ".join(kinds), kinds_between=", ".join(FIGURES_BETWEEN_RUNS)
-    )
-    return command
-
-
 def _american(word: str) -> str:
     """The option name in American spelling."""
     return "color" if word == "colour" else word
@@ -144,7 +134,6 @@ def _american(word: str) -> str:
     "120.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@_with_kinds
 def plot(
     words: tuple[str, ...],
     output: str | None,
@@ -164,8 +153,11 @@ def plot(
     eight runs, those that differ only in their seeds are shown as mean and spread. Kinds without
     lines show each run in its own panel.
 
-    Kinds: {kinds}; for several runs also {kinds_between}. `film` moves, and is drawn alone. For
-    the results of `evaluate`: the names of the results.
+    Kinds: loss, grad_norms, displacement, speed, freeze, last_motion, lifecycle, regimes,
+    freeze_cause, lattice_displacement, heatmap, bulk_thermal, speed_density, centroid, trajectory,
+    spectrum, autocorrelation, moments, moment_sizes, moment_tracks, sky, clusters, logit_stats,
+    param_update_lost, layers, discontinuities; for several runs also divergence. `film` moves, and
+    is drawn alone. For the results of `evaluate`: the names of the results.
 
     \b
     Example:

@@ -40,7 +40,7 @@ def _centroid(scan: Scan, options: Options) -> xr.Dataset:
     return collective.centroid(scan, shown)[["centroid_norm", "mean_radius"]]
 
 
-@figure(_centroid, place=140, rows=1, reading="rows", runs=MEANS)
+@figure(_centroid, rows=1, reading="rows", runs=MEANS)
 def centroid(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Norm of the tokens' centroid, and their mean distance from it."""
     labels = {"centroid_norm": "norm of the centroid", "mean_radius": "mean distance from it"}
@@ -63,7 +63,7 @@ def _spectra(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset(spectra).assign_coords(population=shown)
 
 
-@figure(_spectra, place=170, rows=1, of_window=True, reading="plane", runs=CURVES)
+@figure(_spectra, rows=1, of_window=True, reading="plane", runs=CURVES)
 def spectrum(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Variance of the tokens along their principal axes."""
     values = data[[*_ROWS]].to_array()
@@ -100,7 +100,6 @@ def _clusters(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(
     _clusters,
-    place=220,
     rows=1,
     reading="identical",
     options=("population", "lattice", "log"),
@@ -157,7 +156,7 @@ def _thinned(data: xr.Dataset) -> xr.Dataset:
     return data.isel(step=slice(None, None, every)).assign_attrs(every=every)
 
 
-@figure(_trajectory, place=150, rows=1, reading="plane", options=("population",))
+@figure(_trajectory, rows=1, reading="plane", options=("population",))
 def trajectory(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Paths of the tokens in a plane."""
     look.note("the axes have different scales")
@@ -215,7 +214,7 @@ def _moment_tracks(scan: Scan, options: Options) -> xr.Dataset:
     return _thinned(with_members(named, scan, options))
 
 
-@figure(_moment_tracks, place=210, reading="moments", options=("population",))
+@figure(_moment_tracks, reading="moments", options=("population",))
 def moment_tracks(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Paths of the tokens in the plane of Adam's moments."""
     zeros = int((data["position"] == 0).any("component").sum())
@@ -257,8 +256,6 @@ def _sky(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(
     _sky,
-    place=160,
-    place_in_list=215,
     rows=1,
     reading="plane",
     options=("population",),

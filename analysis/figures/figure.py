@@ -434,24 +434,9 @@ def _after_the_first(groups: Sequence[Group]) -> list[Group]:
     return [group for group in moved if group.members]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listed:
-    """A registered figure, and its places on a sheet of all figures and in a list of names."""
-
-    figure: Figure
-    place: int
-    place_in_list: int
-
-
-LISTED: list[Listed] = []
-"""Figures of the modules that have been imported."""
-
-
 def figure(
     collect: Callable[..., xr.Dataset],
     *,
-    place: int,
-    place_in_list: int | None = None,
     rows: int = 2,
     measures: tuple[str, ...] = (),
     of_window: bool = False,
@@ -464,10 +449,6 @@ def figure(
     ----------
     collect, rows, measures, of_window, reading
         As for `Computation`.
-    place : int
-        Place on a sheet of all figures.
-    place_in_list : int, optional
-        Place in the list of names of ``trajstore plot --help``, if it is another one.
     **traits
         Other attributes of `Figure`.
     """
@@ -477,9 +458,7 @@ def figure(
 
     def decorate(draw: Callable[[Axes, xr.Dataset, RunStyle], None]) -> Figure:
         title = (draw.__doc__ or "").rstrip(".")
-        made = Figure(name=draw.__name__, title=title, computation=computation, draw=draw, **traits)
-        LISTED.append(Listed(figure=made, place=place, place_in_list=place_in_list or place))
-        return made
+        return Figure(name=draw.__name__, title=title, computation=computation, draw=draw, **traits)
 
     return decorate
 

@@ -93,7 +93,7 @@ def _grad_norms(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(_bands(lengths, scan, options), scan)
 
 
-@figure(_grad_norms, place=20, reading="moments", runs=MEANS)
+@figure(_grad_norms, reading="moments", runs=MEANS)
 def grad_norms(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Gradient norm per token."""
     _draw_bands(ax, data, look)
@@ -103,7 +103,7 @@ def _displacement(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(_bands(vectors.displacement(scan), scan, options), scan)
 
 
-@figure(_displacement, place=30, runs=MEANS)
+@figure(_displacement, runs=MEANS)
 def displacement(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Distance of the tokens from their start."""
     _draw_bands(ax, data, look, log=False)
@@ -113,7 +113,7 @@ def _speed(scan: Scan, options: Options) -> xr.Dataset:
     return _bands(vectors.speed(scan), scan, options)
 
 
-@figure(_speed, place=40, measures=("step_norm",), runs=MEANS)
+@figure(_speed, measures=("step_norm",), runs=MEANS)
 def speed(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Speed of the tokens."""
     _draw_bands(ax, data, look)
@@ -127,7 +127,7 @@ def _bulk_thermal(scan: Scan, options: Options) -> xr.Dataset:
     return collective.bulk_thermal(scan, shown)[["bulk_speed", "thermal_speed"]]
 
 
-@figure(_bulk_thermal, place=120, reading="rows")
+@figure(_bulk_thermal, reading="rows")
 def bulk_thermal(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Bulk speed against thermal speed."""
     steps = data["step"].values
@@ -202,7 +202,7 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
     return correlation[["autocorrelation"]].sel(population=shown)
 
 
-@figure(_autocorrelation, place=180, rows=3, of_window=True, reading="lags", runs=CURVES)
+@figure(_autocorrelation, rows=3, of_window=True, reading="lags", runs=CURVES)
 def autocorrelation(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Autocorrelation of the velocity."""
     draw_curves(ax, data, look, {"autocorrelation": ""}, "lag_steps", marker=".", ms=4)
@@ -222,7 +222,7 @@ def _discontinuities(scan: Scan, options: Options) -> xr.Dataset:
     return crossings.discontinuities(scan, threshold=_THRESHOLD)
 
 
-@figure(_discontinuities, place=260, measures=("step_norm",), options=())
+@figure(_discontinuities, measures=("step_norm",), options=())
 def discontinuities(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Discontinuities: steps at which the mean speed jumps."""
     steps, scores = data["step"].values, data["discontinuity_score"].values
@@ -325,7 +325,6 @@ def _lattice_displacement(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(
     _lattice_displacement,
-    place=100,
     measures=("ulp_1",),
     options=("population", "lattice", "log"),
     runs=CURVES,
@@ -395,7 +394,7 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=pace.attrs["units"])
 
 
-@figure(_speed_density, place=130, measures=("step_norm",))
+@figure(_speed_density, measures=("step_norm",))
 def speed_density(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Distribution of the tokens' speeds at every step."""
     counts, width = pooled_steps(data["count"])
@@ -423,7 +422,6 @@ def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
 
 @figure(
     _divergence,
-    place=270,
     rows=1,
     reading="runs",
     runs=SeveralRuns(overlays=True, averages=True, between=True),

@@ -78,7 +78,6 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(
     _freeze,
-    place=50,
     measures=("moved",),
     options=("population", "lattice", "log"),
     runs=SeveralRuns(overlays=True, averages=True, bounds=(0, 1)),
@@ -109,7 +108,6 @@ def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(
     _last_motion,
-    place=60,
     measures=("moved",),
     options=("population", "lattice", "log"),
     runs=CURVES,
@@ -158,7 +156,7 @@ def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(ulp_motion.lifecycle(scan, options.lattice), scan, options)
 
 
-@figure(_lifecycle, place=70, measures=("regime",), options=("population", "lattice", "log"))
+@figure(_lifecycle, measures=("regime",), options=("population", "lattice", "log"))
 def lifecycle(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of the tokens past their last jump, local move and small hop."""
     first = int(data["first_step"])
@@ -184,7 +182,7 @@ def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
     return ulp_motion.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
-@figure(_heatmap, place=110, measures=("regime", "moved"), options=("lattice",))
+@figure(_heatmap, measures=("regime", "moved"), options=("lattice",))
 def heatmap(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Update-size heatmap: tokens sorted by their last motion."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
@@ -279,7 +277,7 @@ def _regimes(scan: Scan, options: Options) -> xr.Dataset:
     return _counts(ulp_motion.regimes(scan, options.lattice)["counts"], scan, options)
 
 
-@figure(_regimes, place=80, measures=("regime",), options=("population", "lattice"))
+@figure(_regimes, measures=("regime",), options=("population", "lattice"))
 def regimes(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens by regime of motion."""
     _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
@@ -292,7 +290,7 @@ def _freeze_cause(scan: Scan, options: Options) -> xr.Dataset:
     return counts_by_cause.assign({"lr": scan.ds["lr"].sel(step=counts_by_cause["step"])})
 
 
-@figure(_freeze_cause, place=90, reading="moments", options=("population", "lattice"))
+@figure(_freeze_cause, reading="moments", options=("population", "lattice"))
 def freeze_cause(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Tokens by cause of an unchanged step."""
     _draw(ax, data, CAUSE_COLORS, {})

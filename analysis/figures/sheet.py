@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from trajstore.analysis.figures import cloud, motion, regimes, training
 from trajstore.analysis.figures.axes_marks import set_title
 from trajstore.analysis.figures.figure import (
-    LISTED,
     SIZE,
     Figure,
     Options,
@@ -25,10 +24,8 @@ from trajstore.analysis.figures.figure import (
     worded,
 )
 from trajstore.analysis.figures.style import Group, run_groups, run_name, titled_runs
-from trajstore.analysis.figures.training import variable
-from trajstore.analysis.names import FIGURE_MODULES
 from trajstore.analysis.scan.block_tasks import return_memory
-from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean, wording
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
 from trajstore.schema import EVALUATION, variables_of
 from trajstore.store.reading.run_attributes import run_labels
 from trajstore.store.storage.remote_path import local_path
@@ -116,7 +113,7 @@ def collect(
         except (VariableNotRecorded, InvalidArgument) as error:
             if not leave_out:
                 raise
-            left_out[figure.name] = wording(error)
+            left_out[figure.name] = str(error)
     if not lazy:
         message = "none of these figures can be drawn: "
         for number, (name, why) in enumerate(left_out.items()):
@@ -289,10 +286,15 @@ def _spelled(name: str) -> str:
     return name.replace("-", "_")
 
 
-for _room in dict.fromkeys(FIGURE_MODULES.values()):
-    import_module(_room)  # registers its figures
-
-FIGURES = Figures(each.figure for each in sorted(LISTED, key=lambda each: each.place))
+FIGURES = Figures([
+    training.loss, motion.grad_norms, motion.displacement, motion.speed, regimes.freeze,
+    regimes.last_motion, regimes.lifecycle, regimes.regimes, regimes.freeze_cause,
+    motion.lattice_displacement, regimes.heatmap, motion.bulk_thermal,
+    motion.speed_density, cloud.centroid, cloud.trajectory, cloud.sky, cloud.spectrum,
+    motion.autocorrelation, training.moments, training.moment_sizes, cloud.moment_tracks,
+    cloud.clusters, training.logit_stats, training.param_update_lost, training.layers,
+    motion.discontinuities, motion.divergence,
+])  # fmt: skip
 """Figures of ``trajstore plot`` and ``ds.traj.plot``, in the order of a sheet."""
 
 
@@ -304,7 +306,7 @@ def figures_of(ds: xr.Dataset) -> Figures:
     known = Figures(() if EVALUATION in ds.attrs else FIGURES.values())
     recorded = {*known, *variables_of(ds.attrs)}
     others = [str(name) for name in ds.data_vars if name not in recorded]
-    return Figures([*known.values(), *(variable(name, ds) for name in others)])
+    return Figures([*known.values(), *(training.variable(name, ds) for name in others)])
 
 
 def figures_named(names: Sequence[str], runs: int = 1, known: Figures = FIGURES) -> list[Figure]:

@@ -18,6 +18,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument
 from trajstore.populations import row_vectors
+from trajstore.provenance import RunAttributes
 from trajstore.schema import EVALUATION
 from trajstore.store.reading.run_attributes import SEED, differing_settings, run_labels
 
@@ -265,14 +266,13 @@ def _facts(ds: xr.Dataset) -> list[str]:
     ds = row_vectors(ds)
     config = ds.attrs.get("config") or {}
     sizes = " × ".join(f"{ds.sizes[dim]:,}" for dim in ("token", "hidden") if dim in ds.sizes)
-    optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]
     parameter = ds.attrs.get("parameter")
     vectors = ds.attrs.get("vectors", None if parameter else "W")
     shown = " of ".join(filter(None, (vectors, parameter)))
     return [
         str((config.get("data") or {}).get("corpus") or ""),
         f"{shown} {sizes}" if sizes else "",
-        optimizer,
+        RunAttributes.of(ds.attrs).optimizer.name,
         str(ds["W"].attrs.get("native_dtype", "")) if "W" in ds else "",
     ]
 

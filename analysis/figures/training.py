@@ -44,13 +44,14 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.result_variables import statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
+from trajstore.provenance import RunAttributes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
-    whole = (scan.ds.attrs.get("recording") or {}).get("vocabulary")
+    whole = RunAttributes.of(scan.ds.attrs).vocabulary
     here = scan.ds.sizes["token"]
     if "logits" in scan.ds and whole is not None and here != whole:
         raise InvalidArgument(
@@ -60,7 +61,7 @@ def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(predictions.logit_stats(scan), scan)
 
 
-@figure(_logit_stats, place=230, options=())
+@figure(_logit_stats, options=())
 def logit_stats(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Range of the logits, and the entropy of their softmax."""
     steps = data["step"].values
@@ -92,7 +93,7 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
-@figure(_moments, place=190, of_window=True, reading="last row")
+@figure(_moments, of_window=True, reading="last row")
 def moments(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Adam's moments, and the threshold of lost updates."""
     counts = data["count"].transpose("size_class", "root_class").values
@@ -139,7 +140,7 @@ _MOMENT_LABELS = {
 }
 
 
-@figure(_moment_sizes, place=200, reading="moments", runs=MEANS)
+@figure(_moment_sizes, reading="moments", runs=MEANS)
 def moment_sizes(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Sizes of Adam's moments, with bias correction."""
     draw_curves(ax, data, look, _MOMENT_LABELS)
@@ -185,7 +186,7 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
     return scan.in_window(scan.ds[["loss"]])
 
 
-@figure(_loss, place=10, rows=1, options=("log",), runs=MEANS)
+@figure(_loss, rows=1, options=("log",), runs=MEANS)
 def loss(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Training loss."""
     _curve(ax, data, look, "loss")
@@ -291,7 +292,7 @@ def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
 
-@figure(_param_update_lost, place=240, options=())
+@figure(_param_update_lost, options=())
 def param_update_lost(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Fraction of each parameter's elements that a step left unchanged."""
     _map(ax, data, look, "lost", "fraction of unchanged elements (lost updates)", vmin=0, vmax=1)
@@ -352,7 +353,7 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-@figure(_layers, place=250, rows=1, reading="layers", options=("metric",))
+@figure(_layers, rows=1, reading="layers", options=("metric",))
 def layers(ax: Axes, data: xr.Dataset, look: RunStyle) -> None:
     """Layers of the model."""
     from matplotlib.colors import LogNorm

@@ -142,7 +142,7 @@ def _centroid_kernel(now: Array) -> dict[str, Any]:
     }
 
 
-@quantity(place=10)
+@quantity()
 def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """Centroid of each population, its drift, and distances of the tokens from it.
 
@@ -218,7 +218,7 @@ def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     }
 
 
-@quantity(place=20)
+@quantity()
 def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """Mean velocity of each population (bulk), and the spread of velocities about it (thermal).
 
@@ -269,7 +269,7 @@ def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, An
     return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
 
 
-@quantity(place=30)
+@quantity()
 def coherence(scan: Scan, population: str | None = None) -> xr.DataArray:
     """Mean cosine between each token's ΔW and the mean ΔW of its population.
 
@@ -309,7 +309,7 @@ def _distinct_kernel(now: Array) -> dict[str, Any]:
     return {"distinct": np.int64(counts.size), "most_common": np.int64(counts.max())}
 
 
-@quantity(place=40)
+@quantity()
 def distinct(scan: Scan, population: str | None = None, lattice: str = "native") -> xr.Dataset:
     """Number of distinct vectors of each population, bit for bit.
 
@@ -364,7 +364,7 @@ def _pairs(vectors: Wide) -> Wide:
     return np.stack([distance, np.degrees(2 * np.arctan2(apart, together))], -3)
 
 
-@quantity(place=270)
+@quantity()
 def separation(scan: Scan, of: Literal["centroid", "displacement"] = "centroid") -> xr.Dataset:
     """Distance and angle between populations, and the direction of each.
 

@@ -59,7 +59,7 @@ def _fraction_of_change(curves: Array, ends: Array) -> Wide:
     return np.asarray((curves - start) / (ends[2] - start))
 
 
-@quantity(place=170)
+@quantity()
 def crossings(
     scan: Scan,
     quantity: str | xr.DataArray = "displacement",
@@ -210,7 +210,7 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-@quantity(place=260, measures=("step_norm",))
+@quantity(measures=("step_norm",))
 def discontinuities(
     scan: Scan, window: Annotated[int, Bound("of at least", 2)] = 10, threshold: Positive = 8.0
 ) -> xr.Dataset:

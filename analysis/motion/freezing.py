@@ -108,7 +108,7 @@ def _lower_median(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.asarray(np.partition(steps, middle, axis=-1)[..., middle])
 
 
-@quantity(place=160, measures=("moved",))
+@quantity(measures=("moved",))
 def freeze(
     scan: Scan,
     min_unchanged: Count = MIN_UNCHANGED,
@@ -279,7 +279,7 @@ def _latest(segments: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return np.asarray(segments[last, np.arange(segments.shape[1])])
 
 
-@quantity(place=180)
+@quantity()
 def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Element of each token's vector that moved last, and its size.
 

@@ -73,7 +73,7 @@ def _walked(state: tuple[Array, list[Wide]]) -> Wide:
     return np.stack(done, 1) if done else np.empty((4, 0, len(start)))
 
 
-@quantity(place=210, of_window=True)
+@quantity(of_window=True)
 def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     """Straightness of each token's path, per window, also compared with a random walk.
 
@@ -171,7 +171,7 @@ def _split_motion(now: Array, before: Array, spacing: float, *center: Wide) -> d
     return {"radial_speed": along, "tangential_speed": across}
 
 
-@quantity(place=220)
+@quantity()
 def radial_tangential(
     scan: Scan, about: Literal["origin", "centroid"] = "origin", population: str = "all"
 ) -> xr.Dataset:
@@ -307,7 +307,7 @@ def _means(sums: _Sums, lags: Sequence[int]) -> Wide:
     return result
 
 
-@quantity(place=150, of_window=True)
+@quantity(of_window=True)
 def autocorrelation(
     scan: Scan,
     lags: Sequence[int] | int = LAGS,

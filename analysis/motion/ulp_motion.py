@@ -12,7 +12,6 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.vectors import check_order, order_label
-from trajstore.analysis.public import public
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.quantity import quantity, registered, takes_scan
 from trajstore.analysis.scan.result_variables import (
@@ -50,7 +49,7 @@ _PHASES = {
 }
 
 
-@registered(place=280)
+@registered()
 @checks_types
 def ulp(
     W: xr.DataArray | xr.Dataset | Scan,
@@ -131,7 +130,7 @@ def _hops(
     return np.asarray(ordinal(later, native).astype(np.int64) - ordinal(earlier, native))
 
 
-@quantity(place=290)
+@quantity()
 def lattice_displacement(
     scan: Scan,
     metric: Literal["ulp", "ordinal"] = "ulp",
@@ -207,7 +206,7 @@ def _regime(scan: Scan, lattice: str) -> xr.DataArray:
     )
 
 
-@quantity(place=300, measures=("regime",))
+@quantity(measures=("regime",))
 def regimes(
     scan: Scan,
     lattice: str = "native",
@@ -337,7 +336,7 @@ def _exponents(
     }
 
 
-@quantity(place=310)
+@quantity()
 def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Number of elements of each token whose exponent changed since the previous row.
 
@@ -391,7 +390,7 @@ def _last_steps(
     )[None]
 
 
-@quantity(place=320, measures=("regime",))
+@quantity(measures=("regime",))
 def lifecycle(scan: Scan, lattice: str = "native", far: float | None = None) -> xr.Dataset:
     """Last step of each token in each regime of motion.
 
@@ -493,7 +492,6 @@ def _of_tokens(last: Array, columns: Array, members: Array) -> dict[str, Array]:
     return {"last_motion": last[order][ends], "dead_fraction": fraction}
 
 
-@public()
 @takes_scan
 def heatmap(
     scan: Scan,

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
-from trajstore.analysis.public import Public, public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import DIMS, Along, Array, along, measure
 from trajstore.analysis.scan.input_checks import hold_only_changes
@@ -46,7 +45,7 @@ def _result(da: xr.DataArray, scan: Scan, name: str, long_name: str) -> xr.DataA
     )
 
 
-@quantity(place=230)
+@quantity()
 def velocity(scan: Scan) -> xr.DataArray:
     """Change of W per optimizer step, ΔW_t/(s_t − s_{t−1}).
 
@@ -68,7 +67,7 @@ def velocity(scan: Scan) -> xr.DataArray:
     return _result(_velocity(scan), scan, "velocity", "change of W per step")
 
 
-@quantity(place=240, measures=("step_norm",))
+@quantity(measures=("step_norm",))
 def speed(scan: Scan) -> xr.DataArray:
     """Length of the velocity, ‖ΔW_t‖₂/(s_t − s_{t−1}).
 
@@ -96,7 +95,7 @@ def speed(scan: Scan) -> xr.DataArray:
     )
 
 
-@quantity(place=250)
+@quantity()
 def acceleration(scan: Scan) -> xr.DataArray:
     """Change of the velocity from one recorded row to the next.
 
@@ -125,7 +124,7 @@ def acceleration(scan: Scan) -> xr.DataArray:
 
 OF_TOKENS = ("grad", "exp_avg", "exp_avg_sq", "delta")
 OF_POPULATIONS = ("centroid", "largest_cluster")
-VECTORS: Public[tuple[str, ...]] = (*OF_TOKENS, "hidden_mean", *OF_POPULATIONS)
+VECTORS: tuple[str, ...] = (*OF_TOKENS, "hidden_mean", *OF_POPULATIONS)
 
 
 def _largest_cluster_kernel(now: Array) -> dict[str, Any]:
@@ -137,7 +136,6 @@ def _largest_cluster_kernel(now: Array) -> dict[str, Any]:
     return {"vector": now[first[largest]].astype(np.float64) * (np.nan if alone else 1)}
 
 
-@public()
 @checks_types
 def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Dataset:
     """A Dataset with another vector in place of W, for every quantity and figure of W.
@@ -276,7 +274,7 @@ def _measured(scan: Scan, name: str, *reference: Along, order: float = 2) -> xr.
     return scan.wrap(data, name)
 
 
-@quantity(place=190)
+@quantity()
 def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
     """Norm of each token's gradient, ‖grad_t,i‖.
 
@@ -333,7 +331,7 @@ def _without_first(block: Array, later: Array) -> Array:
     return wide
 
 
-@quantity(place=200)
+@quantity()
 def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first") -> xr.DataArray:
     """Distance of each token from a reference row, ‖W_t − W_since‖₂.
 

@@ -12,19 +12,18 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
-from trajstore.analysis.public import Public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import DIMS, Array, in_turn, measure
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.result_variables import ResultVariable, dataset, field, flag_attributes
 from trajstore.analysis.scan.rows import changed_vectors, lattice_attributes, moved_vectors, tiles
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument, argument
+from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import cast, spacing, unsigned_view
 from trajstore.values.norms import result_dtype
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
 
-CAUSES: Public[tuple[str, ...]] = (
+CAUSES: tuple[str, ...] = (
     "moved",
     "no_gradient",
     "lost_update",
@@ -54,9 +53,9 @@ def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
         return moment
     if scan.steps[0] != 0 or (np.diff(scan.steps) != 1).any():
         raise InvalidArgument(
-            "amsgrad divides by the largest second moment of all previous steps, so all steps from "
-            f"0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without "
-            "the beginning; use the whole run, recorded with " + argument("every", 1)
+            "amsgrad divides by the largest second moment of all previous steps, so all steps "
+            f"from 0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or "
+            "without the beginning; use the whole run, recorded with every=1"
         )
     return da.reductions.cumreduction(
         np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype
@@ -104,7 +103,7 @@ def _update_kernel(
     return result
 
 
-@quantity(place=340)
+@quantity()
 def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Update that Adam or AdamW computed at each step, before rounding into W.
 
@@ -276,7 +275,7 @@ def _decide(evidence: npt.NDArray[np.void], *of_rows: npt.NDArray[Any]) -> npt.N
     return cause.astype(np.int8)
 
 
-@quantity(place=350)
+@quantity()
 def freeze_cause(
     scan: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
 ) -> xr.DataArray:

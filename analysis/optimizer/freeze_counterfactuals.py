@@ -11,7 +11,6 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
-from trajstore.analysis.public import Public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, along, chunks_of, measure
 from trajstore.analysis.scan.quantity import quantity
@@ -25,7 +24,7 @@ from trajstore.values.native_types import spacing
 from trajstore.values.norms import result_dtype, token_norm
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 
-COUNTERFACTUALS: Public[tuple[str, ...]] = (
+COUNTERFACTUALS: tuple[str, ...] = (
     "recorded",
     "exact_moments",
     "peak_lr",
@@ -34,7 +33,7 @@ COUNTERFACTUALS: Public[tuple[str, ...]] = (
 )
 """Changes of the optimizer. The first is no change, for comparison."""
 
-OUTCOMES: Public[tuple[str, ...]] = ("moving", "rounded_away", "moves", "unknown")
+OUTCOMES: tuple[str, ...] = ("moving", "rounded_away", "moves", "unknown")
 """In the order of their flag values."""
 
 _KINDS = len(COUNTERFACTUALS)
@@ -48,7 +47,7 @@ _COMPUTED_TOGETHER = 1 << 17
 _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
-@quantity(place=360, only_native=True)
+@quantity(only_native=True)
 def freeze_attribution(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, intended_change, steps_taken
-from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, along, measure
 from trajstore.analysis.scan.quantity import quantity, takes_scan
@@ -109,7 +108,7 @@ def _fraction_kernel(
     }
 
 
-@quantity(place=370)
+@quantity()
 def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Fraction of elements that the optimizer intended to change, and that rounding left unchanged.
 
@@ -269,7 +268,6 @@ def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.flo
     return np.asarray(0.5 * spacings[:, None] * per_spacing)
 
 
-@public()
 @takes_scan
 def moment_plane(
     scan: Scan, step: int | None = None, optimizer: Mapping[str, Any] | None = None

@@ -49,7 +49,7 @@ def _sizes(
     }
 
 
-@quantity(place=390)
+@quantity()
 def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Sizes of Adam's moments of each token, with bias correction, and their ratio.
 
@@ -222,7 +222,7 @@ def _error_kernel(
     }
 
 
-@quantity(place=380)
+@quantity()
 def moment_error(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,

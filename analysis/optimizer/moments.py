@@ -34,7 +34,7 @@ from trajstore.analysis.scan.block_tasks import (
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.rows import tiles
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.errors import InvalidArgument, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
 from trajstore.threads import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.optimizer_rule import MOMENTS, NUMBERS, OptimizerRule
@@ -375,8 +375,8 @@ class Recurrence:
             return da.zeros(shape, chunks=((1,), by_token, by_hidden))
         if moment not in self.scan.ds:
             raise VariableNotRecorded(
-                f"the rows start at step {self.scan.steps[0]}, and {moment} is not recorded there; "
-                "include all steps from 0, or record it with " + argument("variables", "'matrix'")
+                f"the rows start at step {self.scan.steps[0]}, and {moment} is not recorded "
+                "there; include all steps from 0, or record it with variables='matrix'"
             )
         return self.recorded(moment)[:1]
 
@@ -437,9 +437,7 @@ def _require_every_step(steps: npt.NDArray[np.int64], quantity: str) -> None:
         before, after = steps[gaps[0]], steps[gaps[0] + 1]
         raise InvalidArgument(
             f"{quantity} requires consecutive steps, but step {before} is followed by step "
-            f"{after}; record with "
-            + argument("every", 1)
-            + ", or select steps without a gap, such as "
+            f"{after}; record with every=1, or select steps without a gap, such as "
             "ds.sel(step=slice(100, 200))"
         )
 
@@ -525,7 +523,7 @@ def _follow(
     return _exact_kernel(gradient[:, part], before, taken, betas, moment)
 
 
-@quantity(place=330)
+@quantity()
 def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Both moments of Adam or AdamW without rounding of their state.
 

@@ -32,6 +32,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded, needs_extra
 from trajstore.installation import __version__
 from trajstore.integrity.verify import verify
 from trajstore.populations import populations
+from trajstore.provenance import RunAttributes
 from trajstore.schema import MIN_UNCHANGED
 from trajstore.store.reading.open_run import final_loss, open_run, run_table
 from trajstore.store.reading.run_attributes import (
@@ -272,7 +273,7 @@ def _loss(ds: xr.Dataset) -> str:
 
 
 def _caveats(info: Mapping[str, Any]) -> list[str]:
-    what_if = (info.get("provenance") or {}).get("what_if") or {}
+    what_if = RunAttributes.of(info).what_if
     if not what_if:
         return []
     settings = ", ".join(map(str, what_if.get("settings") or [])) or "nothing changed"

@@ -12,7 +12,6 @@ import xarray as xr
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.motion.vectors import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_updates import lost_by_parameter
-from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array
 from trajstore.analysis.scan.input_checks import hold_only_changes
@@ -42,7 +41,6 @@ def _of_ends(array: xr.DataArray, dim: str = "when") -> xr.DataArray:
     return array.isel(step=[0, -1]).rename(step=dim).drop_vars(dim)
 
 
-@public()
 @checks_types
 def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """Gradients, displacement, centroid, logits and loss at the first and last step.

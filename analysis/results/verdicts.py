@@ -19,6 +19,7 @@ from trajstore.analysis.scan.input_checks import available
 from trajstore.analysis.scan.result_variables import count_by_population
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations import populations
+from trajstore.provenance import RunAttributes
 from trajstore.store.metadata.metadata_form import Segment, trained_segments
 
 
@@ -174,23 +175,23 @@ def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
     info : mapping
         Result of `trajstore.store.reading.run_info.information`.
     """
-    config, provenance = info.get("config") or {}, info.get("provenance") or {}
+    config, run = info.get("config") or {}, RunAttributes.of(info)
     # The user's own loop may record any JSON value.
     if not config or not all(isinstance(fields, Mapping) for fields in config.values()):
         return {"commands": "", "settings": "", "made_of": ""}
-    origin = "what_if" if provenance.get("what_if") else "fork" if _has_unlisted_fork(info) else ""
+    origin = "what_if" if run.what_if else "fork" if _has_unlisted_fork(info) else ""
     if origin:
         made_of = (
             "This run begins with rows of another run, so its settings alone do not reproduce it. "
             f"The provenance below names that run and the changed settings as {origin}."
         )
         return {"commands": "", "settings": "", "made_of": made_of}
-    text = provenance.get("corpus")
+    text = run.corpus
     option, made_of = "", ""
     if _is_text_file(text):
         option = f" --corpus {shlex.quote(str(text['name']))}"
         made_of = f"The text has {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
-    on_cpu = provenance.get("device") == "cpu"
+    on_cpu = run.provenance.get("device") == "cpu"
     segments = trained_segments(
         info if on_cpu else {**info, "provenance": {}},  # on other devices, threads change no bit
         0,
@@ -224,8 +225,7 @@ def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
 
 def _has_unlisted_fork(info: Mapping[str, Any]) -> bool:
     """True if a fork changed settings that no segment lists, as in earlier versions."""
-    fork = (info.get("provenance") or {}).get("fork") or {}
-    return bool(fork.get("settings")) and "segments" not in info
+    return bool(RunAttributes.of(info).fork.get("settings")) and "segments" not in info
 
 
 def _shortened(segment: Segment) -> Config:

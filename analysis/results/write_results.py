@@ -17,7 +17,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import Report, compute_all
 from trajstore.analysis.scan.result_variables import flags_of, is_category
-from trajstore.errors import InvalidArgument, RunExists, argument, needs_extra
+from trajstore.errors import InvalidArgument, RunExists, needs_extra
 from trajstore.formats.safetensors import begin_safetensors
 from trajstore.installation import __version__
 from trajstore.store.storage.atomic import check_writable
@@ -208,7 +208,7 @@ def _check_parts(parts: Collection[Path], *, overwrite: bool) -> None:
     if taken and not overwrite:
         raise RunExists(
             f"{', '.join(taken)} already exists; choose another name, or replace it with "
-            + argument("overwrite", True)
+            "overwrite=True"
         )
     for part in parts:
         check_writable(part)

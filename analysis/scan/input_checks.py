@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
-from trajstore.store.reading.run_attributes import steps_of_another_optimizer
 from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
 
 RUN = "run"
@@ -83,7 +83,7 @@ def require_variables(ds: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in ds]
     if missing:
         tiers = _recording_of(missing)
-        remedy = "; record it with " + argument("variables", f"'{tiers}'") if tiers else ""
+        remedy = f"; record it with variables='{tiers}'" if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which only give quantities of motion "
@@ -159,8 +159,7 @@ def adam_rule(
             "the run has no attribute optimizer, so its update rule is unknown; pass "
             "optimizer={'class': 'AdamW', 'hyperparameters': {'betas': …, 'eps': …, …}}"
         )
-    name = str(optimizer.get("class", "")).rpartition(".")[2]
-    if name.removeprefix("Rounded") not in ADAM:
+    if OptimizerAttributes.of(optimizer).rule not in ADAM:
         raise InvalidArgument(
             f"got the optimizer {optimizer.get('class')!r}, expected one of Adam, AdamW, "
             "RoundedAdam, RoundedAdamW"
@@ -181,16 +180,16 @@ def adam_rule(
     return rule, numbers
 
 
-def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any] | None:
-    last = steps_of_another_optimizer(ds.attrs)
+def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any]:
+    run = RunAttributes.of(ds.attrs)
+    last = run.other_optimizer_until
     steps = ds["step"].values
     if steps.size > 1 and steps[1] <= last:
         raise InvalidArgument(
             f"the steps up to {last} precede the fork and used another optimizer; select the steps "
             f"after it with ds.sel(step=slice({last}, None)), or use the original run"
         )
-    optimizer: Mapping[str, Any] | None = ds.attrs.get("optimizer")
-    return optimizer
+    return run.optimizer.stored
 
 
 def quantile_levels(quantiles: Sequence[float] | float) -> npt.NDArray[np.float64]:

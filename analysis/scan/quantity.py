@@ -7,11 +7,11 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xarray as xr
 
-from trajstore.analysis.public import import_functions, public
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import checks_types
 from trajstore.populations import errors_about_rows, named_as_rows
@@ -29,8 +29,6 @@ class Quantity:
     ----------
     function : callable
         The public function of a Dataset or a `Scan`, and options.
-    place : int
-        Place in lists of names.
     alone : bool
         True if it is never computed together with others, because it requires its own options.
     across_runs : bool
@@ -45,7 +43,6 @@ class Quantity:
     """
 
     function: Callable[..., xr.DataArray | xr.Dataset]
-    place: int
     alone: bool = False
     across_runs: bool = False
     measures: tuple[str, ...] = ()
@@ -89,9 +86,9 @@ _REGISTERED: dict[str, Quantity] = {}
 
 
 def every_quantity() -> dict[str, Quantity]:
-    """All quantities by name, in the order of lists. Imports their modules."""
-    import_functions()
-    return dict(sorted(_REGISTERED.items(), key=lambda named: named[1].place))
+    """All quantities by name, in the order of `Methods`, which imports their modules."""
+    methods: Any = import_module("trajstore.analysis.methods")  # it imports this module
+    return {name: _REGISTERED[name] for name in vars(methods.Methods) if name in _REGISTERED}
 
 
 def quantities_of_one_pass() -> dict[str, Quantity]:
@@ -159,9 +156,8 @@ def registered(**facts: Any) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
-        described = Quantity(function=function, **facts)
-        _REGISTERED[function.__name__] = described
-        return public(each_run=not described.across_runs)(function)
+        _REGISTERED[function.__name__] = Quantity(function=function, **facts)
+        return function
 
     return register
 

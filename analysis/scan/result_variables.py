@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.public import public
 from trajstore.analysis.scan import input_checks
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
@@ -19,7 +18,6 @@ from trajstore.populations import (
     members,
     own_masks,
     populations,
-    with_populations,
 )
 
 NO_ROW_BEFORE = "no_row_before"
@@ -162,8 +160,6 @@ def table(
 
 _STATISTICS = ("mean", "std", "min", "max", "median")
 
-public(each_run=False)(with_populations)
-
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
     """Add the coordinate ``is_mostly_dead`` if the configuration defines it.
@@ -289,7 +285,6 @@ def category_counts(da: xr.DataArray) -> xr.DataArray:
     return counts.assign_attrs(long_name=f"number of tokens by {long_name}", units="1")
 
 
-@public(is_method=False)
 @checks_types
 def by_population(
     da: xr.DataArray, quantiles: Sequence[float] | float = (0.05, 0.25, 0.75, 0.95)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.public import Public
 from trajstore.analysis.scan.block_tasks import Array
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import LATTICES
@@ -57,7 +56,7 @@ MEASURES = (
 lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
 """
 
-REGIMES: Public[tuple[str, ...]] = ("unchanged", "single", "neighbor", "local", "jump")
+REGIMES: tuple[str, ...] = ("unchanged", "single", "neighbor", "local", "jump")
 """In the order of their flag values, from unchanged to the longest hops."""
 
 # A tile and its temporaries fit in the last-level cache. Smaller tiles are not faster, and threads

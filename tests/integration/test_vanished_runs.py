@@ -13,7 +13,7 @@ import xarray as xr
 from crashing import create, row
 
 from trajstore import RunWriter, open_run, repair, strict_json, verify
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import RunNotFound
 from trajstore.store.storage.remote_path import location
 
 
@@ -67,7 +67,7 @@ OPENED = [open_run, partial(open_run, chunks=None), xr.open_zarr]
 def test_what_is_read_of_a_run_that_has_gone_says_so(opened: Any, name: str, whole: Path) -> None:
     ds = opened(whole)
     shutil.rmtree(whole)
-    with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or unmounted"):
+    with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or replaced since"):
         ds[name].compute()
 
 
@@ -80,7 +80,7 @@ def test_what_is_read_of_a_run_that_was_replaced_says_so(
     ds = opened(whole)
     with create(whole, overwrite=True, block_rows=rows or 4) as run:
         append(run, rows)
-    with pytest.raises(FormatError, match=r"run\.zarr was replaced by another run since"):
+    with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or replaced since"):
         ds[name].compute()
     assert opened(whole)[name].shape[0] == rows
 
@@ -96,10 +96,10 @@ def test_a_run_in_an_object_store_that_has_gone_or_was_replaced(opened: Any) -> 
     ds = opened(str(address))
     with create(address, overwrite=True) as run:
         append(run, 5)
-    with pytest.raises(FormatError, match="was replaced by another run since"):
+    with pytest.raises(RunNotFound, match="was moved, removed or replaced since"):
         ds.loss.compute()
     address.remove_below()
-    with pytest.raises(RunNotFound, match="was moved, removed or unmounted"):
+    with pytest.raises(RunNotFound, match="was moved, removed or replaced since"):
         ds.W.compute()
 
 

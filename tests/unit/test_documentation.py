@@ -323,8 +323,8 @@ def check_command(words: list[str], where: str) -> None:
 def known_names(command: str) -> dict[str, set[str]]:
     """What the arguments of a command can be, beyond what click knows."""
     from trajstore.analysis import QUANTITIES
-    from trajstore.analysis.accessor import ACROSS_RUNS, ALONE
     from trajstore.analysis.figures import FIGURES
+    from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
     from trajstore.schema import RECORDED
 

@@ -51,9 +51,6 @@ CONSTRUCTOR = click.option(
     metavar="K",
 )
 @SELECT("step")
-@click.option(
-    "--jobs", type=click.IntRange(1), default=1, help="Simultaneous processes; default: 1."
-)
 @click.option("--text", type=click.Path(), metavar="FILE", help="Text of loss or hidden-cosine.")
 @click.option(
     "--prompt", metavar="TEXT", help="Prompt of attention, cka, logit-lens or generation."
@@ -66,7 +63,7 @@ CONSTRUCTOR = click.option(
 )
 @RUN_TOKENIZER
 @CONSTRUCTOR
-@click.option("--overwrite", is_flag=True, help="Remove existing results.")
+@click.option("--overwrite", is_flag=True, help="Replace existing results.")
 def evaluate(
     run: str, function: str, output: str, selected: dict[str, Any], **options: Any
 ) -> None:
@@ -85,7 +82,7 @@ def evaluate(
       trajstore evaluate gatsby.zarr loss --text unseen.txt --every 10 -o loss.zarr
       trajstore evaluate gatsby.zarr cka --prompt "In my younger" --every 10 -o cka.zarr
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
-      trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
+      trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 -o norms.zarr
     """
     inputs = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
     check_options(function, inputs)

@@ -18,9 +18,9 @@ from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingCo
 from rich.text import Text
 
 from trajstore.cli.command_options import RUN
-from trajstore.cli.output import Bar, err, out, print_notes, print_table
+from trajstore.cli.output import Bar, err, in_command, out, print_notes, print_table
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.errors import InvalidArgument, in_command, needs_extra, wording
+from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.schema import KEYFRAMES, TIERS
 from trajstore.trainers.commands.configuration import (
     CORPUS,
@@ -205,7 +205,7 @@ def print_plan(config: RunConfig, texts: Mapping[str, Any]) -> None:
         try:
             planned = trainers.plan(config.model_copy(update={"recording": recording}), **texts)
         except InvalidArgument as error:  # it needs more memory than the one that is wanted
-            summary["notes"].append(f"the tier {tier} is not possible: " + wording(error))
+            summary["notes"].append(f"the tier {tier} is not possible: {error}")
         else:
             tiers[tier] = planned.facts()
     out.print(

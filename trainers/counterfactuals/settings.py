@@ -14,18 +14,15 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import ConfigError, argument, config_field
+from trajstore.errors import ConfigError
+from trajstore.provenance import RunAttributes
 from trajstore.store.metadata.metadata_form import SEGMENTS, listed_segments
 from trajstore.store.reading.run_attributes import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig, field_name
 from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.recording.notes import class_path
 from trajstore.trainers.replays.findings import CannotReplay
-from trajstore.trainers.replays.optimizer_steps import (
-    OptimizerSteps,
-    RecordedOptimizer,
-    StepInputs,
-)
+from trajstore.trainers.replays.optimizer_steps import OptimizerSteps, RecordedOptimizer, StepInputs
 from trajstore.trainers.replays.recorded_rows import tensor_of
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.training_setup import build_schedule
@@ -102,9 +99,8 @@ def changed_settings(
         If a field does not exist, may not change here, or has an impossible value, or if the
         optimizer lacks the setting.
     """
-    recorded = attribute(attributes, "optimizer", "hyperparameters") or {}
-    path = str(attribute(attributes, "optimizer", "class"))
-    before = path.rpartition(".")[2].removeprefix("Rounded")
+    described = RunAttributes.of(attributes).optimizer
+    recorded, before = described.hyperparameters, described.rule
     base = _base_config(attributes, before)
     full = [re.sub(r"^\s*rounding\s*=", "optimizer.rounding=", given) for given in assignments]
     changed = base.with_values(full)
@@ -123,11 +119,11 @@ def changed_settings(
     state_dtype = given.get("optimizer.state_dtype") or recorded.get("state_dtype") or dtype
     rounding = given.get("optimizer.rounding", recorded.get("rounding", "nearest"))
     retyped = {"model.dtype", "optimizer.state_dtype", "optimizer.rounding"} & given.keys()
-    is_rounded = path.rpartition(".")[2].startswith("Rounded") and not retyped
+    is_rounded = described.name != before and not retyped
     if seed is not None and rounding != "stochastic":
         raise ConfigError(
             f"got seed {seed}, but only stochastic rounding is random; leave out the seed, or set "
-            + config_field("optimizer.rounding", "stochastic")
+            "optimizer.rounding=stochastic"
         )
     if state_dtype != dtype or rounding != "nearest" or is_rounded:
         if name not in _ROUNDED:
@@ -218,8 +214,7 @@ Rates = npt.NDArray[np.float64]
 
 def changed_schedule(attributes: Mapping[str, Any], settings: ChangedSettings) -> dict[str, Any]:
     """Return the attribute ``optimizer.schedule`` of a run with the changed fields."""
-    recorded = attribute(attributes, "optimizer", "schedule")
-    schedule = dict(recorded) if isinstance(recorded, Mapping) else {}
+    schedule = {**RunAttributes.of(attributes).optimizer.schedule}
     for name, value in settings.given.items():
         section, _, field = name.partition(".")
         if section == "schedule" or name == "training.max_grad_norm":
@@ -302,8 +297,8 @@ def _changed_clip_coefs(steps: OptimizerSteps, settings: ChangedSettings) -> Arr
         return steps.inputs.clip_coef
     if "grad_norm" not in steps.rows:
         raise CannotReplay(
-            "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
-            "tier, such as " + argument("variables", "'matrix'")
+            "clipping needs the norm of all gradients, but grad_norm was not recorded; record "
+            "any tier, such as variables='matrix'"
         )
     norms, natives = steps.rows.scalars("grad_norm"), steps.rows.natives
     largest = float(settings.given["training.max_grad_norm"])
@@ -314,7 +309,7 @@ def _changed_clip_coefs(steps: OptimizerSteps, settings: ChangedSettings) -> Arr
 
 def _base_rate(attributes: Mapping[str, Any]) -> float:
     """Return the rate that a schedule multiplies."""
-    hyperparameters = attribute(attributes, "optimizer", "hyperparameters") or {}
+    hyperparameters = RunAttributes.of(attributes).optimizer.hyperparameters
     config = attribute(attributes, "config", "optimizer", "lr")
     for value in (hyperparameters.get("initial_lr"), config, hyperparameters.get("lr")):
         if isinstance(value, int | float) and value > 0:
@@ -333,9 +328,8 @@ def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, Schedu
             (step, config.schedule.model_copy(update={"steps": config.decay_steps}))
             for step, config in configs
         ]
-    schedule = attribute(attributes, "optimizer", "schedule")
     try:
-        return [(0, _schedule(schedule if isinstance(schedule, Mapping) else {}))]
+        return [(0, _schedule(RunAttributes.of(attributes).optimizer.schedule))]
     except ConfigError:
         return []
 

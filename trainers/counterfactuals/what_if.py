@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, checks_types, exact
-from trajstore.errors import InvalidArgument, StepNotFound, argument
+from trajstore.errors import InvalidArgument, StepNotFound
+from trajstore.provenance import RunAttributes
 from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.metadata_form import FINGERPRINT
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
@@ -117,7 +117,7 @@ class Counterfactual:
             source.attributes, rows.natives["W"].name, assignments, seed=seed
         )
         largest = rows.largest_hyperparameters
-        recorded, changed = source.attributes["optimizer"], settings.optimizer
+        recorded, changed = RunAttributes.of(source.attributes).optimizer.stored, settings.optimizer
         if changed["class"] == recorded["class"]:
             changed = changed | {name: recorded[name] for name in _FORMS if name in recorded}
         self._optimizer = changed
@@ -135,8 +135,8 @@ class Counterfactual:
         if first and (fresh or not settings.keeps_state):
             name = settings.optimizer["class"].rpartition(".")[2]
             raise CannotReplay(
-                f"{name} with these settings has no state at step {rows.steps[first]}, because the "
-                "run had another optimizer; start at the first row, without " + argument("at")
+                f"{name} with these settings has no state at step {rows.steps[first]}, because "
+                "the run had another optimizer; start at the first row, without at=…"
             )
         for number in range(first + 1, len(rows)):
             self.steps.check(number)
@@ -310,8 +310,9 @@ class Counterfactual:
             "caveat": CAVEAT,
         }
         schedule = changed_schedule(before, settings)
-        known = {n: attribute(before, "provenance", n) for n in ("corpus", "tokenizer")}
-        known = {name: value for name, value in known.items() if value is not None}
+        recorded = RunAttributes.of(before)
+        known = {"corpus": recorded.corpus, "tokenizer": recorded.tokenizer}
+        known = {name: value for name, value in known.items() if value}
         attributes: dict[str, Any] = {
             "optimizer": {**self._optimizer, "schedule": schedule},
             "provenance": provenance(self.placement.device, known | {"what_if": what_if}),
@@ -329,9 +330,7 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(
-            f"{step} is the last step of the run; give an earlier one: " + argument("at")
-        )
+        raise CannotReplay(f"{step} is the last step of the run; give an earlier one: at=…")
     matches = np.flatnonzero(rows.steps == step)
     if not matches.size:
         raise StepNotFound(
@@ -462,8 +461,7 @@ def what_if(
             FINGERPRINT: source.attributes.get(FINGERPRINT),
             "tokens": tokens if isinstance(tokens, str) else "a list of ids",
         }
-        earlier = attribute(source.attributes, "provenance", "what_if")
-        if earlier is not None:
+        if earlier := RunAttributes.of(source.attributes).what_if:
             origin["earlier"] = earlier
         with (
             staged_run(target, overwrite=overwrite) as path,

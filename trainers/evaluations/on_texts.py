@@ -37,7 +37,7 @@ _LOGITS = 1 << 25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadyMade:
-    """A ready-made evaluation, which pickle can pass to other processes.
+    """A ready-made evaluation, a function for `evaluate`.
 
     Attributes
     ----------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,11 +17,10 @@ import torch
 import xarray as xr
 import zarr
 
-from trajstore.errors import InvalidArgument, RunExists, argument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, EVALUATION, STEP, VARIABLES
-from trajstore.store.storage.atomic import make_folder
-from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import local_path
+from trajstore.store.writing.create import move_into_place, staged_folder
 
 _KINDS = "biufO"
 """Kinds of types that are stored: booleans, numbers and texts."""
@@ -136,18 +134,17 @@ def _values(value: Any) -> Any:
     return values
 
 
-_ROWS = "complete_rows"
-"""Attribute of the root: rows that were appended completely. A kill may leave more."""
-
 _CHUNK = 1 << 20
 _MOST_ROWS = 1024
 _WAITING_BYTES = 32 << 20
 
 
 class ResultStore:
-    """A Zarr store of results along ``step``, locked for this process. `open` creates it.
+    """A Zarr store of results along ``step``. `open` locks it for this process.
 
-    Results wait in memory for some seconds, or until they have 32 MiB.
+    Its consolidated metadata say which rows are complete, to readers and to the next process. They
+    are written last, so a kill leaves the rows before. (``append_dim`` of xarray removes them
+    first.) Results wait in memory for some seconds, or until they have 32 MiB.
 
     Attributes
     ----------
@@ -159,15 +156,17 @@ class ResultStore:
     """
 
     def __init__(
-        self, path: Path, about: Mapping[str, Any], first: xr.Dataset | None = None
+        self, path: Path, about: Mapping[str, Any], scratch: Path, stored: xr.Dataset | None
     ) -> None:
         self.path = path
         self.waiting_seconds = 5.0
         self.steps: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._about = dict(about)
-        self._first = first
+        self._about, self._scratch = dict(about), scratch
+        self._first: xr.Dataset | None = None
+        if stored is not None:
+            self.steps = stored[STEP.name].values
+            self._first = stored.isel({STEP.name: slice(1)}).load()
         self._waiting: list[xr.Dataset] = []
-        self._written = 0
         self._last = time.monotonic()
 
     @classmethod
@@ -175,7 +174,7 @@ class ResultStore:
     def open(
         cls, output: str | os.PathLike[str], about: Mapping[str, Any], *, overwrite: bool = False
     ) -> Iterator[Self]:
-        """Create a store, or open one with results of the same function and run.
+        """Open the results of the same function and run; the first results create the store.
 
         At the end of the ``with`` block, also after an error, all results are written.
 
@@ -185,7 +184,7 @@ class ResultStore:
         about : mapping
             JSON values: the run and the function.
         overwrite : bool
-            Remove an existing store.
+            Replace an existing store, when the first results are written.
 
         Raises
         ------
@@ -194,41 +193,17 @@ class ResultStore:
         RunLocked
             If another process writes to it.
         InvalidArgument
-            If it has the results of another function or run.
+            If it has the results of another function or run, or its complete rows are not known.
         """
         path = local_path(output).absolute()
-        make_folder(path.parent)
-        with RunLock.acquire(path):
-            if overwrite and path.exists():
-                _attributes(path)
-                shutil.rmtree(path)
-            store = cls._existing(path, about) if path.exists() else cls(path, about)
+        with staged_folder(path) as scratch:
+            attributes = _attributes(path) if path.exists() else None
+            stored = None if attributes is None or overwrite else _stored(path, attributes, about)
+            store = cls(path, about, scratch, stored)
             try:
                 yield store
             finally:
                 store.flush()
-
-    @classmethod
-    def _existing(cls, path: Path, about: Mapping[str, Any]) -> Self:
-        attributes = _attributes(path)
-        stored = attributes[EVALUATION]
-        differing = [name for name in about if stored.get(name) != about[name]]
-        if differing:
-            name = differing[0]
-            raise InvalidArgument(
-                f"{path} has results with {name} {stored.get(name)}, got {name} {about[name]}; "
-                "choose another output, or replace it with " + argument("overwrite", True)
-            )
-        rows = attributes[_ROWS]
-        group: Any = zarr.open_group(path, mode="r+", use_consolidated=False)
-        for _, array in group.arrays():
-            if array.metadata.dimension_names[:1] == (STEP.name,) and array.shape[0] != rows:
-                array.resize((rows, *array.shape[1:]))
-        with xr.open_zarr(path, consolidated=False, chunks=None) as ds:
-            store = cls(path, about, ds.isel(step=slice(0, 1)).load())
-            store.steps = ds[STEP.name].values
-        store._written = rows
-        return store
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -262,26 +237,28 @@ class ResultStore:
             self._waiting, STEP.name, data_vars="all", coords="minimal", compat="override",
             join="override",
         )  # fmt: skip
-        ds.attrs = {EVALUATION: self._about, _ROWS: self._written}
-        if self._written:
-            constant = [
-                name for name, variable in ds.variables.items() if STEP.name not in variable.dims
-            ]
-            # It replaces the attributes of the root by those of the Dataset.
-            ds.drop_vars(constant).to_zarr(self.path, append_dim=STEP.name, consolidated=False)
-        else:
-            encoding = {
-                name: {"chunks": _chunks(variable)} for name, variable in ds.variables.items()
-            }
-            encoding = {name: variable for name, variable in encoding.items() if variable["chunks"]}
-            ds.to_zarr(self.path, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
-        self._written += ds.sizes[STEP.name]
-        self._waiting.clear()
-        zarr.open_group(self.path, mode="r+", use_consolidated=False).attrs[_ROWS] = self._written
+        complete = len(self.steps) - len(self._waiting)
         with warnings.catch_warnings():
             # "Consolidated metadata is currently not part in the Zarr format 3 specification"
             warnings.simplefilter("ignore", UserWarning)
-            zarr.consolidate_metadata(self.path)
+            if complete:
+                group: Any = zarr.open_group(self.path, mode="r+", use_consolidated=False)
+                for name, array in group.arrays():
+                    if STEP.name in ds[name].dims:
+                        array.resize((len(self.steps), *array.shape[1:]))
+                        array[complete:] = ds[name].values
+                zarr.consolidate_metadata(self.path)
+            else:
+                new = self._scratch / "new"
+                ds.attrs = {EVALUATION: self._about}
+                encoding = {
+                    name: {"chunks": _chunks(variable)}
+                    for name, variable in ds.variables.items()
+                    if STEP.name in variable.dims
+                }
+                ds.to_zarr(new, zarr_format=3, consolidated=True, encoding=encoding)
+                move_into_place(new, self.path, old=self._scratch / "old", overwrite=True)
+        self._waiting.clear()
 
 
 def _attributes(path: Path) -> dict[str, Any]:
@@ -296,17 +273,40 @@ def _attributes(path: Path) -> dict[str, Any]:
         attributes = zarr.open_group(path, mode="r", use_consolidated=False).attrs.asdict()
     except Exception:  # zarr raises many types for other files
         attributes = {}
-    if EVALUATION not in attributes or _ROWS not in attributes:
+    if EVALUATION not in attributes:
         raise RunExists(
             f"{path} is not the store of an evaluation and is not overwritten; choose another path"
         )
     return attributes
 
 
+def _stored(path: Path, attributes: Mapping[str, Any], about: Mapping[str, Any]) -> xr.Dataset:
+    """Return the complete results of a store.
+
+    Raises
+    ------
+    InvalidArgument
+        If they are of another run or function, or cannot be read.
+    """
+    stored = attributes[EVALUATION]
+    fix = "; choose another output, or replace it with overwrite=True"
+    for name, given in about.items():
+        if stored.get(name) != given:
+            raise InvalidArgument(
+                f"{path} has results with {name} {stored.get(name)}, got {name} {given}" + fix
+            )
+    try:
+        zarr.open_consolidated(path, mode="r+").attrs.pop("complete_rows", None)  # of 0.4.0
+        ds: xr.Dataset = xr.open_zarr(path, chunks=None)
+    except Exception as error:  # zarr and xarray raise many types for a damaged store
+        raise InvalidArgument(
+            f"{path} cannot be continued ({error}), as if an older version was killed" + fix
+        ) from error
+    return ds
+
+
 def _chunks(variable: xr.Variable) -> tuple[int, ...]:
-    """Chunks of a variable: many rows, as results are appended, and whole results."""
-    if variable.dims[:1] != (STEP.name,):
-        return ()
+    """Chunks of a variable along step: many rows, as results are appended, and whole results."""
     row = math.prod(variable.shape[1:]) * max(variable.dtype.itemsize, 8)
     return (
         min(_MOST_ROWS, max(1, _CHUNK // max(row, 1))),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import InvalidArgument, NothingToResume
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
@@ -51,7 +52,7 @@ class ExistingRun:
         the run has no W.
     hyperparameters : tuple of str
         Names of the hyperparameters in its rows.
-    optimizer : mapping
+    optimizer : OptimizerAttributes
         Class and hyperparameters of the optimizer that a replay builds.
     attributes : mapping
         Attributes of the root that change.
@@ -71,7 +72,7 @@ class ExistingRun:
     is_dead: npt.NDArray[np.bool_] | None
     last_weights: torch.Tensor
     hyperparameters: tuple[str, ...]
-    optimizer: Mapping[str, Any]
+    optimizer: OptimizerAttributes
     attributes: Mapping[str, Any]
     resumed_row: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compared: ComparedRun | None = None
@@ -101,7 +102,7 @@ class ExistingRun:
         attributes: dict[str, Any] = arrays.attrs.asdict()
         known = variables_of(attributes)
         recorded = tuple(name for name in arrays.array_keys() if name in known)
-        _check_options(planned, attributes.get("recording", {}), recorded, arrays)
+        _check_options(planned, RunAttributes.of(attributes).recording, recorded, arrays)
         if planned.state is not None:
             planned.state.resume(attributes, recorded)
         all_steps = np.asarray(arrays[STEP.name][...])
@@ -133,7 +134,7 @@ class ExistingRun:
             is_dead=arrays["is_dead"][...] if "is_dead" in arrays else None,
             last_weights=resumed[weights] if is_last else _row(W, (last, tokens)),
             hyperparameters=tuple(map(str, names)),
-            optimizer=attributes.get("optimizer", {}),
+            optimizer=RunAttributes.of(attributes).optimizer,
             attributes=_changed_attributes(planned, attributes),
             resumed_row=resumed,
             compared=compared,
@@ -323,9 +324,10 @@ def _ends_early(planned: PlannedRun, steps: npt.NDArray[Any]) -> NothingToResume
 def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changed attributes, with the earlier entries where they are lists."""
     step, config = planned.recording.loop.first_step, planned.recording.options.config
+    run = RunAttributes.of(before)
     changed: dict[str, Any] = {
-        "optimizer": {**before.get("optimizer", {}), "schedule": planned.schedule},
-        "provenance": resumed_provenance(before.get("provenance", {}), planned.device, step),
+        "optimizer": {**run.optimizer.stored, "schedule": planned.schedule},
+        "provenance": resumed_provenance(run, planned.device, step),
     }
     if config is not None:
         changed |= {"config": dict(config), **segments_attribute(before, dict(config), step)}

@@ -26,7 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from trajstore.errors import RecordingError, argument
+from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import Recorder, open_recorder
 from trajstore.trainers.recording.existing_run import Comparison
@@ -415,10 +415,8 @@ class TrajectoryCallback(TrainerCallback):
         _close_failed(self._path)
         if self.recorder is not None and self.recorder.rows and not self._options.overwrite:
             raise RecordingError(
-                "this callback has recorded a run already; create a new callback for each run, or "
-                "pass "
-                + argument("overwrite", True)
-                + " if the Trainer starts again (auto_find_batch_size)"
+                "this callback has recorded a run already; create a new callback for each run, "
+                "or pass overwrite=True if the Trainer starts again (auto_find_batch_size)"
             )
         if self._logs_to_trainer and self._trainer is None:
             raise RecordingError(

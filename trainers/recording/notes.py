@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.installation import __version__, version_of
 from trajstore.optimizer_advice import Advice, advise
+from trajstore.provenance import RunAttributes
 from trajstore.store.metadata.metadata_form import UNPROVEN
 from trajstore.store.metadata.zarr_json import notes_until
 from trajstore.strict_json import utc_now
@@ -349,21 +350,19 @@ def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[
     return {name: now.get(name) for name in _NUMERIC if before.get(name) != now.get(name)}
 
 
-def resumed_provenance(
-    before: Mapping[str, Any], device: torch.device, step: int
-) -> dict[str, Any]:
+def resumed_provenance(before: RunAttributes, device: torch.device, step: int) -> dict[str, Any]:
     """Return the provenance of a resumed run, with an entry for the resumption.
 
     Parameters
     ----------
-    before : mapping
-        Provenance of the run so far.
+    before : RunAttributes
+        Those of the run so far.
     device : torch.device
     step : int
         Step after which the run resumes.
     """
-    entry = {"step": step, "time": utc_now(), **changed_provenance(before, device)}
-    return {**before, "resumed": [*before.get("resumed", []), entry]}
+    entry = {"step": step, "time": utc_now(), **changed_provenance(before.provenance, device)}
+    return {**before.provenance, "resumed": [*before.resumed, entry]}
 
 
 def optimizer_attributes(

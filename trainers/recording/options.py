@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, Bound, Count, check_fields, exact, exact_json
-from trajstore.errors import InvalidArgument, config_field, did_you_mean
+from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import EVERYTHING, KEYFRAMES, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import root_attributes
 from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
@@ -430,9 +430,7 @@ def slower_threads() -> str | None:
     ratio = with_several / with_one
     return (
         f"one thread computes {ratio:.1f} times as fast as {several} threads now, so other "
-        "programs use the processors; "
-        + config_field("training.threads", 1)
-        + " would be faster, and changes the bits"
+        "programs use the processors; training.threads=1 would be faster, and changes the bits"
     )
 
 

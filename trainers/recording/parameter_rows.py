@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trajstore.errors import RecordingError
+from trajstore.provenance import OptimizerAttributes
 from trajstore.schema import INTEGERS, OF_EXAMPLES, STEP, VARIABLES
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.device_summaries import ULP_TYPES, token_norm, ulp_l1
@@ -70,7 +71,7 @@ class ParameterRows:
         Variables that all processes record together.
     hyperparameters : tuple of str
         Names of the numbers of the optimizer's group that the rows hold.
-    recorded_optimizer : mapping
+    recorded_optimizer : OptimizerAttributes
         Class and hyperparameters of the optimizer of a resumed run; empty for a new run.
     writer : RunWriter or ComparedRun or None
         None until the run is created.
@@ -138,7 +139,7 @@ class ParameterRows:
             self.variables = own_variables(planned.share, self.watched)
         names = planned.hyperparameters if existing is None else existing.hyperparameters
         self.hyperparameters = names if "hyperparameters" in self.watched else ()
-        self.recorded_optimizer = {} if existing is None else existing.optimizer
+        self.recorded_optimizer = existing.optimizer if existing else OptimizerAttributes.of(None)
         self.keyframes = keyframes
 
     @property

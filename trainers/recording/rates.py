@@ -140,8 +140,8 @@ class StepRates:
                 for group, now in zip(optimizer.param_groups, before, strict=True)
             ]
         for rows in self._rows:
-            recorded = rows.recorded_optimizer.get("class")
-            if recorded is None or rows.parameter.optimizer is not optimizer:
+            recorded = rows.recorded_optimizer.path
+            if not recorded or rows.parameter.optimizer is not optimizer:
                 continue
             if (now := class_path(type(optimizer))) != recorded:
                 names = {"name": rows.parameter.name, "now": now, "before": recorded}
@@ -159,7 +159,7 @@ class StepRates:
 
     def _recorded(self, rows: ParameterRows | None) -> Settings:
         """Return the settings of a resumed run but the rate; flags without a value are off."""
-        recorded = {} if rows is None else rows.recorded_optimizer.get("hyperparameters", {})
+        recorded = {} if rows is None else rows.recorded_optimizer.hyperparameters
         settings = {k: value is not None and value for k, value in recorded.items() if k != "lr"}
         return settings_of(settings)
 

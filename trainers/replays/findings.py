@@ -17,12 +17,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import TrajstoreError
-from trajstore.store.metadata.metadata_form import (
-    recorded_facts,
-    recorded_modes,
-    recorded_threads,
-    resumed_after,
-)
+from trajstore.provenance import RunAttributes
 from trajstore.trainers.recording.notes import processor_name
 from trajstore.values.native_types import NativeType, ordinal, widen
 
@@ -287,7 +282,8 @@ def replay_device(
     FormatError
         If ``provenance.resumed`` is not a list of objects with a step.
     """
-    provenance = recorded_facts(attributes, step)
+    run = RunAttributes.of(attributes)
+    provenance = run.facts_after(step)
     recorded = str(provenance.get("device", "an unknown device"))
     kind, name = recorded.partition(":")[0], provenance.get("device_name")
     usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -323,14 +319,14 @@ def replay_device(
             f"recorded with torch {version}, replayed with {torch.__version__}, which may round "
             "differently: different values are counted but are no errors"
         )
-    count = recorded_threads(attributes, step)
+    count = run.threads_after(step)
     return ReplayDevice(
         device=device,
         exact=exact and version == torch.__version__,
         recorded_on=recorded_on,
         replayed_on=replayed_on,
         threads=count if count and count > 0 and device.type == "cpu" else None,
-        modes=recorded_modes(attributes, step),
+        modes=run.modes_after(step),
         notes=tuple(notes),
     )
 
@@ -354,7 +350,7 @@ def replay_devices(
     FormatError
         See `replay_device`.
     """
-    later = resumed_after(attributes)
+    later = RunAttributes.of(attributes).resumed_after
     devices = [replay_device(attributes, step, products=products) for step in (0, *later)]
     return [devices[index] for index in np.searchsorted(later, steps).tolist()]
 

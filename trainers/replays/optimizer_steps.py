@@ -19,9 +19,8 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trajstore.errors import argument, config_field
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.store.metadata.zarr_json import unproven_rows
-from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.notes import class_path
@@ -89,10 +88,11 @@ class RecordedOptimizer:
     def __init__(
         self, recorded: Any, dtype: torch.dtype, device: torch.device, largest: Mapping[str, float]
     ) -> None:
-        if not isinstance(recorded, Mapping) or not isinstance(recorded.get("class"), str):
+        described = OptimizerAttributes.of(recorded)
+        if not described.path:
             raise CannotReplay("the run does not record its optimizer (root attribute optimizer)")
-        known = _optimizer_class(recorded["class"])
-        self.hyperparameters = dict(recorded.get("hyperparameters") or {})
+        known = _optimizer_class(described.path)
+        self.hyperparameters = described.hyperparameters
         if missing := _numbers(known) - {*self.hyperparameters}:
             names = ", ".join(sorted(missing))
             raise CannotReplay(f"the run does not record the optimizer's {names}")
@@ -102,9 +102,9 @@ class RecordedOptimizer:
         self.needs_all_rows = known is getattr(torch.optim, "Muon", None)
         self.steps_some_rows = known is torch.optim.SparseAdam
         # Of a sparse gradient, some optimizers have another rule.
-        self._is_sparse = recorded.get("sparse_gradient") is True or self.steps_some_rows
+        self._is_sparse = described.stored.get("sparse_gradient") is True or self.steps_some_rows
         self._class: Callable[..., Optimizer] = known
-        self._tensors = recorded.get("tensors") or {}
+        self._tensors = described.stored.get("tensors") or {}
         self._dtype = dtype
         try:
             self._take_first_step(device, largest)
@@ -328,10 +328,11 @@ class OptimizerSteps:
             if name not in rows:
                 raise CannotReplay(reason)
         self.rows, self.placement, self.forced = rows, placement, forced
-        self.attributes = attributes = source.attributes
+        self.attributes = source.attributes
+        self.run = run = RunAttributes.of(source.attributes)
         weights = getattr(torch, rows.natives["W"].name)
         self.optimizer = RecordedOptimizer(
-            attributes.get("optimizer"), weights, placement.device, rows.largest_hyperparameters
+            run.optimizer.stored, weights, placement.device, rows.largest_hyperparameters
         )
         self.inputs = StepInputs(
             lr=rows.values("lr"),
@@ -342,8 +343,8 @@ class OptimizerSteps:
         self.recorded = ("W", *(name for name in names if name in rows))
         self.rebuilt = tuple(name for name in names if name not in rows)
         self._other_type = self._type_of_another_optimizer()
-        self._other_until = steps_of_another_optimizer(attributes)
-        self._unproven = unproven_rows(attributes, rows.steps)
+        self._other_until = run.other_optimizer_until
+        self._unproven = unproven_rows(source.attributes, rows.steps)
 
     def changed(self, optimizer: RecordedOptimizer, inputs: StepInputs) -> Self:
         """Return the steps of another optimizer from the same gradients."""
@@ -388,7 +389,7 @@ class OptimizerSteps:
             it, _ = self._place(row.step + 1)
             raise CannotReplay(
                 f"the optimizer's state before {it} was not recorded, because recording began there"
-                + self._fix("start a step later (" + argument("at") + ")")
+                + self._fix("start a step later (at=…)")
             )
         known = {name: self._parameter(name, row) for name in state}
         self.optimizer.begin(self._parameter("W", row), known | (carried or {}), count)
@@ -429,7 +430,7 @@ class OptimizerSteps:
         rows, optimizer, inputs, fix = self.rows, self.optimizer, self.inputs, self._fix
         before, step = rows.steps[number - 1 : number + 1].tolist()
         it, at = self._place(step)
-        later = "start later (" + argument("at") + ")"
+        later = "start later (at=…)"
         if self._other_type:
             yield self._other_type
         if optimizer.needs_all_rows and not self.placement.is_whole:
@@ -441,33 +442,33 @@ class OptimizerSteps:
                 + ("; record matrix" if self.forced else "")
             )
         if step <= self._other_until:
-            start = "start at the fork (" + argument("at", self._other_until) + "), or use"
+            start = f"start at the fork (at={self._other_until}), or use"
             yield (
                 f"another optimizer took {it}, before the run was forked; "
                 f"{'replay' if self.forced else start} the source of the fork"
             )
         if step - before != 1:
-            every = attribute(self.attributes, "recording", "every") not in (1, None)
+            every = self.run.every != 1
             yield (
                 "the row of the step before is missing (recorded with every > 1)"
                 if every and self.forced
                 else f"step {before + 1} is missing"
                 if step - before == 2
                 else f"steps {before + 1} to {step - 1} are missing"
-            ) + fix("record with " + argument("every", 1) + f", or {later}")
+            ) + fix(f"record with every=1, or {later}")
         if number in self._unproven and self.forced:
             yield self._unproven[number]
         if rows.idle[number]:
             return
         if number in self._unproven and self.lacks_factor(number):
             yield f"clip_coef is NaN{at}, so the factor of the gradient is unknown" + fix(
-                "set the clipping, such as " + config_field("training.max_grad_norm", 1)
+                "set the clipping, such as training.max_grad_norm=1"
             )
         if np.isnan(inputs.lr[number]):
             yield f"the learning rate is NaN{at}, so it is unknown" + fix("set schedule.name")
         if unknown := optimizer.unknown(inputs.numbers[number]):
             yield f"{', '.join(unknown)} of hyperparameters is NaN{at}, so it is unknown" + fix(
-                "set it, such as " + config_field("optimizer.weight_decay", 0) + f", or {later}"
+                f"set it, such as optimizer.weight_decay=0, or {later}"
             )
         if abs(inputs.lr[number]) >= LARGEST_RATE and not self.forced:  # a replay finds it
             yield f"its learning rate{at} is too large for any optimizer"
@@ -489,7 +490,7 @@ class OptimizerSteps:
                     f"{name} is {found}, but the recorded optimizer keeps it in {made}, so another "
                     "optimizer trained the run"
                 )
-        known = isinstance(attribute(self.attributes, "recording", "vocabulary"), int)
+        known = self.run.vocabulary is not None
         if self.optimizer.hyperparameters.get("rounding") == "stochastic" and not known:
             return (
                 "stochastic rounding depends on the position in the parameter, but the number of "

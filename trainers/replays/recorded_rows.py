@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.device_summaries import token_norm, ulp_l1
 from trajstore.trainers.replays.findings import CannotReplay
@@ -53,8 +53,8 @@ class Placement:
         tokens, hidden = source.series["W"].shape[1:]
         ids = source.coordinates["token"].astype(np.int64)
         # Without a recorded size of the vocabulary, the tokens of the run are the vocabulary.
-        vocabulary = attribute(source.attributes, "recording", "vocabulary")
-        if not isinstance(vocabulary, int):
+        vocabulary = RunAttributes.of(source.attributes).vocabulary
+        if vocabulary is None:
             vocabulary, ids = tokens, np.arange(tokens)
         ids = ids if chosen is None else ids[chosen]
         self.device, self._chosen = device, chosen

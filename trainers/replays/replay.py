@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.run_attributes import attribute
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.gradient import clip_coefficient
@@ -128,8 +128,8 @@ def replay(
     """
     source = open_tiled(path)
     rows, attributes = RecordedRows(source), source.attributes
-    optimizer = attribute(attributes, "optimizer", "class")
-    products = str(optimizer).endswith(".Muon")
+    optimizer = RunAttributes.of(attributes).optimizer
+    products = optimizer.name == "Muon"
     device = replay_device(attributes, products=products)
     devices = replay_devices(attributes, rows.steps, products=products)
     unreplayed, checks = UnreplayedSteps(), RowChecks(rows)
@@ -163,7 +163,7 @@ def replay(
     notes = dict.fromkeys(note for item in (device, *devices) for note in item.notes)
     return Replay(
         path=os.fspath(path),
-        optimizer=optimizer,
+        optimizer=optimizer.path or None,
         exact=exact,
         recorded_on=device.recorded_on,
         replayed_on=device.replayed_on,
@@ -212,7 +212,8 @@ class StepReplay:
         self.replayed: set[int] = set()
         self.starts = steps.optimizer.starts if steps.optimizer.counts_steps else {}
         self._steps, self._checks, self._devices = steps, checks, devices
-        self._max_grad_norm = attribute(steps.attributes, "optimizer", "schedule", "max_grad_norm")
+        schedule = RunAttributes.of(steps.attributes).optimizer.schedule
+        self._max_grad_norm = schedule.get("max_grad_norm")
         self._carried: State | None = None
         self._dropped: Array | None = None  # (token, hidden)
         self._most_dropped = 0

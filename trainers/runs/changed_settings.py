@@ -10,16 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.errors import (
-    ConfigError,
-    CorpusError,
-    InvalidArgument,
-    NothingToResume,
-    RunNotFound,
-    argument,
-    config_field,
-)
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument, NothingToResume, RunNotFound
 from trajstore.exchange.export_run import holds_exactly
+from trajstore.provenance import RunAttributes
 from trajstore.schema import TIERS, VARIABLES
 from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.open_group import root_attributes
@@ -138,7 +131,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         of_each = [_attributes(run) for run in runs]
         attributes = of_each[0]
         check_recorded(path, attributes)
-        _check_config(path, recorded, config, attributes.get("provenance", {}))
+        _check_config(path, recorded, config, RunAttributes.of(attributes).provenance)
         rows = min(each.get("committed_rows", 0) for each in of_each)
         missing = set(planned_runs(shared_path(path, config), config)).difference(runs)
         if missing and rows:
@@ -150,12 +143,8 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         last = states.steps[-1] if rows else 0
         if steps < last:
             raise NothingToResume(
-                f"{path} has {last} steps already, got "
-                + config_field("training.steps", steps)
-                + "; to extend it, use "
-                + argument("resume", True)
-                + " and "
-                + config_field("training.steps", 2 * last)
+                f"{path} has {last} steps already, got training.steps={steps}; to extend it, use "
+                f"resume=True and training.steps={2 * last}"
             )
         complete = all(each["status"] == "complete" for each in of_each)
         state = None if complete and steps == last else states.before()
@@ -175,7 +164,7 @@ def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
             f"{path} was imported, so it has no training to resume; record a run with "
             "`trajstore record`"
         )
-    if attributes.get("provenance", {}).get("what_if"):
+    if RunAttributes.of(attributes).what_if:
         raise NothingToResume(
             f"{path} was computed by `trajstore what-if` from the gradients of another run, so it "
             "has no training to resume; fork the other run (`trajstore fork`)"
@@ -190,26 +179,25 @@ def check_text(path: Location, text: Corpus) -> None:
     CorpusError
         If the text or the tokenizer differs.
     """
-    before = _attributes(path).get("provenance", {})
-    corpus = before.get("corpus", {})
+    before = RunAttributes.of(_attributes(path))
+    corpus, tokenizer = before.corpus, before.tokenizer
     if corpus.get("sha256") != text.sha256:
         raise CorpusError(
             f"the corpus {text.name} (sha256 {text.sha256[:12]}…) differs from that of {path}, "
             f"{corpus.get('name')} of {corpus.get('bytes')} bytes (sha256 "
-            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one: " + argument("corpus")
+            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one: corpus=…"
         )
-    tokenizer = before.get("tokenizer", {})
     if _identity(tokenizer) != _identity(text.tokenizer):
         raise CorpusError(
             f"the tokenizer {_shown(text.tokenizer)} differs from that of {path}, "
-            f"{_shown(tokenizer)}; give the recorded one: " + argument("tokenizer")
+            f"{_shown(tokenizer)}; give the recorded one: tokenizer=…"
         )
 
 
 def resume_notes(path: Location, config: RunConfig, state: State) -> list[str]:
     """Return notes about differences between a resumed run and an uninterrupted one."""
     notes = []
-    before = _attributes(path).get("provenance", {})
+    before = RunAttributes.of(_attributes(path)).provenance
     for name, now in changed_provenance(before, find_device(config.training.device)).items():
         notes.append(
             f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "
@@ -227,11 +215,9 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
     return (
         f"the decay of the learning rate now ends at step {new.decay_steps} instead of "
         f"{old.decay_steps}, so the rate jumps at step {step + 1}, from "
-        f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old decay, "
-        "give "
-        + config_field("schedule.steps", old.decay_steps)
-        + "; for one decay without a jump, record the "
-        "first part with " + config_field("schedule.steps", new.decay_steps)
+        f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old "
+        f"decay, give schedule.steps={old.decay_steps}; for one decay without a jump, record the "
+        f"first part with schedule.steps={new.decay_steps}"
     )
 
 
@@ -286,7 +272,7 @@ def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) 
     if device.type != used:
         raise ConfigError(
             f"training.device = {config.training.device!r} is {device.type} here, but {path} was "
-            f"recorded on {used}; give " + config_field("training.device", used)
+            f"recorded on {used}; give training.device={used}"
         )
 
 
@@ -404,7 +390,7 @@ def forked_types(
         if not holds_exactly(native, forked[name]):
             raise ConfigError(
                 f"{name} would change from {native} to {forked[name]}, which rounds its values; a "
-                "fork can only widen types, such as " + config_field("model.dtype", "float32")
+                "fork can only widen types, such as model.dtype=float32"
             )
     return forked
 
@@ -430,10 +416,9 @@ def fork_notes(
     if listed_segments(attributes)[-1]["step"] > step and "training.steps" not in changed:
         last = recorded_config(path).training.steps
         notes.append(
-            f"step {step} was trained with "
-            + config_field("training.steps", recorded.training.steps)
-            + f", which the fork keeps; {path} was extended later to {last} steps: for as many, "
-            "give " + config_field("training.steps", last)
+            f"step {step} was trained with training.steps={recorded.training.steps}, which the "
+            f"fork keeps; {path} was extended later to {last} steps: for as many, give "
+            f"training.steps={last}"
         )
     before, after = recorded.optimizer.name, config.optimizer.name
     if not keeps_state(recorded, config):

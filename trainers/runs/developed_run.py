@@ -21,9 +21,10 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded, argument
+from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded
 from trajstore.exchange.export_run import write_run
 from trajstore.exchange.selection import Steps, select, select_part
+from trajstore.provenance import RunAttributes
 from trajstore.schema import STEP
 from trajstore.store.reading.open_group import open_group, root_attributes, whole
 from trajstore.store.reading.run_attributes import attribute
@@ -33,7 +34,7 @@ from trajstore.store.writing.create import staged_run
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, RowDifference
 from trajstore.trainers.runs.differences import explain_difference
-from trajstore.trainers.states.stored_model import StoredModel, has_keyframes
+from trajstore.trainers.states.stored_model import StoredModel
 from trajstore.trainers.texts import load_corpus
 from trajstore.units import EXCHANGE_MEMORY
 
@@ -166,10 +167,10 @@ def develop_run(
 
 
 def _check_developable(run: RunPath, attributes: dict[str, Any]) -> None:
-    if not has_keyframes(attributes):
+    if not RunAttributes.of(attributes).keyframe_every:
         raise VariableNotRecorded(
             f"{run} has no keyframes, so no steps can be developed; record it with "
-            + argument("variables", "'keyframes'")
+            "variables='keyframes'"
         )
     if not attributes.get("config"):
         raise InvalidArgument(
@@ -238,7 +239,7 @@ def write_developed(
     if told is not None and not allow_different:
         remedy = (
             "develop them on the machine and with the versions that recorded the run, or give "
-            + argument("allow_different", True)
+            "allow_different=True"
             if device is None
             else "check that the function of `developed` builds the model in training mode, and "
             "that its step does what the loop did"
@@ -249,7 +250,7 @@ def write_developed(
     tiled = open_tiled(part)
     entry = {"run": str(run), "created": attributes.get("created"), "keyframe": keyframe,
              "difference": told}  # fmt: skip
-    origin = {**tiled.attributes["provenance"], "developed": entry}
+    origin = {**RunAttributes.of(tiled.attributes).provenance, "developed": entry}
     tiled = replace(tiled, attributes={**tiled.attributes, "provenance": origin})
     selection = select(tiled, steps=slice(steps.start, steps.stop))
     write_run(new, selection, block_rows=None, memory=memory, on_note=lambda note: None)

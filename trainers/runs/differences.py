@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.open_group import open_group, root_attributes
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.existing_run import RowDifference
@@ -20,8 +21,8 @@ def explain_difference(
 
     Without the `device` of an own loop, the run has a configuration.
     """
-    attributes: dict[str, Any] = root_attributes(run)
-    provenance = attributes.get("provenance", {})
+    recorded = RunAttributes.of(root_attributes(run))
+    provenance = recorded.provenance
     where = f"at step {difference.step} {' and '.join(_first(difference.variables))}"
     where += " differ" if len(difference.variables) > 1 else " differs"
     if parameters := _differing_parameters(run, difference):
@@ -42,7 +43,7 @@ def explain_difference(
         for name, value in now.items()
         if name not in COMPUTED_AS_RECORDED
     ]
-    for entry in provenance.get("resumed", []):
+    for entry in recorded.resumed:
         changes += [
             f"{name} was {value} from step {entry['step'] + 1} on"
             for name, value in entry.items()

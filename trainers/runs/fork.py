@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from trajstore.arguments import checks_types
-from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, config_field
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.export_run import branch_run
 from trajstore.optimizer_advice import require_sound
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.schema import variables_of
 from trajstore.store.metadata.metadata_form import segments_attribute
 from trajstore.store.reading.open_group import open_group
@@ -137,7 +138,7 @@ def fork(
     source = _Source(run, at)
     config, _ = with_products(forked_config(source.config, settings))
     source.check_step(config)
-    check_device(source.path, config, source.provenance)
+    check_device(source.path, config, source.origin.provenance)
     types = forked_types(source.types, source.config, config)
     target = check_local_target(output, overwrite=overwrite)
     if target.exists() and target.samefile(source.path):
@@ -225,8 +226,8 @@ class _Source:
         Configuration of the step after the fork.
     attributes : dict
         Attributes of its root.
-    provenance : dict
-        Its attribute ``provenance``.
+    origin : RunAttributes
+        What they say.
     types : dict of str to str
         Native type of each variable.
     step : int
@@ -248,7 +249,7 @@ class _Source:
         group: Any = open_group(path)
         self.states = States(path)
         self.attributes, self.steps = self.states.attributes, self.states.steps
-        self.provenance: dict[str, Any] = self.attributes.get("provenance", {})
+        self.origin = RunAttributes.of(self.attributes)
         check_recorded(path, self.attributes)
         self.config = recorded_config(path, after=at)
         if not self.config.model.tied:
@@ -271,7 +272,7 @@ class _Source:
     @property
     def parameter(self) -> str:
         """Name of the recorded parameter."""
-        return str(self.attributes["recording"]["parameter"])
+        return str(self.origin.parameter)
 
     def check_step(self, config: RunConfig) -> None:
         """Check that the step exists, and that the configuration has steps after it."""
@@ -284,7 +285,7 @@ class _Source:
         if config.training.steps <= self.step:
             raise ConfigError(
                 f"training.steps = {config.training.steps}: no step remains after step "
-                f"{self.step}; give more: " + config_field("training.steps", 2 * self.step)
+                f"{self.step}; give more: training.steps={2 * self.step}"
             )
 
     def reach(
@@ -346,8 +347,8 @@ class _Source:
 
     def forked_attributes(self, config: RunConfig, proven_until: int) -> dict[str, Any]:
         """Return the attributes of a fork that differ from those of the source."""
-        before, values = self.attributes.get("optimizer", {}), config.model_dump(mode="json")
-        optimizer = _optimizer_attributes(config, self.parameter, groups="groups" in before)
+        before, values = self.origin.optimizer, config.model_dump(mode="json")
+        optimizer = _optimizer_attributes(config, self.parameter, groups=bool(before.groups))
         entry: dict[str, Any] = {
             "run": str(self.path),
             "created": self.attributes.get("created"),
@@ -359,14 +360,14 @@ class _Source:
         }
         clipping = {self.config.training.max_grad_norm, config.training.max_grad_norm}
         casts = config.model.dtype != self.config.model.dtype
-        if casts or len(clipping) > 1 or _rule(before) != _rule(optimizer):
-            entry["optimizer"] = before  # the optimizer of the earlier steps
-        if "fork" in self.provenance:
-            entry["forked_before"] = self.provenance["fork"]
-        provenance = {**self.provenance, "fork": entry}
-        if "resumed" in provenance:
-            resumed = provenance["resumed"]
-            provenance["resumed"] = [item for item in resumed if item["step"] < self.step]
+        if casts or len(clipping) > 1 or _rule(before) != _rule(OptimizerAttributes.of(optimizer)):
+            entry["optimizer"] = before.stored  # the optimizer of the earlier steps
+        if self.origin.fork:
+            entry["forked_before"] = self.origin.fork
+        provenance = {**self.origin.provenance, "fork": entry}
+        if self.origin.resumed:
+            kept = [item for item in self.origin.resumed if item["step"] < self.step]
+            provenance["resumed"] = kept
         table = self.attributes.get("parameters")
         retyped = [{**each, "dtype": config.model.dtype} for each in table or ()] if casts else ()
         return {
@@ -396,8 +397,8 @@ class _Source:
             )
 
 
-def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
+def _rule(optimizer: OptimizerAttributes) -> dict[str, Any]:
     """Return the attributes of an optimizer that determine a step, without its rate."""
-    settings = optimizer.get("hyperparameters", {})
-    constant = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
-    return {"class": optimizer.get("class"), **constant}
+    settings = optimizer.hyperparameters.items()
+    constant = {key: value for key, value in settings if key not in ("lr", "initial_lr")}
+    return {"class": optimizer.path, **constant}

@@ -23,14 +23,12 @@ from trajstore.errors import (
     NothingToResume,
     StepNotFound,
     VariableNotRecorded,
-    argument,
-    wording,
 )
 from trajstore.exchange.selection import Steps, select_part
+from trajstore.provenance import RunAttributes
 from trajstore.schema import INTEGERS, STEP, VARIABLES, variables_of
 from trajstore.store.metadata.zarr_json import unproven_rows
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.trainers.recording.existing_run import Comparison, RowDifference
 from trajstore.trainers.replays.findings import (
@@ -175,7 +173,7 @@ def prove(
         with unproven.collect(int(recorded[first])):
             if first in missing:
                 raise CannotReplay(missing[first])
-            if recorded[first] <= steps_of_another_optimizer(attributes):
+            if recorded[first] <= RunAttributes.of(attributes).other_optimizer_until:
                 raise CannotReplay(
                     "another optimizer or type trained it, before the run was forked; prove the "
                     "source of the fork"
@@ -185,7 +183,7 @@ def prove(
                 start = states.before(int(recorded[first - 1]))
                 walk(run, text, start, last, compared, sources=sources)
             except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
-                raise CannotReplay(wording(error)) from error
+                raise CannotReplay(str(error)) from error
             proven += compared.agreed
             difference, count = compared.difference, len(segment)
             if difference is not None and difference.row < first:
@@ -220,8 +218,8 @@ def prove(
 def _check_provable(path: RunPath, states: States) -> None:
     """Check that the training of a run can be repeated from its rows."""
     attributes = states.attributes
-    computed = attribute(attributes, "provenance", "what_if")
-    if not attributes.get("config") or attributes.get("imported") or computed:
+    computed = attributes.get("imported") or RunAttributes.of(attributes).what_if
+    if not attributes.get("config") or computed:
         raise InvalidArgument(
             f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
             "train a step in your program: after restore(), or with keyframes in develop()"
@@ -229,9 +227,7 @@ def _check_provable(path: RunPath, states: States) -> None:
     if states.stored is None:
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; gradients need "
-            + argument("variables", "'everything'")
-            + ", without float16 autocast, or "
-            + argument("variables", "'keyframes'")
+            "variables='everything', without float16 autocast, or variables='keyframes'"
         )
 
 
@@ -275,7 +271,7 @@ def _parts(variable: str, group: Any) -> Iterator[tuple[str | None, Any]]:
     """Yield the parameters of a variable, each with its place in a row."""
     dims, attributes = VARIABLES[variable].dims[1:], group.attrs
     if dims == ("token", "hidden"):
-        yield attributes["recording"]["parameter"], ...
+        yield RunAttributes.of(attributes).parameter, ...
     elif dims == ("element",):
         for entry in attributes.get("parameters", ()):
             if entry["variable"] != "W":

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, NothingToResume, RunExists, argument, config_field
+from trajstore.errors import InvalidArgument, NothingToResume, RunExists
 from trajstore.optimizer_advice import require_sound
-from trajstore.store.metadata.metadata_form import recorded_threads
+from trajstore.provenance import RunAttributes
 from trajstore.store.reading.open_group import root_attributes
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
@@ -176,7 +175,7 @@ def record(
         if state is None:
             state = _repeated(point, text, sources, fsync, on_note, on_retrain)
         if threads is None:
-            threads = recorded_threads(attributes, point.last_step)
+            threads = RunAttributes.of(attributes).threads_after(point.last_step)
     if on_corpus is not None:
         on_corpus(text)
     if products is not None and on_products is not None:
@@ -212,11 +211,8 @@ def _complete(
     """Mark the runs of a training complete, which has all its steps; note it if they are."""
     if point.complete:
         note = (
-            f"{name} has all {point.last_step} steps already, so no step is trained; "
-            "to extend it, use "
-            + argument("resume", True)
-            + " and "
-            + config_field("training.steps", 2 * point.last_step)
+            f"{name} has all {point.last_step} steps already, so no step is trained; to extend "
+            f"it, use resume=True and training.steps={2 * point.last_step}"
         )
         report_notes([note], on_note)
         return
@@ -290,7 +286,7 @@ def text_sources(
     if state is not None:
         before: Mapping[str, str] = state.sources
     else:
-        before = attribute(attributes, "provenance", "sources") or {}
+        before = RunAttributes.of(attributes).sources
     sources = {name: file for name, file in before.items() if Path(file).exists()}
     return sources | {
         name: str(Path(file).absolute()) for name, file in given.items() if file is not None

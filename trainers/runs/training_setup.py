@@ -32,7 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from trajstore.errors import ConfigError, config_field
+from trajstore.errors import ConfigError
 from trajstore.trainers.config import InitializationConfig, ModelConfig, RunConfig, ScheduleConfig
 from trajstore.trainers.products import choose_products, float32_products
 from trajstore.trainers.recording.capture import Recorder
@@ -451,11 +451,8 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     plain = config.training.loop == "plain"
     if config.training.autocast == "float16" and not plain and device.type != "cuda":
         raise ConfigError(
-            f"training.autocast = 'float16': the Trainer scales gradients on CUDA only, but this "
-            f"run is on {device.type}; set "
-            + config_field("training.loop", "plain")
-            + " or "
-            + config_field("training.autocast", "bfloat16")
+            "training.autocast = 'float16': the Trainer scales gradients on CUDA only, but this "
+            f"run is on {device.type}; set training.loop=plain or training.autocast=bfloat16"
         )
     # The Trainer also seeds Python's generator; checkpoints always store its state.
     random.seed(config.training.seed)

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from trajstore.errors import FormatError, NothingToResume
+from trajstore.provenance import RunAttributes
 from trajstore.schema import KEYFRAMES, STEP
 from trajstore.store.metadata.metadata_form import listed_segments
 from trajstore.store.reading.open_group import open_group, whole
-from trajstore.store.reading.run_attributes import attribute, steps_of_another_optimizer
+from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.remote_path import METADATA_KEY, Location
 from trajstore.trainers.states.checkpoints import CheckpointFolder
 from trajstore.trainers.states.state import State
-from trajstore.trainers.states.stored_model import StoredModel, has_keyframes, rows_hold_state
+from trajstore.trainers.states.stored_model import StoredModel, rows_hold_state
 
 
 class States:
@@ -53,7 +54,8 @@ class States:
         self.in_rows = "parameters" in self.attributes and rows_hold_state(
             config, tuple(self._group.array_keys())
         )
-        keyframes = has_keyframes(self.attributes) and (run / KEYFRAMES / METADATA_KEY).exists()
+        self._made = made = RunAttributes.of(self.attributes)
+        keyframes = made.keyframe_every and (run / KEYFRAMES / METADATA_KEY).exists()
         self.stored = StoredModel(run) if self.steps and (self.in_rows or keyframes) else None
         self.keyframes: set[int] = set()
         if self.stored is not None and keyframes:
@@ -90,8 +92,8 @@ class States:
                 raise FormatError(f"{error} ({hint})") from error
             if state is not None:
                 return state
-        if steps_of_another_optimizer(self.attributes):
-            fork = attribute(self.attributes, "provenance", "fork")
+        if self._made.other_optimizer_until:
+            fork = self._made.fork
             raise NothingToResume(
                 f"{self.run} is a fork of {fork['run']} at step {fork['step']}, before which "
                 f"another optimizer or type trained it, and has no state there; use {fork['run']}"
@@ -122,7 +124,7 @@ class States:
             run=str(self.attributes["created"]),
             rows=int(np.count_nonzero(regular & (steps <= step))),
             config=config,
-            sources=attribute(self.attributes, "provenance", "sources") or {},
+            sources=self._made.sources,
         )
 
     def _counters(self, step: int) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from trajstore.arguments import ANY, exact_step
 from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
+from trajstore.provenance import RunAttributes
 from trajstore.schema import INTEGERS, KEPT, KEYFRAMES, OPTIMIZER_STATE, STEP, kept_as
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
@@ -123,11 +124,6 @@ def row_of(run: RunPath, steps: Array, step: int) -> int:
     raise StepNotFound(f"{run} has no row of step {step}; {hint}")
 
 
-def has_keyframes(attributes: Mapping[str, Any]) -> bool:
-    """Return True if a run holds the whole state in some rows only."""
-    return attribute(attributes, "recording", "keyframe_every") is not None
-
-
 class StoredModel:
     """The model and optimizer of a run, with their rows. The steps are those of the opening.
 
@@ -166,7 +162,7 @@ class StoredModel:
         self._place = run
         self._of_steps: dict[str, Any] = {}  # what each step has, beside keyframes
         self.all_steps: Array = whole(run, group, STEP.name)
-        self.has_keyframes = has_keyframes(self.attributes)
+        self.has_keyframes = RunAttributes.of(self.attributes).keyframe_every is not None
         if self.has_keyframes:
             names = [name for name in _OF_STEPS if name in group]
             self._of_steps = {name: group[name] for name in names}
@@ -318,7 +314,7 @@ class StoredModel:
     def state_dicts(self, step: int) -> list[dict[str, Any]]:
         """Return the state dict of each optimizer after a step, as `optimizer_state_at`."""
         states = self.kept(step)
-        groups = attribute(self.attributes, "optimizer", "groups")
+        groups = RunAttributes.of(self.attributes).optimizer.groups
         dicts: dict[str | None, dict[str, Any]] = {}
         for number, (group, used) in enumerate(zip(groups, self.settings(step), strict=True)):
             state_dict = dicts.setdefault(group.get("name"), {"state": {}, "param_groups": []})
@@ -383,11 +379,10 @@ class StoredModel:
         VariableNotRecorded
             If it does not.
         """
-        groups = attribute(self.attributes, "optimizer", "groups")
-        kind = str(attribute(self.attributes, "optimizer", "class"))
-        name = kind.rpartition(".")[2].removeprefix("Rounded")
+        optimizer = RunAttributes.of(self.attributes).optimizer
+        groups, name = optimizer.groups, optimizer.rule
         kept, missing = self.attributes.get(OPTIMIZER_STATE), []
-        if not isinstance(groups, list):
+        if not groups:
             missing = ["parameter groups"]
         elif kept is not None:
             is_whole = KEPT.name in self
@@ -405,9 +400,9 @@ class StoredModel:
             missing = ["state"]
         if missing:
             raise VariableNotRecorded(
-                f"{self.run} does not hold the {', '.join(missing)} of its optimizer {kind}; the "
-                "tier everything holds what an optimizer keeps as numbers, and in its parameters' "
-                "shape"
+                f"{self.run} does not hold the {', '.join(missing)} of its optimizer "
+                f"{optimizer.path or 'unknown'}; the tier everything holds what an optimizer keeps "
+                "as numbers, and in its parameters' shape"
             )
 
     def _check_digests(self, step: int, parameters: Sequence[torch.Tensor]) -> None:

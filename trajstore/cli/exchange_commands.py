@@ -123,7 +123,11 @@ def _format_of(output: str) -> Format:
 @click.command(name="import")
 @click.argument("file", type=click.Path(), required=False)
 @click.option("-o", "--output", type=click.Path(), help="Run to create.")
-@click.option("--dry-run", is_flag=True, help="Print how FILE would be imported; write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print how FILE would be imported, and its layout as TOML; write nothing.",
+)
 @click.option(
     "--map",
     metavar="KIND=NAME",
@@ -156,6 +160,13 @@ def _format_of(output: str) -> Format:
     type=click.Path(),
     help="File that labels dead tokens: masks, lists of ids, or token counts.",
 )
+@click.option(
+    "--memory",
+    default=EXCHANGE_MEMORY,
+    show_default=True,
+    metavar="SIZE",
+    help="Memory of the row buffer, and for large compressed chunks of HDF5.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @JSON
 def import_(
@@ -171,6 +182,7 @@ def import_(
       trajstore import comprehensive_training_data.safetensors -o gatsby.zarr
       trajstore import wordybird.safetensors --masks fineweb_token_masks.safetensors -o w.zarr
       trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
+      trajstore import mine.npz --layout mine.toml -o mine.zarr
     """
     if file is None:
         _print_importable(as_json=as_json)
@@ -179,7 +191,7 @@ def import_(
     for kind, name in map(_assignment, options.pop("map")):
         kinds[kind] = (*kinds.get(kind, ()), name)
     labels = options.pop("labels")
-    labelled = dict([_assignment(labels)]) if labels else None
+    labelled = dict([_assignment(labels, "steps=0:2001:50")]) if labels else None
     overwrite = options.pop("overwrite")
     given = options | {"map": kinds, "labels": labelled, "bits": _bits(options["bits"])}
     if output is None and not dry_run:
@@ -198,11 +210,6 @@ def import_(
         print_json(facts[0] | {"others": facts[1:]})
         return
     _print_matches(done.table)
-    if done.toml and not done.path:
-        out.print(
-            "Layout of the file; to change it, save it, edit it, and pass --layout FILE.toml:"
-        )
-        out.print(done.toml + "\n", markup=False, highlight=False, soft_wrap=True)
     for run in runs:
         what = f"Imported {run.path}" if run.path else f"Run {run.label}".rstrip()
         dead = "" if run.dead is None else f", {run.dead} of them dead"
@@ -212,12 +219,15 @@ def import_(
             f"tokens{dead}, {run.hidden} hidden, {types}; read as layout {run.layout}."
         )
         print_notes(run.notes)
+    if done.toml and not done.path:
+        out.print("Layout, to save as a file, to edit, and to pass as --layout FILE.toml:")
+        out.print(done.toml, markup=False, highlight=False, soft_wrap=True)
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def _assignment(text: str, example: str = "W=embedding_history") -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise InvalidArgument(f"got {text!r}, expected KIND=NAME, such as W=embedding_history")
+        raise InvalidArgument(f"got {text!r}, expected KIND=NAME, such as {example}")
     return name, value
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePath
+from shlex import quote
 from typing import Any, Self
 
 import click
@@ -29,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trajstore.cli.stop_signals import StopRequest, working
-from trajstore.errors import InvalidArgument, TrajstoreError, in_command, needs_extra
+from trajstore.errors import InvalidArgument, TrajstoreError, needs_extra
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -134,6 +136,61 @@ def table(
 def print_table(*parts: Any, **options: Any) -> None:
     """Print a `table` at the width of the terminal; long cells wrap."""
     out.print(table(*parts, **options), soft_wrap=False)
+
+
+_OPTIONS = {
+    f"{name}=": f"--{name.partition('.')[2] or name.replace('_', '-')}"
+    for name in (
+        "at", "bits", "constructor", "corpus", "encoding", "every", "first_row", "labels", "layout",
+        "map", "masks", "memory", "source", "threads", "tokenizer", "variables",
+        "training.steps", "training.device", "training.threads",
+    )
+} | {
+    "overwrite=True": "--overwrite",
+    "resume=True": "--resume",
+    "allow_different=True": "--allow-different",
+    "join='inner'": "--common-steps",
+}  # fmt: skip
+"""Options by the arguments that messages name; other fields of the configuration need --set."""
+
+_ENTRY = re.compile(r"'([^']+)': '([^']+)'")
+_ARGUMENT = re.compile(
+    r"--[\w-]+ \S+|\w\([^()]*\)"  # an option or a call: stays
+    rf"|(?P<table>\w+=){{(?P<entries>{_ENTRY.pattern}(?:, {_ENTRY.pattern})*)}}"
+    r"|(?<![\w.'\"-])(?P<name>((?:model|data|initialization|optimizer|schedule|training|recording)"
+    r"\.)?\w+=)(?P<value>'[^']+'|[\w…](?:[\w./+-]*[\w…])?)(?![\w(])"
+)
+
+
+def in_command(message: str) -> str:
+    """A message as a command prints it: options in place of arguments.
+
+    Arguments that are no option, or have a value that no option takes, stay.
+
+    Examples
+    --------
+    >>> in_command("record it with variables='matrix,batch', or give corpus=…")
+    'record it with --variables matrix,batch, or give --corpus …'
+    >>> in_command("set training.steps=9 or model.dtype=float32; got every=-1; run f(every=1)")
+    'set --steps 9 or --set model.dtype=float32; got every=-1; run f(every=1)'
+    >>> in_command("omit it with map={'ignore': 'my W', 'W': 'x'}")
+    "omit it with --map 'ignore=my W' --map W=x"
+    """
+    return _ARGUMENT.sub(_as_option, message)
+
+
+def _as_option(found: re.Match[str]) -> str:
+    text, name = found[0], found["name"]
+    if found["table"] in _OPTIONS:
+        entries = [f"{key}={value}" for key, value in _ENTRY.findall(found["entries"])]
+        return " ".join(f"{_OPTIONS[found['table']]} {quote(entry)}" for entry in entries)
+    if name is None or text in _OPTIONS:
+        return _OPTIONS.get(text, text)
+    value = found["value"].strip("'")
+    plain = quote(value) if value.isascii() else value
+    if name in _OPTIONS:
+        return f"{_OPTIONS[name]} {plain}"
+    return f"--set {name}{plain}" if "." in name else text
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -319,7 +376,7 @@ def print_error(error: BaseException) -> int:
     """Print an expected error as one sentence, and return the exit code of the command."""
     sentence, code = "stopped by Ctrl-C", 128 + signal.SIGINT
     if isinstance(error, TrajstoreError):
-        sentence, code = error.in_command, error.exit_code
+        sentence, code = in_command(str(error)), error.exit_code
     elif isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
         reason = error.strerror or error

@@ -15,8 +15,8 @@ from trajstore.cli.output import (
     BytesProgress,
     StepsProgress,
     counted,
-    err,
     out,
+    print_error,
     print_json,
     print_notes,
     print_table,
@@ -25,6 +25,7 @@ from trajstore.cli.output import (
     without_tokens,
 )
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+from trajstore.provenance import RunAttributes
 from trajstore.schema import STEP
 from trajstore.units import format_bytes
 
@@ -69,7 +70,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
         try:
             facts_of[run] = information(run) | {"final_loss": final_loss(run)}
         except (FormatError, RunNotFound) as error:
-            err.print(f"trajstore: {error}")
+            print_error(error)
     if as_json:
         differing = differing_settings(list(facts_of.values()))
         print_json(
@@ -90,16 +91,15 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
 
 def print_information(run: str, facts: dict[str, Any]) -> None:
     """Print what `trajstore.store.reading.run_info.information` found."""
-    from trajstore.store.reading.run_attributes import attribute
     from trajstore.store.reading.run_info import run_status
 
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
     out.print(f"{run}: {run_status(facts)}, {facts['committed_rows']} rows, {span}")
-    parameter = attribute(facts, "recording", "parameter")
-    if parameter:
-        out.print(f"Recorded parameter: {parameter}.")
-    if every := attribute(facts, "recording", "keyframe_every"):
+    recorded = RunAttributes.of(facts)
+    if recorded.parameter:
+        out.print(f"Recorded parameter: {recorded.parameter}.")
+    if every := recorded.keyframe_every:
         out.print(f"Keyframes every {every} steps; their bytes are only in the sum on disk.")
     out.print(
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "

@@ -131,9 +131,6 @@ _ENTRY = 16  # bytes of the index for one chunk: offset and length
 Runs = tuple[tuple[int, str], ...]
 """Identities of the runs of the blocks, each with its first block. The last is the run itself."""
 
-ChunkPart = tuple[list[AxisPart], int]
-"""What a selection takes of an inner chunk, along each axis, and the number of the chunk."""
-
 
 class FewerRows(ValueError):
     """A block lacks rows of the selection, or does not exist."""
@@ -307,8 +304,8 @@ class BlockForm:
         if last > tail.label.rows:
             raise FewerRows(f"it holds {tail.label.rows} rows, expected at least {last}")
 
-    def selected_chunks(self, axes: Axes) -> Iterator[ChunkPart]:
-        """Inner chunks of a selection."""
+    def selected_chunks(self, axes: Axes) -> Iterator[tuple[list[AxisPart], int]]:
+        """What a selection takes of each inner chunk, along each axis, and the chunk's number."""
         for position in itertools.product(*axes):
             entry = 0
             for number, count in zip(position, self.grid, strict=True):

@@ -13,9 +13,8 @@ import os
 import re
 import reprlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,7 +28,6 @@ from trajstore.codec.block import ANYWHERE, BlockForm, FewerRows, Runs, encoded_
 from trajstore.codec.chunk import Chain
 from trajstore.codec.open_block import (
     BlockObject,
-    BytesObject,
     LocalObject,
     OpenBlock,
     StoreObject,
@@ -40,7 +38,7 @@ from trajstore.codec.open_block import (
 )
 from trajstore.errors import FormatError
 from trajstore.installation import register_accessors
-from trajstore.threads import default_threads, submit
+from trajstore.threads import default_threads, readers, submit
 from trajstore.values.native_types import narrow
 
 if TYPE_CHECKING:
@@ -81,15 +79,17 @@ class BlockInStore:
         except (FileNotFoundError, FormatError) as error:
             if self._within_run:
                 run = path[: -self._within_run].rstrip("/")
-                check_not_replaced(run, self._form, root_metadata(run))
+                check_not_replaced(run, self._form.runs, root_metadata(run))
             if isinstance(error, FormatError):
                 raise
             raise self._missing() from None
 
-    def from_bytes(self, data: bytes) -> Array:
+    async def from_bytes(self, data: bytes) -> Array:
         """Decode the values of a whole object."""
         # A caller that needs the whole object will write it again, including its padding.
-        return self._decoded(at_once(self._opened(BytesObject(data), padding=True)))
+        block = await self._opened(StoreObject(None, None, data), padding=True)
+        values: Array = await in_thread(self._decoded, block)
+        return values
 
     async def from_store(self, byte_getter: Any, prototype: Any) -> Array:
         """Read the values by ranges of an object, in any store."""
@@ -105,7 +105,7 @@ class BlockInStore:
                     root = await (run / _ROOT).get(prototype)
                     if root is not None or not await (run / self._folder / _ROOT).exists():
                         metadata = None if root is None else root.to_bytes()
-                        check_not_replaced(run.path or "the run", self._form, metadata)
+                        check_not_replaced(run.path or "the run", self._form.runs, metadata)
                 raise
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
@@ -133,7 +133,7 @@ class BlockInStore:
     def _decoded(self, block: OpenBlock) -> Array:
         values = np.empty(self._selection.lengths, self._form.chain.native.stored)
         if values.size:
-            block.read(values, helpers=_threads())
+            block.read(values, threads=default_threads())
         return self._selection.shaped(values)
 
 
@@ -142,7 +142,7 @@ def root_metadata(run: str | os.PathLike[str]) -> bytes | None:
     try:
         with open(os.path.join(run, _ROOT), "rb") as file:
             return file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return b"" if os.path.exists(run) else None
 
 
@@ -154,18 +154,9 @@ def _place(key: str, ndim: int) -> tuple[int, int] | None:
     return int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Permanent threads, which keep their scratch memory."""
-    return ThreadPoolExecutor(default_threads(), "trajstore-reader")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not exist in a child
-
-
 async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     """Result of a call in one of the threads that decode."""
-    return await asyncio.wrap_future(submit(_threads(), work, *arguments))
+    return await asyncio.wrap_future(submit(readers(), work, *arguments))
 
 
 BLOCK = "trajstore.block"
@@ -298,7 +289,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         shape = tuple(chunk_spec.shape)
         form = self.form(shape)
         reading = BlockInStore(form, tuple(slice(None) for _ in shape), None)
-        values = await in_thread(reading.from_bytes, chunk_bytes.to_bytes())
+        values = await reading.from_bytes(chunk_bytes.to_bytes())
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)
 
     async def _encode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:

@@ -112,7 +112,7 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
 def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) -> bool:
     """Run `unfold` in the compiled loop; return False if the loop does not support the arrays."""
     widened = out.itemsize != native.itemsize
-    if (widened and not native.is_cut_off) or not _LOOP.is_worth(folded.size):
+    if (widened and not native.is_cut_off) or not _LOOP.is_worth(out.size):
         return False
     taken = folded[start:]  # has the shape of `out`
     axis, width = values_side_by_side(taken, out)

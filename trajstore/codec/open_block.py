@@ -14,9 +14,7 @@ import errno
 import json
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,11 +32,11 @@ from trajstore.codec.array_selection import (
     AxisPart,
     positions,
 )
-from trajstore.codec.block import BlockForm, ChunkPart, FewerRows, Tail
+from trajstore.codec.block import BlockForm, FewerRows, Runs, Tail
 from trajstore.codec.chunk import Head
 from trajstore.codec.computed_rows import cache, unit_of
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.threads import default_threads, submit
+from trajstore.threads import share
 
 _SMALL = 16 << 10  # bytes; smaller objects are read by one request instead of two
 _GAP = 64 << 10  # bytes; reading a smaller gap is faster than another request
@@ -142,36 +140,17 @@ class LocalObject(BlockObject):
         self.close()
 
 
-class BytesObject(BlockObject):
-    """The bytes of an object, whose run is unknown."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def end(self, length: int) -> bytes:
-        """Last bytes; all bytes of a shorter object."""
-        return self._data[-length:]
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Bytes from an offset; fewer at the end of the object."""
-        return self._data[offset : offset + length]
-
-    async def sibling(self, key: str, end: int) -> BytesObject:
-        """Raise FileNotFoundError."""
-        raise FileNotFoundError(errno.ENOENT, "only one object was passed", key)
-
-
 class StoreObject(BlockObject):
     """An object in a zarr store, with its end and the ranges that were prefetched.
 
-    Created by `opened`.
+    Created by `opened`, or from all its bytes, without a place.
     """
 
-    def __init__(self, place: Any, prototype: Any) -> None:
+    def __init__(self, place: Any, prototype: Any, whole: bytes | None = None) -> None:
         self._place = place
         self._prototype = prototype
-        self._pieces: list[tuple[int, bytes]] = []  # with their offsets
-        self._end = b""
+        self._pieces = [] if whole is None else [(0, whole)]  # with their offsets
+        self._end = whole or b""
 
     @classmethod
     async def opened(cls, place: Any, prototype: Any, end: int) -> Self:
@@ -240,8 +219,6 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-_CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
-
 Array = npt.NDArray[Any]
 Place = tuple[int, int] | None
 
@@ -256,33 +233,42 @@ def with_consequence(error: ValueError) -> str:
     return f"{error}; the run is damaged"
 
 
-def check_not_replaced(run: object, form: BlockForm, metadata: bytes | None) -> None:
-    """Check that a run is still the one that was opened, after a block of it could not be read.
+def check_not_replaced(
+    run: object,
+    runs: Runs,
+    metadata: bytes | None,
+    since: str = "since it was opened; open it again",
+    *,
+    is_written: bool = False,
+) -> None:
+    """Check that the run at a place is still the one that was opened, or that is being written.
 
     Parameters
     ----------
     run : object
-        Place of the run, for the message.
-    form : BlockForm
-        Storage form of the blocks when the run was opened.
+        The place, for the message.
+    runs : Runs
+        Identity of the run.
     metadata : bytes or None
         Present metadata of the root; None if there is no run any more.
+    since : str
+        End of the message.
+    is_written : bool
+        True if metadata without an identity are not those of the run. For a reader, they can be
+        damaged, or a copy by another program.
 
     Raises
     ------
     RunNotFound
-        If it is gone.
-    FormatError
-        If another run has its place.
+        If it is gone, or another run has its place.
     """
-    if metadata is None:
-        raise RunNotFound(f"{run} was moved, removed or unmounted since it was opened")
     try:
-        identity = json.loads(metadata)["attributes"]["runs"][-1][1]
-    except (ValueError, LookupError, TypeError):  # damaged, or a copy by another program
-        return
-    if identity != form.runs[-1][1]:
-        raise FormatError(f"{run} was replaced by another run since it was opened; open it again")
+        identity = json.loads(metadata or b"")["attributes"]["runs"][-1][1]
+    except (ValueError, LookupError, TypeError):
+        identity = None
+    is_unknown = identity is None and metadata is not None and not is_written
+    if identity != runs[-1][1] and not is_unknown:
+        raise RunNotFound(f"{run} was moved, removed or replaced {since}")
 
 
 @contextmanager
@@ -403,31 +389,28 @@ class OpenBlock:
             ) from None
         return other
 
-    def read(self, out: Array, *, helpers: ThreadPoolExecutor | None = None) -> None:
+    def read(self, out: Array, *, threads: int = 1) -> None:
         """Decode the selection for which the block was opened.
 
         Parameters
         ----------
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
-        helpers : ThreadPoolExecutor, optional
-            Its idle threads decode chunks, too.
+        threads : int
+            Most threads that decode chunks.
 
         Raises
         ------
         FormatError
             If a chunk is broken.
         """
+        share(self.tasks(out), threads)
+
+    def tasks(self, out: Array) -> Iterator[Callable[[], None]]:
+        """Tasks of `read`, one for each chunk. They raise its errors."""
         unit = _ComputedBlock(self) if self.others else None
-        left = deque(self.form.selected_chunks(self.axes))
-        each = partial(_decode_all, left, partial(self._decode, unit, out))
-        with named(self.name):
-            if helpers is None:
-                each()
-            else:
-                _with_helpers(
-                    each, helpers, min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
-                )
+        for parts, entry in self.form.selected_chunks(self.axes):
+            yield partial(self._decode, unit, out, parts, entry)
 
     def chunk(self, entry: int) -> bytes:
         """Read an inner chunk by its number.
@@ -447,18 +430,19 @@ class OpenBlock:
         self, unit: _ComputedBlock | None, out: Array, parts: Sequence[AxisPart], entry: int
     ) -> None:
         decoder = self.form.decoder
-        try:
-            data = self.chunk(entry)
-            window = tuple(part.window for part in parts)
-            fill = partial(decoder.decode, data, window)
-            if unit is not None and decoder.is_computed(data):
-                rows = unit.rows(window, entry)[self.form.array]
-                fill = partial(decoder.put, rows[window[0]])
-            _place(fill, parts, out)
-        except FormatError:  # of another array
-            raise
-        except (ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{self._bytes(entry)}: a broken chunk ({error})") from error
+        with named(self.name):
+            try:
+                data = self.chunk(entry)
+                window = tuple(part.window for part in parts)
+                fill = partial(decoder.decode, data, window)
+                if unit is not None and decoder.is_computed(data):
+                    rows = unit.rows(window, entry)[self.form.array]
+                    fill = partial(decoder.put, rows[window[0]])
+                _place(fill, parts, out)
+            except FormatError:  # of another array
+                raise
+            except (ValueError, RuntimeError, OverflowError) as error:
+                raise ValueError(f"{self._bytes(entry)}: a broken chunk ({error})") from error
 
     def _bytes(self, entry: int) -> str:
         offset, length = self.tail.index[entry].tolist()
@@ -544,19 +528,6 @@ class _ComputedBlock:
             return values[:rows]
 
 
-def _decode_all(left: deque[ChunkPart], decode: Callable[[list[AxisPart], int], None]) -> None:
-    """Decode chunks until none is left. Several threads may share the queue."""
-    try:
-        while left:
-            try:
-                part = left.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            decode(*part)
-    finally:
-        left.clear()  # after an error, all threads stop
-
-
 def _place(fill: Callable[[Array], None], parts: Sequence[AxisPart], out: Array) -> None:
     """Let `fill` write the values of a window, and place the selected ones."""
     if all(part.taken is None for part in parts):
@@ -568,23 +539,3 @@ def _place(fill: Callable[[Array], None], parts: Sequence[AxisPart], out: Array)
         if part.taken is not None:
             values = values.take(part.taken, axis)
     out[np.ix_(*[positions(part.place) for part in parts])] = values
-
-
-def _with_helpers(work: Callable[[], None], helpers: ThreadPoolExecutor, count: int) -> None:
-    """Run the same work here and in up to `count` idle threads."""
-    offer = [work]
-    called = [submit(helpers, _run_offered, offer) for _ in range(count)]
-    try:
-        work()
-    finally:
-        # Helpers that have not started are canceled. Others still read from the open object.
-        begun = [helper for helper in called if not helper.cancel()]
-        wait(begun)
-        offer.clear()  # the pool still refers to it; this releases the memory
-    for helper in begun:
-        helper.result()
-
-
-def _run_offered(offer: Sequence[Callable[[], None]]) -> None:
-    for work in tuple(offer):
-        work()

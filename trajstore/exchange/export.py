@@ -31,10 +31,10 @@ from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.installation import __version__, imported
+from trajstore.provenance import RunAttributes
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledVariable, open_tiled
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import (
@@ -350,7 +350,7 @@ def export(
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write_zarr(path, part, block_rows=block_rows, memory=memory, on_progress=on_progress)
     elif format == "run":
-        if attribute(part.run.attributes, "recording", "keyframe_every") is not None:
+        if RunAttributes.of(part.run.attributes).keyframe_every:
             notes.append("the copy has no keyframes; to keep them, copy the folder of the run")
         with staged_run(file, overwrite=overwrite) as path:
             write_run(

@@ -37,6 +37,7 @@ from trajstore.exchange.selection import Selection
 from trajstore.exchange.usual_names import Scalar, named, scalar_of
 from trajstore.formats.safetensors import Tensor, constant
 from trajstore.installation import __version__
+from trajstore.provenance import RunAttributes
 from trajstore.schema import NAMES, VARIABLES
 from trajstore.store.reading.run_attributes import attribute
 
@@ -269,7 +270,7 @@ def _typed(layout: Layout, tensor: Tensor) -> Tensor:
 
 def _in_order(layout: Layout, parts: list[Selection]) -> list[Selection]:
     """The runs of E and of W, by the names of their parameters; as given if these are unknown."""
-    names = [str(attribute(part.run.attributes, "recording", "parameter")) for part in parts]
+    names = [str(RunAttributes.of(part.run.attributes).parameter) for part in parts]
     matrices = [known and known.matrix for known in map(named, names)]
     if matrices == ["W", "E"]:
         return parts[::-1]

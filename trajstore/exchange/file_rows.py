@@ -160,7 +160,8 @@ def named_steps(text: str, rows: int) -> Array:
         )
     if count != rows or (np.diff(steps) <= 0).any():
         raise InvalidArgument(
-            f"got {count} steps from {text!r}, expected {rows} that increase, one for each row"
+            f"got {count} steps from {text!r}, expected {rows} that increase, one for each row; "
+            "the end of a range is not part of it"
         )
     return steps
 
@@ -178,6 +179,11 @@ def steps_of(file: ArrayFile, layout: Layout, part: RunPart) -> tuple[Array, lis
         return named_steps(given, rows), []
     trusted = file.attributes.get("steps") == "optimizer"
     labels = [each for each in part.columns if each.kind == STEP.name and given in (None, each.key)]
+    if labels and layout.first_step is not None:
+        raise InvalidArgument(
+            f"{file.path}: {labels[0].key} labels the rows, so first_row={layout.first_step} would "
+            "have no effect; omit it, or replace the labels with labels={'steps': '1:100'}"
+        )
     start = number_of_steps(part.numbers, STARTING_STEP)
     if labels:
         steps = _labels_of(file, part, labels[0], rows)

@@ -5,6 +5,7 @@ Nothing is inferred from values: arrays with other names are omitted and listed.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -58,7 +59,7 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
     _check_attributes(file, given)
     columns = {key: _placed(file, each) for key, each in given.arrays.items() if key in file.keys}
     taken = {column.kind: key for key, column in columns.items()}
-    taken |= {STEP.name: "labels={…}"} if given.steps else {}
+    taken |= {STEP.name: "the given steps"} if given.steps else {}
     omitted: dict[str, str] = {}
     for key in file.keys:
         name = named(key)
@@ -83,7 +84,9 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
             # Files of 1.12a, with states before the step of their row, have no labels.
             is_after = exact.time == "before" and (labeled or given.first_step is not None)
             time = "after" if is_after else exact.time
-            columns[key] = _placed(file, replace(exact, time=time, matrix=columns[key].matrix))
+            own = columns[key]
+            made = replace(exact, time=time, matrix=own.matrix, type=own.type, bits=own.bits)
+            columns[key] = _placed(file, made)
     return replace(
         given,
         name=known.name or file.format,
@@ -114,10 +117,11 @@ def _has(file: ArrayFile, layout: Layout) -> bool:
 def _placed(file: ArrayFile, column: Column) -> Column:
     """A column of a layout, with what the name of the array says about its place."""
     name = named(column.key)
-    made = column
+    made = column if column.has_tokens else replace(column, tokens="all")
     if name is not None:
         run = name.run if column.run is None else column.run
         tokens = name.tokens if column.tokens == "all" else column.tokens
+        tokens = tokens if column.has_tokens else "all"
         made = replace(column, run=run, matrix=column.matrix or name.matrix, tokens=tokens)
     if column.tokens != "all" and column.has_tokens:
         # A mask as long as its token axis has the tokens of its rows, which are all then.
@@ -263,7 +267,8 @@ def with_options(
     if unknown := set(labels or {}) - {"steps"}:
         raise InvalidArgument(f"got labels of {', '.join(sorted(unknown))}, expected steps only")
     kinds = _kinds_by_key(file, map or {})
-    steps = (labels or {}).get("steps")
+    written = layout.steps if re.fullmatch(r"[\d:,]+", layout.steps or "") else None
+    steps = (labels or {}).get("steps", written)
     if steps in file.keys:
         kinds[steps] = STEP.name
     chosen = {kind for kind in kinds.values() if kind in (*VARIABLES, STEP.name)}
@@ -274,11 +279,7 @@ def with_options(
     ]  # fmt: skip
     if first_row is not None:  # rows are states after their step
         columns = [replace(c, time="after") if c.time == "before" else c for c in columns]
-    columns += [
-        _column(file, key, kind)
-        for key, kind in kinds.items()
-        if kind in ARRAY_KINDS and key in file.keys
-    ]
+    columns += [_column(file, key, kind) for key, kind in kinds.items() if kind in ARRAY_KINDS]
     return replace(
         layout,
         columns=tuple(columns),
@@ -306,6 +307,11 @@ def _kinds_by_key(file: ArrayFile, map: Mapping[str, str | Iterable[str]]) -> di
                     f"got {key} mapped to {kinds[key]} and to {kind}, expected one of them"
                 )
             known = (*file.keys, *file.attributes)
+            if kind in ARRAY_KINDS and key in file.attributes and key not in file.keys:
+                raise InvalidArgument(
+                    f"{file.path}: {key} is a number besides the arrays, but {kind} is read from "
+                    f"arrays only; map it to one of {', '.join(SCALARS)}"
+                )
             if key not in known and not (kind == IGNORE and key in file.unread):
                 raise InvalidArgument(
                     f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}"
@@ -342,7 +348,7 @@ def described(file: ArrayFile) -> str:
     ]
     if not matrices:
         return "\n".join(listed or ["  nothing"])
-    matrix = max(matrices, key=lambda key: len(file.shape(key)))
+    matrix = max(matrices, key=lambda key: (named(key) is None, len(file.shape(key))))
     others = [key for key in file.keys if key != matrix and file.shape(key)]
     unnamed = [key for key in others if named(key) is None and scalar_of(key) is None]
     words = [f"W={matrix}", *(f"KIND={key}" for key in unnamed[:4])]

@@ -19,8 +19,8 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.formats.safetensors import Tensor, Where, constant
+from trajstore.provenance import RunAttributes
 from trajstore.schema import TRAJECTORIES, VARIABLES
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions
 from trajstore.values.native_types import convert, is_nan, native_type, spacing
 from trajstore.values.optimizer_rule import MOMENTS
@@ -82,9 +82,8 @@ def columns_of(layout: Layout, part: Selection) -> tuple[dict[str, Tensor], list
 
 def is_sgd(run: TiledRun) -> bool:
     """True if an optimizer without moments trained the run."""
-    name = str(attribute(run.attributes, "optimizer", "class") or "").rpartition(".")[2]
-    momentum = attribute(run.attributes, "optimizer", "hyperparameters", "momentum")
-    return name in ("SGD", "RoundedSGD") and not momentum
+    optimizer = RunAttributes.of(run.attributes).optimizer
+    return optimizer.rule == "SGD" and not optimizer.hyperparameters.get("momentum")
 
 
 def population(layout: Layout, part: Selection, name: str) -> Selection:

@@ -232,11 +232,9 @@ _ALSO_OF_ARRAYS = ("type", "bits", "tokens", "time", "row0", "first_row")
 """Keys of a layout that hold for all its arrays."""
 
 _OF_ARRAY = tuple(each.name for each in fields(Column) if each.name != "key")
-_NOT_IN_TOML = {"name", "columns", "whole", "types", "omitted"}
-_OF_LAYOUT = (
-    "like", "arrays", *_ALSO_OF_ARRAYS,
-    *(each.name for each in fields(Layout) if each.name not in _NOT_IN_TOML),
-)  # fmt: skip
+_HIDDEN = ("name", "columns", "whole", "types", "omitted", *_ALSO_OF_ARRAYS)
+_OWN = tuple(each.name for each in fields(Layout) if each.name not in _HIDDEN)
+_OF_LAYOUT = ("like", "arrays", *_ALSO_OF_ARRAYS, *_OWN)
 
 
 def _layout(name: str, given: Mapping[str, Any], *, check: bool = False) -> Layout:

@@ -36,6 +36,7 @@ Array = npt.NDArray[Any]
 UNKNOWN = "unknown name"
 """Reason for the omission of an array without a usual name."""
 
+_MOST_NAMED = 12
 _RUN_COUNTS = tuple(
     f"{prefix}{noun}"
     for noun in ("runs", "trials", "replicates")
@@ -78,8 +79,11 @@ def load(
     left = [line for line in lines if not line.kind and line.shape]
     left += [line for line in lines if line.name in file.unread]
     hint = "; map={'KIND': 'NAME'} reads one" * any(line.why == UNKNOWN for line in left)
-    names = ", ".join(dict.fromkeys(line.name for line in left))
-    omitted = [f"omitted: {names} (see the table{hint})"] if left else []
+    names = [*dict.fromkeys(line.name for line in left)]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    omitted = (
+        [f"omitted: {', '.join(names[:_MOST_NAMED])}{more} (see the table{hint})"] if left else []
+    )
     runs = tuple(replace(run, notes=(*run.notes, *omitted)) for run in runs)
     return ImportedFile(layout=layout.name, runs=runs, table=lines, toml=as_toml(layout))
 
@@ -96,7 +100,8 @@ def _check_columns(file: ArrayFile, layout: Layout) -> None:
         if other is not column and column.kind in VARIABLES and column.kind != STEP.name:
             raise FormatError(
                 f"{file.path}: {other.key} and {column.key} both have names of {column.kind}; "
-                f"choose with map={{{column.kind!r}: {column.key!r}}}"
+                f"choose with map={{{column.kind!r}: {column.key!r}}}, or give each its run, "
+                "matrix or tokens in a layout"
             )
     for name in layout.original:
         alike = [column for column in columns if name in (column.key, column.kind)]
@@ -104,7 +109,7 @@ def _check_columns(file: ArrayFile, layout: Layout) -> None:
         if name != OTHERS and types.isdisjoint((*BITS, "float16")):
             what = f"{alike[0].key} is {types.pop()}" if alike else f"the file holds no {name}"
             raise InvalidArgument(
-                f"{file.path}: bits={{{name!r}: …}} applies to uint16 and float16, but {what}; "
+                f"{file.path}: bits={{{name!r}: '…'}} applies to uint16 and float16, but {what}; "
                 "omit it"
             )
     if any(column.kind in TRAJECTORIES for column in columns):
@@ -280,11 +285,14 @@ class _Assembly:
 
     def _ids(self, population: str) -> Array:
         for each in self.marks:
-            if each.kind in (f"{population}_ids", f"{population}_mask"):
-                return each.ids
+            if each.kind == f"{population}_ids":
+                return each.values
+            if each.kind.endswith("_mask"):
+                return np.flatnonzero(each.values == each.kind.startswith(population))
+        key = next(c.key for c in self.part.columns if c.is_matrix and c.tokens == population)
         raise FormatError(
-            f"{self.file.path}: {self.anchor.key} has rows of {population} tokens with unknown "
-            "ids; give a file of their ids or masks with masks='FILE'"
+            f"{self.file.path}: {key} has rows of {population} tokens with unknown ids; give a "
+            f"file of their ids ({population}_ids) or of a mask of all tokens with masks='FILE'"
         )
 
     def _variables(self, tokens: TokenTable) -> tuple[ImportedVariable, ...]:
@@ -425,10 +433,12 @@ class _Assembly:
         if variable.variable == "hidden_mean":
             self.notes.append(f"{variable.key} of row 0 comes from {forward}")
             return variable
+        is_labeled = self.layout.steps or any(c.kind == STEP.name for c in self.part.columns)
+        fix = f"labels={{'steps': '1:{self.count + 1}'}}" if is_labeled else "first_row=1"
         raise FormatError(
             f"{self.file.path}: {variable.key} has values in the row of step 0, before the first "
             "step; a row of a run holds the gradient, logits and loss of its step, and the state "
-            "after it. If the first row belongs to step 1, pass first_row=1; or omit it with "
+            f"after it. If the first row belongs to step 1, pass {fix}; or omit it with "
             f"map={{'ignore': {variable.key!r}}}"
         )
 

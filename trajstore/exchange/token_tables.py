@@ -194,14 +194,13 @@ def token_table(
         limit = tokens if each.by_place or not given else length
         if limit is not None and not each.is_dense and int(each.values.max(initial=0)) >= limit:
             what = "positions" if each.by_place else "token ids"
-            more = (
-                ""
-                if given
-                else "; name the array of the ids of the rows with map={'token': 'NAME'}"
+            fix = (
+                "; name the array of the ids of the rows with map={'token': 'NAME'}, or say in a "
+                'layout which tokens the rows are (tokens = "dead")'
             )
             raise FormatError(
                 f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
-                f"{limit - 1}{more}"
+                f"{limit - 1}{'' if given else fix}"
             )
     coordinates = _dead(where, marks, token, numbers, is_whole=not given)
     counts = [each for each in marks if each.kind == "token_count"]
@@ -234,18 +233,22 @@ def _vocabulary(
     where: Any, marks: list[TokenArray], sizes: Mapping[str, int]
 ) -> tuple[int | None, str]:
     """Length of the vocabulary, and the name of its source."""
-    lengths = [
-        (each.name, len(each.values)) for each in marks if each.is_dense and not each.by_place
-    ]
-    lengths += sizes.items()
-    for name, length in lengths:
-        if length != lengths[0][1]:
-            raise contradiction(
-                where,
-                f"{lengths[0][0]} means {lengths[0][1]} tokens, but {name} means {length}",
-                name,
-            )
-    return lengths[0][::-1] if lengths else (None, "")
+    sources = [each for each in marks if each.is_dense and not each.by_place]
+    lengths = [len(each.values) for each in sources] + list(sizes.values())
+    sources += [TokenArray(name=key, kind="size", values=np.empty(0)) for key in sizes]
+    for each, length in zip(sources, lengths, strict=True):
+        if length != lengths[0]:
+            fault = f"{sources[0].name} means {lengths[0]} tokens, but {each.name} means {length}"
+            raise _contradiction(where, fault, (sources[0], each))
+    return (lengths[0], sources[0].name) if sources else (None, "")
+
+
+def _contradiction(where: Any, fault: str, sources: Iterable[TokenArray]) -> FormatError:
+    """The error of sources that disagree. Arrays of another file cannot be omitted one by one."""
+    own = [each.name for each in sources if not each.is_separate]
+    if not own:
+        return FormatError(f"{where}: {fault}; correct the file of masks")
+    return contradiction(where, fault, own[-1])
 
 
 def _rows(where: Any, tokens: int, given: list[TokenArray], rows_of: str) -> Array:
@@ -257,11 +260,8 @@ def _rows(where: Any, tokens: int, given: list[TokenArray], rows_of: str) -> Arr
                 "tokens"
             )
         if not np.array_equal(each.values, given[0].values):
-            raise contradiction(
-                where,
-                f"{given[0].name} and {each.name} hold different ids",
-                each.name,
-            )
+            fault = f"{given[0].name} and {each.name} hold different ids"
+            raise _contradiction(where, fault, (given[0], each))
     return given[0].values if given else np.arange(tokens, dtype=np.int64)
 
 
@@ -283,11 +283,11 @@ def _dead(
     for each in marks[1:]:
         wrong = np.flatnonzero(is_dead != _is_dead(each, places if each.by_place else token))
         if len(wrong):
-            raise contradiction(
+            raise _contradiction(
                 where,
                 f"{first.name} and {each.name} disagree about {len(wrong)} dead tokens, the first "
                 f"is {token[wrong[0]]}",
-                each.name,
+                (first, each),
             )
     for key, value in numbers.items():
         population = POPULATION_SIZES.get(key.lower())

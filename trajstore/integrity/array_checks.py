@@ -105,10 +105,6 @@ def check_shard(
     return _ShardCheck(stored, native, block, part, finished=finished).run()
 
 
-class _Unusable(Exception):
-    """No chunk of a shard can be used, for the reported reason."""
-
-
 class _ShardCheck:
     """Check of one shard, with its findings."""
 
@@ -127,11 +123,9 @@ class _ShardCheck:
         """Check the label, the index, all chunks and their digest."""
         try:
             with opened(self.path, _WINDOW) as file:
-                shard = self.opened(file)
-                pieces = {number: self._check(shard, number) for number in self.readable(shard)}
-            self._check_digest(shard.tail.label, pieces)
-        except _Unusable:
-            pass
+                if (shard := self.opened(file)) is not None:
+                    pieces = {number: self._check(shard, number) for number in self.readable(shard)}
+                    self._check_digest(shard.tail.label, pieces)
         except ObjectStoreError:
             raise
         except FileNotFoundError:
@@ -140,8 +134,8 @@ class _ShardCheck:
             self._report(f"cannot be read: {error}", remedy="none")
         return self.checked
 
-    def opened(self, file: OpenObject) -> OpenBlock:
-        """Read and check the label."""
+    def opened(self, file: OpenObject) -> OpenBlock | None:
+        """Read and check the label; None if no chunk can be used, for the reported reason."""
         stored, form = self._stored, self._stored.form
         name, block, part = self._place
         data = file.end(form.tail_length)
@@ -153,7 +147,7 @@ class _ShardCheck:
         except ValueError as error:
             foreign = "; another program may have written it"
             self._report(f"{error}{foreign * isinstance(error, LabelError)}", end, size)
-            raise _Unusable from error
+            return None
         label = tail.label
         if label.block == ANYWHERE:
             fault = "its label has no block; another program wrote it"
@@ -162,7 +156,7 @@ class _ShardCheck:
         if label.rows < needed:
             short = f"it has {label.rows} rows of the block, {needed} are committed"
             self._report(short, end, size)
-            raise _Unusable
+            return None
         if label.rows > needed and self._finished and label.block != ANYWHERE:
             longer = (
                 f"it has {label.rows} rows of the block, but {needed} are committed in this "

@@ -2,8 +2,8 @@
 
 The root holds its attributes and a copy of every array's metadata. The second copy is in the
 folders of the arrays: their own metadata files, and in `step` the attributes of the root. A copy is
-whole if it has no fault. The root decides if both are whole and differ, unless the digests of the
-commit prove the second copy.
+whole if it has no fault. If both are whole and differ, the digests of the commit prove the root;
+otherwise the second copy counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +48,7 @@ from trajstore.store.metadata.metadata_form import (
     other_format,
     root_of,
 )
-from trajstore.store.metadata.zarr_json import fixed_attributes, is_series, with_rows
+from trajstore.store.metadata.zarr_json import fixed_attributes, is_series, rows_of, with_rows
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import metadata_in
@@ -60,9 +59,6 @@ _MOST_MISSING = 1 << 16
 
 _REQUIRED = [name for name in REQUIRED if name not in (CONTENT, FINGERPRINT)]
 """Attributes of the second copy: a repair can compute the digests again."""
-
-_WITHOUT_FORM = ("timeline", "optimizer", "provenance")
-"""Attributes of the format that may have any value."""
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
@@ -115,12 +111,12 @@ def _check_kind(metadata: CheckedMetadata, text: str) -> None:
     FormatError
     """
     attributes = attributes_of(metadata.root)
-    if "trajstore_format" not in attributes:
+    number = attributes.get("trajstore_format", MISSING)
+    if number is MISSING:
         arrays = {**listed_arrays(metadata.root), **metadata.documents}
         texts = [json.dumps(arrays[name]) for name in TRAJECTORIES if name in arrays]
         if EXPORTED in attributes or not any("trajstore." in text for text in texts):
             raise FormatError(_no_run(metadata, text))
-    number = attributes.get("trajstore_format")
     copy = parsed_copy(metadata.documents.get(STEP.name)) or {}
     agrees = copy.get("trajstore_format", number) == number  # otherwise it is damaged
     if agrees and (error := other_format(metadata.path, attributes)):
@@ -128,18 +124,10 @@ def _check_kind(metadata: CheckedMetadata, text: str) -> None:
 
 
 def _no_run(metadata: CheckedMetadata, text: str) -> str:
-    what = (
-        "is a Zarr group, but not a run"
-        if (metadata.path / METADATA_KEY).exists()
-        else "is not a run"
-    )
-    key = f"/{STEP.name}/{METADATA_KEY}"  # of runs in the folder
-    if isinstance(metadata.path, Path):
-        inside = {place.parent.parent.name for place in metadata.path.glob(f"*{key}")}
-    else:
-        inside = {name.split("/")[0] for name in metadata.objects or () if name.endswith(key)}
-    if inside:
-        return f"{text} {what}, but contains runs: name one of {', '.join(sorted(inside)[:9])}"
+    what = "is not a run" if metadata.root is None else "is a Zarr group, but not a run"
+    groups = {name: attributes_of(group) for name, group in metadata.documents.items()}
+    if inside := [name for name in groups if "trajstore_format" in groups[name]]:
+        return f"{text} {what}, but contains runs: name one of {', '.join(inside[:9])}"
     return f"{text} {what}: it has no trajstore_format"
 
 
@@ -236,22 +224,28 @@ def read_metadata(path: Location, array: str | None) -> JsonObject | Problem:
 
 
 def _choose(metadata: CheckedMetadata) -> None:
-    """Choose the copy of the metadata that is whole, and report the faults of the other."""
-    known = {name for name, document in metadata.documents.items() if document is not None}
-    faults: list[ArrayFault] = [] if metadata.root is None else faults_in(metadata.root, known)
-    second = _second_copy(metadata)
-    of_second = [(STEP.name, NO_COPY)] if second is None else faults_in(second, known, _REQUIRED)
-    if metadata.root is not None and not faults:
-        metadata.choose(metadata.root)
-        if second is not None and not of_second:
-            faults = _disproved(metadata, second)
-    if second is not None and not of_second and (faults or metadata.root is None):
-        metadata.choose(second)
+    """Choose the copy of the metadata that is right, and report the faults of the other.
+
+    If both are whole and differ, the digests of the commit prove the root, else it is the copy in
+    the folders.
+    """
+    root, second = metadata.root, _second_copy(metadata)
+    faults = [] if root is None else faults_in(root, metadata.documents)
+    of_second = (
+        faults_in(second, metadata.documents, _REQUIRED) if second else [(STEP.name, NO_COPY)]
+    )
+    whole = None if faults else root
+    if second is not None and not of_second:
+        differing = _differences(whole, second) if whole else []
+        if whole is None or (differing and not _is_proved(metadata, whole)):
+            whole, faults = second, faults or differing
+    if whole is not None:
+        metadata.choose(whole)
     for name, fault in faults:
         metadata.report(name, fault, metadata.path / METADATA_KEY)
-    if metadata.whole is None and not metadata.refused:
+    if whole is None and not metadata.refused:
         for name, fault in of_second:
-            if name in known:
+            if name is not None and metadata.documents.get(name) is not None:
                 metadata.report(name, fault)
         metadata.problems = [replace(problem, remedy="none") for problem in metadata.problems]
         message = (
@@ -262,33 +256,37 @@ def _choose(metadata: CheckedMetadata) -> None:
 
 
 def _second_copy(metadata: CheckedMetadata) -> JsonObject | None:
-    """Root made of the metadata in the arrays' folders; None without the attributes in `step`."""
-    copy = parsed_copy(metadata.documents.get(STEP.name))
-    if copy is None:
+    """Root made of the metadata in the arrays' folders; None without the attributes in `step`.
+
+    The status, notes and digests are those of the root, and so are attributes that a user added
+    with zarr. If others are missing there, they may be renamed, which is damage.
+    """
+    stored = parsed_copy(metadata.documents.get(STEP.name))
+    if stored is None:
         return None
-    listed, before = listed_arrays(metadata.root), attributes_of(metadata.root)
-    lost = bool(before) and (metadata.root or {}).get("consolidated_metadata") is None
-    stored = copy
-    if lost:  # zarr drops the consolidated metadata when a user sets an attribute: intended
-        copy = fixed_attributes(before)
-    else:
-        copy = stored | _of_user(before, stored | (parsed_copy(listed.get(STEP.name)) or {}))
+    before, listed = attributes_of(metadata.root), listed_arrays(metadata.root)
+    known = stored | (parsed_copy(listed.get(STEP.name)) or {})
+    copy = stored | {
+        key: value
+        for key, value in fixed_attributes(before).items()
+        if key not in known and is_possible(key, MISSING) and before.keys() >= {*known, *REQUIRED}
+    }
     variables = variables_of(copy)
     arrays: dict[str, Any] = {
-        name: metadata.documents.get(name)
+        name: own
         for name in (*metadata.documents, *listed)
-        if belongs(name, variables) or (name in listed and metadata.documents.get(name) is not None)
+        if (own := metadata.documents.get(name)) is not None or belongs(name, variables)
+        if name in listed or belongs(name, variables)
     }
     step = arrays[STEP.name]
     arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: json.dumps(copy)}}
     series = [name for name in arrays if belongs(name, variables) and is_series(name)]
-    rows = min((n for name in series if (n := _rows(arrays[name])) is not None), default=0)
-    committed: Any = before.get("committed_rows")
-    if is_length(committed) and (lost or _rows(listed.get(STEP.name)) == committed):
-        rows = min(rows, committed)  # the others were never committed
-    for name in series:
-        if _rows(arrays[name]) is not None:
-            arrays[name] = with_rows(name, arrays[name], rows)
+    lengths = [rows_of(arrays[name]) for name in series]
+    committed = before.get("committed_rows")
+    if is_length(committed) and (not listed or rows_of(listed.get(STEP.name)) == committed):
+        lengths.append(committed)  # the others were never committed
+    rows = min((length for length in lengths if length is not None), default=0)
+    arrays |= {name: with_rows(name, arrays[name], rows) for name in series}
     changing = {"status": "interrupted", "updated": utc_now()} | {
         key: before[key] for key in CHANGING if key in before and is_possible(key, before[key])
     }
@@ -299,63 +297,44 @@ def _second_copy(metadata: CheckedMetadata) -> JsonObject | None:
     return root_of(copy | changing | {"committed_rows": rows}, arrays)
 
 
-def _of_user(attributes: JsonObject, known: JsonObject) -> JsonObject:
-    """Attributes that a user added to the root with zarr.
-
-    None if another one is missing: it may be renamed, which is damage.
-    """
-    if not attributes.keys() >= {*known, *REQUIRED}:
-        return {}
-    return {
-        key: value
-        for key, value in fixed_attributes(attributes).items()
-        if key not in known and key not in _WITHOUT_FORM and is_possible(key, MISSING)
-    }
-
-
-def _rows(metadata: Any) -> int | None:
-    """Rows of an array, of metadata that may be damaged."""
-    shape = metadata.get("shape") if isinstance(metadata, dict) else None
-    return shape[0] if isinstance(shape, list) and shape and is_length(shape[0]) else None
-
-
-def _disproved(metadata: CheckedMetadata, second: JsonObject) -> list[ArrayFault]:
-    """Differences from the second copy, if the digests of the commit prove it, and not the root."""
-    variables, listed = variables_of(attributes_of(second)), listed_arrays(second)
-    names = [name for name in {**metadata.arrays, **listed} if belongs(name, variables)]
-    differing = {name: changes(metadata.arrays.get(name), listed.get(name)) for name in names}
-    text = "its copy in the root differs from its own metadata file in "
-    faults: list[ArrayFault] = [
-        (name, text + ", ".join(member or "all members" for member, *_ in members))
-        for name, members in differing.items()
-        if members
+def _differences(root: JsonObject, second: JsonObject) -> list[ArrayFault]:
+    """Differences of a whole root from the second copy."""
+    variables = variables_of(attributes_of(second))
+    arrays, own = listed_arrays(root), listed_arrays(second)
+    return [
+        (name, f"its copy in the root differs from its own metadata file in {_named(members)}")
+        for name in {**arrays, **own}
+        if belongs(name, variables)
+        if (members := changes(arrays.get(name), own.get(name)))
     ]
-    is_candidate = faults and attributes_of(second)["committed_rows"] == metadata.rows
-    if is_candidate and not _is_proved(metadata, metadata.whole) and _is_proved(metadata, second):
-        return faults
-    return []
 
 
-def _is_proved(metadata: CheckedMetadata, root: JsonObject | None) -> bool:
-    """True if a root without faults, and the stored blocks, have the digests of the commit."""
+def _named(members: list[tuple[str, Any, Any]]) -> str:
+    return ", ".join(member or "all members" for member, *_ in members)
+
+
+def _is_proved(metadata: CheckedMetadata, root: JsonObject) -> bool:
+    """True if a root without faults, and the stored blocks, have the digests of the commit.
+
+    Also if the system refuses to read a block: then the root counts, and is not changed.
+    """
+    attributes = attributes_of(root)
     try:
-        digests = digests_of(metadata.path, root or {}, metadata.rows)
+        digests = digests_of(metadata.path, root, attributes["committed_rows"])
     except ObjectStoreError:
         raise
-    except (FormatError, OSError):  # a block or a coordinate is damaged
+    except FormatError:  # a block is damaged
         return False
-    return all(metadata.attributes[key] == digest for key, digest in digests.items())
+    except OSError:  # a later attempt may succeed
+        metadata.refused = True
+        return True
+    return all(attributes[key] == digest for key, digest in digests.items())
 
 
 def _compare(metadata: CheckedMetadata) -> None:
     """Compare the arrays' own metadata files with those of the whole root."""
-    variables = variables_of(metadata.attributes)
-    for name in [name for name in metadata.documents if name not in metadata.arrays]:
-        if metadata.documents[name] is None or name == KEYFRAMES:  # reported elsewhere
-            continue
-        if belongs(name, variables):
-            metadata.report(name, "the root does not list it", metadata.path / METADATA_KEY, "none")
-        else:
+    for name, document in metadata.documents.items():
+        if name not in metadata.arrays and document is not None and name != KEYFRAMES:
             metadata.notes.append(f"{name} is an array that is not part of the run")
     for name, whole in metadata.arrays.items():
         document = metadata.documents.get(name)
@@ -363,7 +342,9 @@ def _compare(metadata: CheckedMetadata) -> None:
             metadata.report(name, "its folder is missing")
         elif document is not None:
             _compare_array(metadata, name, document, whole)
-    rows = {_rows(metadata.documents.get(name)) or 0 for name in metadata.arrays if is_series(name)}
+    rows = {
+        rows_of(metadata.documents.get(name)) or 0 for name in metadata.arrays if is_series(name)
+    }
     if metadata.attributes["status"] == "complete" and len(rows) == 1 and min(rows) > metadata.rows:
         message = (
             f"the root records a complete run of {metadata.rows} rows, but the metadata of all "
@@ -375,7 +356,7 @@ def _compare(metadata: CheckedMetadata) -> None:
 def _compare_array(
     metadata: CheckedMetadata, name: str, document: JsonObject, whole: JsonObject
 ) -> None:
-    rows = _rows(document)
+    rows = rows_of(document)
     if is_series(name) and rows is not None and rows >= metadata.rows:
         document = with_rows(name, document, metadata.rows)
         if rows > metadata.rows:
@@ -383,26 +364,14 @@ def _compare_array(
                 f"{name} is {rows - metadata.rows} rows ahead of the root; a writer is in a "
                 "commit, or died in one"
             )
-    differing = [member for member, *_ in changes(document, whole)]
-    if differing == [f"attributes.{COPY}"] and _is_replaced(metadata, document):
+    differing = changes(document, whole)
+    is_recorded = metadata.attributes["status"] == "recording" and parsed_copy(document) is not None
+    if is_recorded and [member for member, *_ in differing] == [f"attributes.{COPY}"]:
         metadata.notes.append(
             "the attributes of the root are being changed; a writer is in a resume, or died in one"
         )
     elif differing:
-        message = f"its own metadata file differs from the root in {', '.join(differing)}"
-        metadata.report(name, message)
-
-
-def _is_replaced(metadata: CheckedMetadata, step: JsonObject) -> bool:
-    """True if `step` only holds the attributes that the root had before a resume.
-
-    A resume replaces the root before the metadata file of `step`. The fingerprint covers the
-    attributes, so it shows that those of the root are the present ones.
-    """
-    attributes = metadata.attributes
-    digest = fingerprint_of(attributes, bytes.fromhex(attributes[CONTENT]))
-    recording = attributes["status"] == "recording"
-    return recording and digest == attributes[FINGERPRINT] and parsed_copy(step) is not None
+        metadata.report(name, f"its own metadata file differs from the root in {_named(differing)}")
 
 
 def _check_extent(metadata: CheckedMetadata) -> None:
@@ -417,15 +386,13 @@ def _check_extent(metadata: CheckedMetadata) -> None:
     """
     if metadata.objects is None:
         return
-    files = Counter(key.partition("/")[0] for key in metadata.objects)
-    most = _MOST_MISSING + max(files.values(), default=0)
     for name in filter(is_series, metadata.arrays):
         stored = metadata.stored(name)
         shards = -(-metadata.rows // stored.shard[0]) * stored.parts
-        if shards > most:
+        if shards > _MOST_MISSING + len(metadata.objects):
             raise FormatError(
-                f"{metadata.path} announces {shards:,} shards of {name}, and there "
-                f"are {files[name]:,} files of it; they are not those of this run"
+                f"{metadata.path} announces {shards:,} shards of {name}, and there are "
+                f"{len(metadata.objects):,} files; they are not those of this run"
             )
 
 

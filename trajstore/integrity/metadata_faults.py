@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,13 +12,11 @@ from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     attribute_faults,
     root_faults,
-    run_identity,
 )
 from trajstore.store.metadata.zarr_json import (
     ArrayFacts,
     RunMetadata,
-    array_faults,
-    contradicting_lengths,
+    checked_arrays,
     facts_of,
     fixed_attributes,
     is_series,
@@ -176,29 +174,31 @@ FOREIGN = "another program stored it in its own way, so its values cannot be che
 
 
 def faults_in(
-    root: JsonObject, known: Collection[str], required: Collection[str] = REQUIRED
+    root: JsonObject,
+    documents: Mapping[str, JsonObject | None],
+    required: Collection[str] = REQUIRED,
 ) -> list[ArrayFault]:
     """Faults of a root with the metadata of all its arrays; empty if it is whole.
 
     Parameters
     ----------
     root : dict
-    known : collection of str
-        Arrays with a metadata file, which can be those of another program.
+    documents : mapping
+        Metadata in each array's folder, which can be those of another program.
     required : collection of str, optional
         Attributes that the root must have.
     """
     faults: list[ArrayFault] = [(None, str(fault)) for fault in root_faults(root)]
-    if root.get("consolidated_metadata") is None:
-        faults.append((None, LOST))
-    faults = faults or [*_attribute_faults(root, required)]
-    faults = faults or [*_array_faults(root, known)]
-    return faults or [*_contradictions(root)]
+    if not faults and root.get("consolidated_metadata") is None:
+        faults = [(None, LOST), *_attribute_faults(root, documents, required)]
+    faults = faults or [*_attribute_faults(root, listed_arrays(root), required)]
+    return faults or [*_array_faults(root, documents)]
 
 
-def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[ArrayFault]:
-    attributes = attributes_of(root)
-    copy = parsed_copy(listed_arrays(root).get(STEP.name))
+def _attribute_faults(
+    root: JsonObject, arrays: Mapping[str, Any], required: Collection[str]
+) -> Iterator[ArrayFault]:
+    attributes, copy = attributes_of(root), parsed_copy(arrays.get(STEP.name))
     if copy is None:
         yield STEP.name, NO_COPY
     for key, _, other in () if copy is None else changes(fixed_attributes(attributes), copy):
@@ -208,35 +208,20 @@ def _attribute_faults(root: JsonObject, required: Collection[str]) -> Iterator[A
         yield None, str(fault)
 
 
-def _array_faults(root: JsonObject, known: Collection[str]) -> Iterator[ArrayFault]:
-    variables, runs = variables_of(attributes_of(root)), run_identity(attributes_of(root))
-    for name, metadata in listed_arrays(root).items():
-        if not belongs(name, variables):
-            if name not in known or not isinstance(metadata, dict):
-                yield name, "this version has no variable or coordinate of this name"
-            continue
-        facts = facts_of(name, metadata)
-        for fault in array_faults(facts, metadata, runs):
-            yield name, str(fault)
-        if isinstance(facts, ArrayFacts) and facts.foreign is not None:
-            yield name, FOREIGN
-
-
-def _contradictions(root: JsonObject) -> Iterator[ArrayFault]:
-    """Arrays that are missing, and lengths that do not agree."""
+def _array_faults(
+    root: JsonObject, documents: Mapping[str, JsonObject | None]
+) -> Iterator[ArrayFault]:
     attributes, arrays = attributes_of(root), listed_arrays(root)
-    for name in (STEP.name, "token"):
-        if name not in arrays:
-            yield name, "it is missing; every run needs it"
+    variables = variables_of(attributes)
+    for name, metadata in arrays.items():
+        is_known = documents.get(name) is not None and isinstance(metadata, dict)
+        if not (belongs(name, variables) or is_known):
+            yield name, "this version has no variable or coordinate of this name"
+    checked, faults = checked_arrays(attributes, arrays)
+    yield from ((name, str(fault)) for name, fault in faults)
+    yield from ((name, FOREIGN) for name, facts in checked.items() if facts.foreign is not None)
     if arrays.keys().isdisjoint(TRAJECTORIES):
         yield "W", "it is missing; every run needs W, or delta, or cells"
-    variables = variables_of(attributes)
-    shapes = {name: array["shape"] for name, array in arrays.items() if belongs(name, variables)}
-    for name, dim, length, other in contradicting_lengths(shapes):
-        yield name, f"has {length} along {dim}, others have {other}"
-    committed, (rows,) = attributes["committed_rows"], shapes.get(STEP.name, [0])
-    if committed != rows:
-        yield None, f"committed_rows is {committed}, the arrays have {rows} rows"
 
 
 def digests_of(path: Location, root: JsonObject, rows: int) -> dict[str, str]:

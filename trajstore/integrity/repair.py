@@ -40,7 +40,6 @@ from trajstore.store.metadata.zarr_json import (
     notes_until,
 )
 from trajstore.store.storage.atomic import (
-    check_writable,
     flush,
     flush_tree,
     put,
@@ -405,8 +404,7 @@ def repair(
         )
     check_metadata(path)  # before it makes a lock for something else
     refuse_links(run)
-    takes_lock = not dry_run or _can_lock(run)
-    with RunLock.acquire(run) if takes_lock else _unlocked(run) as lock:
+    with _unlocked(run) if dry_run else RunLock.acquire(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
         plan = plan_repair(checked)
         if on_plan is not None:
@@ -418,21 +416,10 @@ def repair(
     return replace(plan.report, done=not dry_run)
 
 
-def _can_lock(run: Location) -> bool:
-    """True if the folder of a run is local, and a file can be created in it."""
-    if not isinstance(run, Path):
-        return False
-    try:
-        check_writable(run)
-    except InvalidArgument:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def _unlocked(run: Location) -> Iterator[None]:
-    if isinstance(run, RemotePath) and is_written_to(run):
-        raise RunLocked(f"another process is writing to {run}; wait for it, or end it")
+    if is_written_to(run) is not False:
+        raise RunLocked(f"{run} is being written to; wait for its writer, or end it")
     yield
 
 

@@ -186,12 +186,16 @@ def check_checkpoints(run: Location) -> Iterator[Problem]:
     except ObjectStoreError:
         raise
     except OSError as error:
-        yield _unread(folder, error)
+        yield _unread(folder, error.strerror or error)
         return
     for path in (folder / name for name in names if CHECKPOINT.fullmatch(name)):
         try:
             with local_file(path) as local:
-                yield from _check_file(path, local)
+                try:
+                    with SafetensorsFile(local) as file:
+                        yield from _check(path, file)
+                except FormatError as error:
+                    yield _broken(path, str(error).replace(str(local), str(path)))
         except ObjectStoreError:
             raise
         except FileNotFoundError:
@@ -199,16 +203,7 @@ def check_checkpoints(run: Location) -> Iterator[Problem]:
             if path.exists():
                 yield _unread(path, "it is no file")
         except OSError as error:
-            yield _unread(path, error)
-
-
-def _check_file(path: Location, local: Path) -> Iterator[Problem]:
-    """Check a checkpoint, or a local copy of it."""
-    try:
-        with SafetensorsFile(local) as file:
-            yield from _check(path, file)
-    except FormatError as error:
-        yield _broken(path, str(error).replace(str(local), str(path)))
+            yield _unread(path, error.strerror or error)
 
 
 def _check(path: Location, file: SafetensorsFile) -> Iterator[Problem]:
@@ -228,10 +223,8 @@ def _check(path: Location, file: SafetensorsFile) -> Iterator[Problem]:
             yield _broken(path, f"the tensor {name} does not fit its checksum", entry)
 
 
-def _unread(path: Location, reason: OSError | str) -> Problem:
-    cause = reason if isinstance(reason, str) else reason.strerror or reason
-    message = f"the checkpoint cannot be read: {cause}"
-    return Problem(array=None, path=path, message=message, remedy="none")
+def _unread(path: Location, reason: object) -> Problem:
+    return Problem(array=None, path=path, message=f"the checkpoint cannot be read: {reason}")
 
 
 def _broken(path: Location, fault: str, entry: Entry | None = None) -> Problem:

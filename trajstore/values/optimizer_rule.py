@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from trajstore.arguments import checks_types
 from trajstore.errors import InvalidArgument
+from trajstore.provenance import OptimizerAttributes, RunAttributes
 from trajstore.values.native_types import cast
 
 Array = npt.NDArray[Any]
@@ -132,10 +133,8 @@ class OptimizerRule:
         """
         if not optimizer:
             raise InvalidArgument("the run does not name its optimizer")
-        full = str(optimizer.get("class", ""))
-        name = full.rpartition(".")[2]
-        plain = name.removeprefix("Rounded")
-        given = optimizer.get("hyperparameters") or {}
+        described = OptimizerAttributes.of(optimizer)
+        full, plain, given = described.path, described.rule, described.hyperparameters
         if plain not in (*ADAM, _SGD):
             raise InvalidArgument(f"no rule is known for the optimizer {full!r}")
         needed = ("momentum", "weight_decay") if plain == _SGD else ("betas", "eps", "weight_decay")
@@ -152,7 +151,7 @@ class OptimizerRule:
                 weight_decay=float(given["weight_decay"]),
                 decoupled=bool(given.get("decoupled_weight_decay", plain == "AdamW")),
                 maximize=bool(given.get("maximize", False)),
-                rounds_once=plain != name or bool(given.get("fused")),
+                rounds_once=plain != described.name or bool(given.get("fused")),
                 amsgrad=bool(given.get("amsgrad", False)),
                 momentum=float(given.get("momentum") or 0.0),
                 dampening=float(given.get("dampening") or 0.0),
@@ -586,7 +585,7 @@ class VectorRule:
             one without moments.
         """
         table = attributes.get("parameters")
-        described = (attributes.get("optimizer") or {}).get("groups")
+        described = RunAttributes.of(attributes).optimizer.groups
         if not table or not described:
             raise InvalidArgument("the run does not name its parameters and groups")
         groups = tuple(OptimizerRule.of(group) for group in described)

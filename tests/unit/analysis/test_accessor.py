@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import pydoc
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,11 @@ import xarray as xr
 
 import trajstore.analysis.figures
 from trajstore import analysis, open_run
-from trajstore.analysis.accessor import ACROSS_RUNS, TrajAccessor
+from trajstore.analysis.accessor import Plots, TrajAccessor
+from trajstore.analysis.commands.plot import plot
 from trajstore.analysis.figures.figure import Drawing
+from trajstore.analysis.methods import Methods
+from trajstore.analysis.several_quantities import ACROSS_RUNS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.schema import MIN_UNCHANGED
 
@@ -77,9 +83,10 @@ def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
 
 
 def test_every_function_is_a_method() -> None:
-    functions = {name for name in analysis.__all__ if name.islower()}
-    assert functions > analysis.QUANTITIES.keys() | ACROSS_RUNS.keys()
-    for name in functions - {"by_population"}:
+    methods = {name for name in vars(Methods) if not name.startswith("_")} | {"compute"}
+    assert {name for name in analysis.__all__ if name.islower()} == methods | {"by_population"}
+    assert methods > analysis.QUANTITIES.keys() | ACROSS_RUNS.keys()
+    for name in methods:
         assert getattr(TrajAccessor, name).__wrapped__ is getattr(analysis, name)
     for name, quantity in analysis.QUANTITIES.items():
         assert getattr(analysis, name) is quantity.function
@@ -98,8 +105,9 @@ def test_a_drawing_has_the_options_of_figures() -> None:
 def test_every_kind_is_a_method() -> None:
     pytest.importorskip("matplotlib")
     ds = xr.Dataset({"loss": ("step", [3.0, 2.0, 1.0])}, coords={"step": [0, 1, 2]})
-    assert len(dir(ds.traj.plot)) == len(trajstore.analysis.figures.FIGURES) + 1
-    assert "film" in dir(ds.traj.plot)
+    kinds = {*trajstore.analysis.figures.FIGURES}
+    assert {*dir(ds.traj.plot)} == kinds | {"film"} == Plots.__annotations__.keys() | {"film"}
+    assert kinds < {*re.findall(r"\w+", plot.help or "")}
     ax = ds.traj.plot.loss(log="y")
     assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
     assert ax.get_yscale() == "log"
@@ -109,3 +117,14 @@ def test_every_kind_is_a_method() -> None:
         ds.traj.plot.last_motion()
     with pytest.raises(VariableNotRecorded, match="W"):
         ds.traj.plot.film()
+
+
+def test_importing_analysis_does_not_import_zarr() -> None:
+    loaded = (
+        "import trajstore.analysis.accessor, sys; "
+        "print('xarray' in sys.modules, 'zarr' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False"]

@@ -9,8 +9,8 @@ import xarray as xr
 from parameter_tables import parameter_table
 
 from trajstore import analysis
-from trajstore.analysis.accessor import compute_named
 from trajstore.analysis.layer_metrics import METRICS
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 ROWS, MODEL, HEADS = 6, 8, 4

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.analysis.accessor import compute_named
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 ROWS, TOKENS, HIDDEN, EXAMPLES, POSITIONS = 6, 7, 3, 4, 5

@@ -13,10 +13,10 @@ import pytest
 import xarray as xr
 
 from trajstore import RunWriter, analysis, open_run
-from trajstore.analysis.accessor import ALONE, QUANTITIES, compute_named
 from trajstore.analysis.results.write_results import describe
 from trajstore.analysis.scan.result_variables import NO_ROW_BEFORE, flags_of, with_flag
 from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.several_quantities import ALONE, QUANTITIES, compute_named
 from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
 from trajstore.exchange.selection import select_part
 

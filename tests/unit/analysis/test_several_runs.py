@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 
 from trajstore import RunWriter, analysis, open_run, open_runs
-from trajstore.analysis.accessor import compute_named
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.analysis.several_runs import differences
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 

@@ -141,7 +141,6 @@ def test_a_server_that_is_not_there_is_reported_at_once(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     match = r"cannot reach http://127\.0\.0\.1:9 .* local copy as source=…"
-    with pytest.raises(CorpusError, match=match) as raised:
+    with pytest.raises(CorpusError, match=match):
         fetch(name, source="http://127.0.0.1:9/book.txt" if name == "gatsby" else None)
-    assert "local copy as --source …" in raised.value.in_command
     assert not cache.exists()

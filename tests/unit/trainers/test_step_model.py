@@ -14,13 +14,7 @@ from click.testing import CliRunner
 
 from trajstore import sample_run
 from trajstore.cli.main import main
-from trajstore.errors import (
-    InvalidArgument,
-    RunExists,
-    StepNotFound,
-    VariableNotRecorded,
-    in_command,
-)
+from trajstore.errors import InvalidArgument, RunExists, StepNotFound, VariableNotRecorded
 
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
@@ -164,9 +158,8 @@ def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
 
 
 def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"give constructor=…") as error:
+    with pytest.raises(InvalidArgument, match=r"give constructor=…"):
         checkout(own.path, tmp_path / "step", step=4)
-    assert "give --constructor …" in in_command(error.value)
     assert [*tmp_path.iterdir()] == []
     checkout(own.path, tmp_path / "step", step=3, constructor=OwnModel)
     command = ["checkout", str(own.path), "--at", "4", "-o", str(tmp_path / "step"), "--overwrite"]

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.errors import (
-    InvalidArgument,
-    MissingExtra,
-    argument,
-    config_field,
-    did_you_mean,
-    in_command,
-    needs_extra,
-)
+from trajstore.errors import InvalidArgument, MissingExtra, did_you_mean, needs_extra
 from trajstore.schema import resolve_variables, variable
 
 TESTS = Path(__file__).parents[2]
@@ -73,14 +65,3 @@ def test_mistyped_variables_get_a_suggestion() -> None:
         resolve_variables("weigths")
     with pytest.raises(InvalidArgument, match="got 'loss, lr' without W"):
         resolve_variables(("loss", "lr"))
-
-
-def test_a_message_names_arguments_as_python_and_options_as_a_command() -> None:
-    message = "got " + argument("every", 0) + f", {1}; " + argument("overwrite", "True") + " helps"
-    for error in (InvalidArgument(message), pickle.loads(pickle.dumps(InvalidArgument(message)))):
-        assert str(error) == "got every=0, 1; overwrite=True helps"
-        assert error.in_command == "got --every 0, 1; --overwrite helps"
-    assert in_command(argument("block_rows", 3)) == "block_rows=3"
-    assert in_command(argument("variables", ["W"])) == "variables=['W']"
-    assert in_command(config_field("training.device", "cpu")) == "--device cpu"
-    assert in_command("plain") == "plain"

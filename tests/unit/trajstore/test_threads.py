@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from trajstore.threads import (
     default_threads,
     in_parallel,
     memory_of,
+    readers,
     rows_in_one_piece,
+    share,
     submit,
     values_side_by_side,
 )
@@ -108,6 +112,55 @@ def test_a_pool_that_takes_no_more_has_it_done_by_the_caller() -> None:
     assert submit(pool, threading.get_ident).result() == threading.get_ident()
     failed = submit(pool, lambda: 1 // 0)
     assert isinstance(failed.exception(), ZeroDivisionError)
+
+
+def test_an_idle_reader_takes_tasks() -> None:
+    begun: set[int] = set()
+    together = threading.Barrier(2)
+
+    def task() -> None:
+        if threading.get_ident() not in begun:
+            begun.add(threading.get_ident())
+            together.wait(10)
+
+    share([task] * 50, threads=2)
+    assert len(begun) == 2
+
+
+def test_busy_readers_are_not_waited_for_and_hold_nothing() -> None:
+    done = threading.Event()
+    for _ in range(default_threads()):
+        readers().submit(done.wait, 10)
+    values = np.zeros(3)
+    share([partial(np.add, values, 1, out=values) for _ in range(50)], threads=2)
+    held = weakref.ref(values)
+    assert values.tolist() == [50] * 3
+    del values
+    assert held() is None
+    assert not done.is_set()
+    done.set()
+
+
+def test_after_a_failure_no_task_runs() -> None:
+    """Files of the tasks can be closed."""
+    begun: set[int] = set()
+    ended: list[int] = []
+    together = threading.Barrier(2)
+
+    def task() -> None:
+        if threading.get_ident() not in begun:
+            begun.add(threading.get_ident())
+            together.wait(10)
+        ended.append(1)
+        if len(ended) > 4:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        share([task] * 50, threads=2)
+    count = len(ended)
+    assert count < 10
+    share([int], threads=2)
+    assert len(ended) == count
 
 
 SOURCE = """

@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 from trajstore.codec.block import Runs
 from trajstore.errors import FormatError
 from trajstore.installation import __version__
+from trajstore.provenance import RunAttributes
 from trajstore.schema import (
     ENCODINGS,
     FORMAT,
@@ -145,13 +146,9 @@ def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> li
     first, last : int
         The step before the range, and its last step.
 
-    Raises
-    ------
-    FormatError
-        If ``provenance.resumed`` is not a list of objects with a step.
     """
-    listed = listed_segments(attributes)
-    begins = {entry["step"] for entry in (*listed, *_resumed(attributes))}
+    listed, run = listed_segments(attributes), RunAttributes.of(attributes)
+    begins = {entry["step"] for entry in (*listed, *run.resumed)}
     bounds = sorted({first, last, *(step for step in begins if first < step < last)})
     segments: list[Segment] = []
     for begin, end in itertools.pairwise(bounds):
@@ -159,62 +156,14 @@ def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> li
             first=begin,
             last=end,
             config=[entry["config"] for entry in listed if entry["step"] <= begin][-1],
-            threads=recorded_threads(attributes, begin),
-            modes=recorded_modes(attributes, begin),
+            threads=run.threads_after(begin),
+            modes=run.modes_after(begin),
         )
         if segments and replace(segments[-1], first=begin, last=end) == segment:
             segments[-1] = replace(segments[-1], last=end)
         else:
             segments.append(segment)
     return segments
-
-
-def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
-    """Number of torch threads with which a run was trained after a step; None if unknown.
-
-    Raises
-    ------
-    FormatError
-        See `trained_segments`.
-    """
-    threads = recorded_facts(attributes, step).get("threads")
-    return threads if isinstance(threads, int) else None
-
-
-def recorded_modes(attributes: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Modes of the process with which a run was trained after a step; none in a new process.
-
-    Raises
-    ------
-    FormatError
-        See `trained_segments`.
-    """
-    modes = recorded_facts(attributes, step).get("modes")
-    return modes if isinstance(modes, dict) else {}
-
-
-def recorded_facts(attributes: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Provenance of the training after a step: versions, machine and number of threads.
-
-    Raises
-    ------
-    FormatError
-        See `trained_segments`.
-    """
-    provenance = _provenance(attributes)
-    changed = [entry for entry in _resumed(attributes) if entry["step"] <= step]
-    return {**provenance, **(changed[-1] if changed else {})}
-
-
-def resumed_after(attributes: Mapping[str, Any]) -> list[int]:
-    """Steps after which a run was resumed, in order.
-
-    Raises
-    ------
-    FormatError
-        See `trained_segments`.
-    """
-    return [entry["step"] for entry in _resumed(attributes)]
 
 
 def are_segments(value: Any) -> bool:
@@ -233,25 +182,6 @@ def _training_settings(config: Mapping[str, Any]) -> Entry:
     if isinstance(training, Mapping):
         settings["training"] = {name: value for name, value in training.items() if name != "device"}
     return settings
-
-
-def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
-    """Entries of ``provenance.resumed``, without those of steps that were recorded again."""
-    kept: list[Entry] = []
-    listed = _provenance(attributes).get("resumed", [])
-    if not fits(listed, [{"step": int}]):
-        raise FormatError(
-            f"zarr.json: attributes.provenance.resumed is {listed!r}, expected a list of objects, "
-            "each with a step"
-        )
-    for entry in listed:
-        kept = [other for other in kept if other["step"] < entry["step"]] + [entry]
-    return kept
-
-
-def _provenance(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    provenance = attributes.get("provenance")
-    return provenance if isinstance(provenance, Mapping) else {}
 
 
 CONTENT = "content_digest"

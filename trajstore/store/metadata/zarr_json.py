@@ -7,7 +7,7 @@ and thereby their shapes. The commit is the replacement of this one object.
 The attributes of the root that no commit changes are also an attribute of the array ``step``, as
 one JSON text: with the arrays' own metadata, a second copy of all that the root holds. `verify`
 compares the two, and `repair` takes the whole one. If a resumed run gets other attributes, the
-writer replaces the root first. If it dies then, the fingerprint in the root shows that the copy is
+writer replaces the root first. If it dies then, the digests in the root show that the copy is
 older.
 
 Writers state the facts of an array, and `metadata_of` makes the document. `facts_of` reads the
@@ -24,7 +24,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Self
@@ -37,7 +36,6 @@ from zarr.storage import MemoryStore
 
 from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.block_codec import BLOCK, BlockCodec
-from trajstore.codec.chunk import Chain
 from trajstore.errors import FormatError
 from trajstore.installation import __version__
 from trajstore.schema import (
@@ -63,7 +61,9 @@ from trajstore.store.metadata.metadata_form import (
     are_lengths,
     are_runs,
     differing,
+    is_length,
     root_of,
+    run_identity,
 )
 from trajstore.store.storage.remote_path import METADATA_KEY
 from trajstore.strict_json import MISSING, JsonObject, utc_now
@@ -91,11 +91,6 @@ _TIMES = frozenset(
 
 _CODECS = (["bytes", "blosc", "crc32c"], ["vlen-utf8", "crc32c"])
 """Names of the codecs of coordinates: of numbers, and of strings."""
-
-_SETTINGS = Chain(native=STEP_TYPE, kind="plain", compressor="zstd", level=1).facts()
-"""Possible settings of a codec, for messages."""
-
-_MOST_SETTINGS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +122,15 @@ def is_series(name: str) -> bool:
     return coordinate(name) is None
 
 
+def rows_of(metadata: Any) -> int | None:
+    """Rows of an array, from a metadata file that may be damaged."""
+    shape = metadata.get("shape") if isinstance(metadata, dict) else None
+    return shape[0] if isinstance(shape, list) and shape and is_length(shape[0]) else None
+
+
 def with_rows(name: str, metadata: JsonObject, rows: int) -> JsonObject:
     """The metadata file with another number of rows, if the array grows with the rows."""
-    if not is_series(name):
+    if not is_series(name) or rows_of(metadata) is None:
         return metadata
     return metadata | {"shape": [rows, *metadata["shape"][1:]]}
 
@@ -262,25 +263,46 @@ def array_faults(
         yield fault._replace(expected=text) if changing else fault
 
 
-def contradicting_lengths(
-    shapes: Mapping[str, Sequence[int]],
-) -> Iterator[tuple[str, str, int, int]]:
-    """Arrays that differ from most others in a length: name, dimension, own and other length.
+def checked_arrays(
+    attributes: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> tuple[dict[str, ArrayFacts], list[tuple[str | None, Fault]]]:
+    """Facts of the arrays of a run, and faults, each with its array; None for the root.
 
     Parameters
     ----------
-    shapes : mapping of str to sequence of int
-        Shapes of arrays of the schema.
+    attributes : mapping
+        Attributes of the root, without faults.
+    arrays : mapping
+        Metadata of all arrays in the group. Those that are not of the run have no faults.
     """
+    variables, runs = variables_of(attributes), run_identity(attributes)
+    checked: dict[str, ArrayFacts] = {}
+    faults: list[tuple[str | None, Fault]] = []
+    for name in (STEP.name, "token", *arrays):
+        if name not in arrays:
+            faults.append((name, Fault("", "the metadata of an array, in every run")))
+        elif belongs(name, variables) and name not in checked:
+            facts = facts_of(name, arrays[name])
+            faults += [(name, fault) for fault in array_faults(facts, arrays[name], runs)]
+            if isinstance(facts, ArrayFacts):
+                checked[name] = facts
     lengths = [
         (name, dim, length)
-        for name, shape in shapes.items()
-        for dim, length in zip(entry_of(name).dims, shape, strict=True)
+        for name, facts in checked.items()
+        for dim, length in zip(entry_of(name).dims, facts.shape, strict=True)
     ]
     most: dict[str, int] = {}
     for (dim, length), _ in reversed(Counter(item[1:] for item in lengths).most_common()):
         most[dim] = length
-    yield from ((*item, most[item[1]]) for item in lengths if item[2] != most[item[1]])
+    for name, dim, length in lengths:
+        if length != most[dim]:
+            text = f"{length} along {dim}, and others have {most[dim]}"
+            faults.append((name, Fault("shape", text, EXPLAINED)))
+    step, committed = checked.get(STEP.name), attributes["committed_rows"]
+    if step is not None and step.foreign is None and step.shape != (committed,):
+        expected = f"{step.shape[0]}, the rows of its arrays"
+        faults.append((None, Fault("attributes.committed_rows", expected, committed)))
+    return checked, faults
 
 
 def open_metadata(
@@ -369,27 +391,10 @@ def _form(codec: Any, block: Sequence[int]) -> BlockForm | Fault:
     if math.prod(map(operator.floordiv, block, chunk)) > MOST_CHUNKS:
         expected = f"at most {MOST_CHUNKS:,} chunks in a block of {block}"
         return Fault(f"{member}.chunk_shape", expected, chunk)
-    if len(settings) > _MOST_SETTINGS:
-        return Fault(member, "the settings of a codec", settings)
     try:
         return BlockCodec.from_dict(codec).form(tuple(block))
-    except FormatError as error:
-        return _setting_fault(codec, member) or Fault(member, str(error.__cause__), EXPLAINED)
-
-
-def _setting_fault(codec: JsonObject, member: str) -> Fault | None:
-    """The only impossible or unknown setting of a codec; None if there are several."""
-    settings = codec["configuration"]
-    for name in (*_SETTINGS, *settings):
-        other = {key: value for key, value in settings.items() if key != name}
-        expected = "no member of that name"
-        if name in _SETTINGS:
-            other[name] = _SETTINGS[name]
-            expected = f"a value such as {_SETTINGS[name]!r}"
-        with suppress(FormatError):
-            BlockCodec.from_dict(codec | {"configuration": other})
-            return Fault(f"{member}.{name}", expected, settings.get(name, MISSING))
-    return None
+    except FormatError:
+        return Fault(member, "the settings of a codec", settings)
 
 
 def _form_fault(facts: ArrayFacts) -> Fault | None:

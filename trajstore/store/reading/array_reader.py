@@ -9,10 +9,12 @@ Writers import this module, so it imports no xarray; see `trajstore.store.readin
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,12 @@ from trajstore.errors import FormatError
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.atomic import opened
 from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, location
-from trajstore.threads import in_parallel
+from trajstore.threads import share
 from trajstore.values.native_types import NativeType, as_bits
 
 Array = npt.NDArray[Any]
 
-_LARGE = 4 << 20  # bytes of a selection above which a pool of threads pays
+_OPEN = 64  # files that one selection holds open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,7 @@ class StoredArray:
     form : BlockForm
         Storage form of the shards.
     threads : int
-        Number of threads that read one selection, if it is large or has many shards.
-    many : int
-        Number of shards of a selection above which these threads pay.
+        Most threads that read one selection.
     """
 
     path: Location
@@ -62,7 +62,6 @@ class StoredArray:
     shape: tuple[int, ...]
     form: BlockForm
     threads: int = 1
-    many: int = 64
 
     @property
     def chain(self) -> Chain:
@@ -149,10 +148,9 @@ class StoredArray:
         Raises
         ------
         FormatError
-            If it is missing or broken, or the shard of another place; or if the whole run was
-            replaced.
+            If it is missing or broken, or the shard of another place.
         RunNotFound
-            If the whole run was removed.
+            If the whole run was removed or replaced.
         """
         path = self.path / self.key(block, part)
         name = f"{self.name}, block {block} ({path})"
@@ -160,25 +158,13 @@ class StoredArray:
             with opened(path) as source:
                 yield at_once(OpenBlock.opened(name, self.form, source, (block, part), selection))
         except (FileNotFoundError, FormatError) as error:
-            self._check_run()
+            check_not_replaced(self.path, self.form.runs, present_root(self.path))
             if isinstance(error, FormatError):
                 raise
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
                 f"with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
-
-    def _check_run(self) -> None:
-        """Raise an error if the run is no longer the one that was opened."""
-        metadata: bytes | None
-        if isinstance(self.path, Path):
-            metadata = root_metadata(self.path)
-        else:
-            try:
-                metadata = (self.path / METADATA_KEY).read_bytes()
-            except FileNotFoundError:
-                metadata = None if self.path.listed else b""
-        check_not_replaced(self.path, self.form, metadata)
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
         """Digest of a shard reduced to its first `rows` rows, computed from these rows.
@@ -232,22 +218,33 @@ class StoredArray:
         out = np.empty(selection.lengths, dtype)
         if out.size == 0:
             return out
-        jobs = [
-            partial(self._read_shard, number, selected, out[place])
-            for number, selected, place in selection.objects(self.shard)
-        ]
-        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= self.many)
-        if self.threads == 1 or not worth:
-            for job in jobs:
-                job()
-        else:
-            for _ in in_parallel(jobs, self.threads):
-                pass
+        objects = selection.objects(self.shard)
+        while together := [*islice(objects, _OPEN)]:
+            self._read_together(together, out)
         return out
 
-    def _read_shard(self, number: tuple[int, int], selection: ArraySelection, out: Array) -> None:
-        with self.opened(*number, selection) as shard:
-            shard.read(out)
+    def _read_together(self, objects: Iterable[tuple[Any, ...]], out: Array) -> None:
+        tasks: deque[Callable[[], None]] = deque()
+        with ExitStack() as files:
+
+            def open_shard(
+                number: tuple[int, int], selection: ArraySelection, place: tuple[slice, ...]
+            ) -> None:
+                shard = files.enter_context(self.opened(*number, selection))
+                tasks.extend(shard.tasks(out[place]))
+
+            share((partial(open_shard, *each) for each in objects), self.threads)
+            share(tasks, self.threads)
+
+
+def present_root(run: Location) -> bytes | None:
+    """Present metadata of the root of a run, for `check_not_replaced`; None if the run is gone."""
+    if isinstance(run, Path):
+        return root_metadata(run)
+    try:
+        return (run / METADATA_KEY).read_bytes()
+    except FileNotFoundError:
+        return None if run.listed else b""
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:

@@ -26,7 +26,6 @@ import numpy.typing as npt
 import zarr
 from zarr.storage import ZipStore
 
-from trajstore.codec.block import Runs
 from trajstore.errors import (
     FormatError,
     ObjectStoreError,
@@ -41,12 +40,11 @@ from trajstore.store.metadata.metadata_form import (
     attribute_faults,
     other_format,
     root_faults,
-    run_identity,
 )
 from trajstore.store.metadata.zarr_json import (
     ArrayFacts,
     array_faults,
-    contradicting_lengths,
+    checked_arrays,
     facts_of,
     open_metadata,
 )
@@ -323,35 +321,17 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     _check_root(place, root)
     copies = (root.get("consolidated_metadata") or {}).get("metadata")
     arrays = _own_metadata(place) if copies is None else copies
-    runs = run_identity(root["attributes"])
-    variables = variables_of(root["attributes"])
-    checked: dict[str, ArrayFacts] = {}
-    for name, metadata in arrays.items():
+    for name in arrays:
         if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
-        if belongs(name, variables):  # zarr reads arrays of others
-            key = (
-                (f"{name}/{METADATA_KEY}", "")
-                if copies is None
-                else (METADATA_KEY, f"{_COPIES}.{name}")
-            )
-            checked[name] = _checked_facts(place, *key, name, metadata, runs)
-    for name in (STEP.name, "token"):
-        if name not in checked:
+    checked, faults = checked_arrays(root["attributes"], arrays)
+    for name, fault in faults:
+        if copies is not None:
             raise _refused(
-                place, METADATA_KEY, Fault(f"{_COPIES}.{name}", "the metadata of an array")
+                place, METADATA_KEY, fault.within(f"{_COPIES}.{name}") if name else fault
             )
-    committed, (rows,) = root["attributes"]["committed_rows"], checked[STEP.name].shape
-    if copies is not None and checked[STEP.name].foreign is None and committed != rows:
-        expected = f"{rows}, the rows of its arrays"
-        raise _refused(place, METADATA_KEY, Fault("attributes.committed_rows", expected, committed))
-    for name, dim, length, other in contradicting_lengths(
-        {name: facts.shape for name, facts in checked.items()}
-    ):
-        raise FormatError(
-            f"{place} is not a run: {name} has length {length} along {dim}, and others have "
-            f"{other}{remedy(place)}"
-        )
+        if name is not None:  # otherwise a writer may be in a commit
+            raise _refused(place, f"{name}/{METADATA_KEY}", fault)
     if isinstance(place, RemotePath) or not place.is_file():  # a zip file, which zarr reads
         for facts in checked.values():
             _check_extent(place, facts)
@@ -373,7 +353,8 @@ def check_own_metadata(path: Location) -> None:
     reads = [partial(_read, path, f"{name}/{METADATA_KEY}") for name in names]
     documents = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
     for name, document in zip(names, documents, strict=True):
-        _checked_facts(path, f"{name}/{METADATA_KEY}", "", name, document)
+        for fault in array_faults(facts_of(name, document), document):
+            raise _refused(path, f"{name}/{METADATA_KEY}", fault)
 
 
 def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> FormatError:
@@ -412,8 +393,7 @@ def root_metadata(place: Location) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
-        repaired = _repaired(place) if (place / STEP.name).exists() else ""
-        why = _within(place) or f"it has no {METADATA_KEY}{repaired}"
+        why = _within(place) or f"it has no {METADATA_KEY}{repaired(place)}"
         why = "it is a file; unpack a zip file first" if place.is_file() else why
         raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
 
@@ -437,17 +417,20 @@ def _read(place: Location, key: str) -> Any:
 
 
 def _unreadable(place: Location, error: Exception, key: str = METADATA_KEY) -> FormatError:
-    return FormatError(f"{place} cannot be read: {key} is damaged: {error}{_repaired(place)}")
+    return FormatError(f"{place} cannot be read: {key} is damaged: {error}{repaired(place)}")
 
 
-def _repaired(place: Location) -> str:
+def repaired(place: Location) -> str:
+    """End of a message about a root that cannot be read; empty if no array of a run is there."""
+    if not (place / STEP.name).exists():
+        return ""
     return f"; if it is a run, restore it with: trajstore repair {shlex.quote(str(place))}"
 
 
 def _check_root(place: Location, root: Any) -> None:
     """Check the members of the root, except the metadata of its arrays."""
     for fault in root_faults(root):
-        raise FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {fault}")
+        raise FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {fault}{repaired(place)}")
     attributes = root["attributes"]
     if "trajstore_format" not in attributes:
         raise FormatError(f"{place} is a Zarr group, but not a run: it has no trajstore_format")
@@ -468,17 +451,6 @@ def _own_metadata(place: Location) -> dict[str, Any]:
     else:
         names = sorted(file.parent.name for file in place.glob(f"*/{METADATA_KEY}"))
     return {name: _read(place, f"{name}/{METADATA_KEY}") for name in names}
-
-
-def _checked_facts(
-    place: Location, key: str, member: str, name: str, metadata: Any, runs: Runs | None = None
-) -> ArrayFacts:
-    """Facts of the metadata of an array, a member of the metadata file with that key."""
-    facts = facts_of(name, metadata)
-    for fault in array_faults(facts, metadata, runs):
-        raise _refused(place, key, fault.within(member) if member else fault)
-    assert isinstance(facts, ArrayFacts)  # otherwise it has a fault
-    return facts
 
 
 def _refused(place: Location, key: str, fault: Fault) -> FormatError:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trajstore.errors import InvalidArgument, VariableNotRecorded, argument, did_you_mean
-from trajstore.schema import (
-    KEPT,
-    OPTIMIZER_STATE,
-)
+from trajstore.errors import InvalidArgument, VariableNotRecorded, did_you_mean
+from trajstore.provenance import RunAttributes
+from trajstore.schema import KEPT, OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import VECTORS
 
@@ -33,7 +31,7 @@ def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     if table is None:
         raise VariableNotRecorded(
             "the run holds one matrix only, not all parameters; record it with "
-            + argument("variables", "'everything'")
+            "variables='everything'"
         )
     return table
 
@@ -120,11 +118,11 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
         if not_taken.any() and "step" not in lacking:
             skipped = np.where(np.arange(count.size) > 0, not_taken, np.nan).astype(np.float32)
             variables["skipped"] = xr.Variable("step", skipped, {"units": "1"})
-    attributes = dict(ds.attrs)
-    attributes["recording"] = {**attributes.get("recording", {}), "parameter": entry["name"]}
-    optimizer = attributes.get("optimizer", {})
-    if entry["group"] is not None and "groups" in optimizer:
-        attributes["optimizer"] = {**optimizer, **optimizer["groups"][entry["group"]]}
+    attributes, run = dict(ds.attrs), RunAttributes.of(ds.attrs)
+    attributes["recording"] = {**run.recording, "parameter": entry["name"]}
+    if entry["group"] is not None and run.optimizer.groups:
+        of_group = run.optimizer.groups[entry["group"]]
+        attributes["optimizer"] = {**run.optimizer.stored, **of_group}
     coords = {"step": ds["step"].variable, "row": np.arange((entry["shape"] or [1])[0]), **names}
     result = xr.Dataset(variables, coords=coords, attrs=attributes)
     result.encoding = dict(ds.encoding)
@@ -270,7 +268,7 @@ def comparable_settings(
     """
     known = [settings(run, keys) for run in runs]
     for run, values in zip(runs, known, strict=True):
-        if (seed := attribute(run, "provenance", "seed")) is not None:
+        if (seed := RunAttributes.of(run).provenance.get("seed")) is not None:
             values.setdefault(SEED, seed)
     if not all(_GROUPS in each for each in known):
         for each in known:
@@ -390,26 +388,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         for key, item in value.items()
         for name, setting in _flat(item, f"{prefix}{key}.").items()
     }
-
-
-def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
-    """Last step of an optimizer other than that of the run's attributes; 0 if there is none.
-
-    Parameters
-    ----------
-    attributes : mapping
-        Attributes of the root of a run. All forks in its history count.
-    """
-    provenance = attributes.get("provenance")
-    fork = provenance.get("fork") if isinstance(provenance, Mapping) else None
-    last, common = 0, None
-    while isinstance(fork, Mapping):
-        step = fork.get("step")
-        if not isinstance(step, int):
-            break
-        # Of an earlier fork, the run holds only the steps until here.
-        common = step if common is None else min(common, step)
-        if fork.get("optimizer") is not None:
-            last = max(last, common)
-        fork = fork.get("forked_before")
-    return last

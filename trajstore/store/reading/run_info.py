@@ -17,6 +17,7 @@ from trajstore.errors import (
     RunNotFound,
 )
 from trajstore.optimizer_advice import advise_run
+from trajstore.provenance import RunAttributes
 from trajstore.schema import (
     COORDINATES,
     POPULATION,
@@ -28,7 +29,6 @@ from trajstore.store.metadata.metadata_form import NOTES
 from trajstore.store.metadata.zarr_json import notes_of
 from trajstore.store.reading.array_reader import block_form
 from trajstore.store.reading.open_group import ends, open_group, root_attributes, whole
-from trajstore.store.reading.run_attributes import attribute
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import (
     METADATA_KEY,
@@ -219,10 +219,9 @@ def _extended(name: str) -> list[str]:
 def _parameter(run: str) -> str | None:
     """Recorded parameter of a run; None if it is not a run."""
     try:
-        parameter: str | None = attribute(root_attributes(run), "recording", "parameter")
+        return RunAttributes.of(root_attributes(run)).parameter
     except (FormatError, RunNotFound):
         return None
-    return parameter
 
 
 def _runs_within(path: str) -> list[str]:

@@ -169,14 +169,13 @@ def _is_dead(facts: Mapping[str, Any], owner: Mapping[str, Any], after: timedelt
     return bool(datetime.now(UTC) - facts["last_modified"] > after)
 
 
-def _remote_refusal(run: RemotePath, facts: Mapping[str, Any], owner: Mapping[str, Any]) -> str:
+def _remote_refusal(run: RemotePath, facts: Mapping[str, Any], owner: dict[str, Any]) -> str:
     """Message that states the writer of a run, and when its lock expires."""
     left = _DEAD - (datetime.now(UTC) - facts["last_modified"])
     return (
-        f"{run} is being written to by process {owner.get('process')} on {owner.get('host')}, "
-        f"since {owner.get('started')}; wait for it, or end it; if it has ended, its lock expires "
-        f"in {max(round(left.total_seconds()), 1)} seconds, or at once if you remove "
-        f"{lock_object(run)}"
+        f"{run} is being written to by {_owner_line(owner)}; wait for it, or end it; if it has "
+        f"ended, its lock expires in {max(round(left.total_seconds()), 1)} seconds, or at once if "
+        f"you remove {lock_object(run)}"
     )
 
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trajstore.errors import RecordingError, RunNotFound
+from trajstore.codec.open_block import check_not_replaced
+from trajstore.errors import RecordingError
 from trajstore.store.metadata.metadata_form import ShardDigest, Status, block_digest
+from trajstore.store.reading.array_reader import present_root
 from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.lock import taken_over
 from trajstore.store.storage.remote_path import METADATA_KEY, REMOTE_REQUESTS, Location, RemotePath
-from trajstore.store.writing.new_run import holds_run
 from trajstore.store.writing.resumed_run import (
     ResumedRun,
     in_all_processes,
@@ -88,21 +89,19 @@ class Committer:
         RunNotFound
             If the run is gone.
         """
-        path, root = self._path, self._path / METADATA_KEY
-        if not isinstance(path, Path) or not self._share.is_first:
+        if not isinstance(self._path, Path) or not self._share.is_first:
             return
+        present = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            present = _file_of(root)
-            if present == self._root_file or holds_run(path, self._run.layout.runs):
-                self._root_file = present
-                return
-        raise self._gone()
+            present = _file_of(self._path / METADATA_KEY)
+        if present is None or present != self._root_file:
+            self._check_run()
+            self._root_file = present
 
-    def _gone(self) -> RunNotFound:
-        return RunNotFound(
-            f"{self._path} was moved, removed or replaced while it was written; its first "
-            f"{self.rows} rows were committed before"
-        )
+    def _check_run(self) -> None:
+        since = f"while it was written; its first {self.rows} rows were committed before"
+        runs, root = self._run.layout.runs, present_root(self._path)
+        check_not_replaced(self._path, runs, root, since, is_written=True)
 
     def commit(self, change: tuple[int, Status], written: Written | None) -> None:
         """Make rows visible after all processes have written their tokens, and set the status.
@@ -179,8 +178,8 @@ class Committer:
             try:
                 self._root_tag = root.write_bytes(metadata, instead_of=self._root_tag)
             except FileExistsError as error:
-                removed = root.stat() is None
-                raise (self._gone() if removed else taken_over(self._path)) from error
+                self._check_run()
+                raise taken_over(self._path) from error
         else:
             self.check_place()
             put(root, [metadata], fsync=self._fsync)

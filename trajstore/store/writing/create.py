@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import checks_types
-from trajstore.errors import InvalidArgument, RunExists, argument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, COORDINATES, STEP, VARIABLES, along_token
 from trajstore.store.metadata.metadata_form import Status, run_identity
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.open_group import RUN, is_run, open_group, whole
+from trajstore.store.reading.open_group import RUN, is_run, open_group, repaired, whole
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
     check_writable,
@@ -96,11 +96,11 @@ def check_target(
         check_unlocked(target)
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with "
-            + argument("overwrite", True)
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     if not is_run(target, mark):
-        raise RunExists(f"{path} is not {what} and is not overwritten; choose another path")
+        advice = "" if is_run(target) else repaired(target)
+        raise RunExists(f"{path} is not {what} and is not overwritten; choose another path{advice}")
     return target
 
 
@@ -151,8 +151,7 @@ def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False
         raise RunExists(f"{path} is a folder; choose another path")
     if path.exists() and not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or replace it with "
-            + argument("overwrite", True)
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     return path
 
@@ -497,10 +496,7 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
         If it is in an object store.
     """
     if taken := sorted(set(open_group(_local_run(run))) & set(coordinates)):
-        raise RunExists(
-            f"{run} already has {', '.join(taken)}; replace them with "
-            + argument("overwrite", True)
-        )
+        raise RunExists(f"{run} already has {', '.join(taken)}; replace them with overwrite=True")
 
 
 def _local_run(path: str | os.PathLike[str]) -> Path:

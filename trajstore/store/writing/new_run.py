@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,10 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import exact, exact_json
-from trajstore.codec.block import Runs, new_identity
+from trajstore.codec.block import new_identity
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
-from trajstore.errors import InvalidArgument, argument
+from trajstore.codec.open_block import check_not_replaced
+from trajstore.errors import InvalidArgument, RunNotFound
 from trajstore.installation import __version__
+from trajstore.provenance import RunAttributes
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
@@ -50,7 +51,8 @@ from trajstore.store.metadata.zarr_json import (
     recorded_attributes,
     stored_values,
 )
-from trajstore.store.storage.remote_path import METADATA_KEY, Location, RunPath, chunk_key, location
+from trajstore.store.reading.array_reader import present_root
+from trajstore.store.storage.remote_path import Location, RunPath, chunk_key, location
 from trajstore.store.writing.resumed_run import ResumedRun, TokenShare, has_tokens, in_all_processes
 from trajstore.strict_json import utc_now
 from trajstore.units import DEFAULT_MEMORY
@@ -182,22 +184,14 @@ def joined_run(path: RunPath, share: TokenShare) -> Iterator[ResumedRun]:
     facts = share.exchange(None)[0]
     with in_all_processes(share):
         place = location(path).absolute()
-        if not holds_run(place, facts["layout"].runs):
+        try:
+            check_not_replaced(place, facts["layout"].runs, present_root(place), is_written=True)
+        except RunNotFound as error:
             raise InvalidArgument(
                 f"{place} is not the run that the first process created there; processes that "
                 "record one run together need a shared folder or an object store"
-            )
+            ) from error
         yield ResumedRun(**(facts | {"path": place, "share": share}))
-
-
-def holds_run(path: Location, runs: Runs) -> bool:
-    """True if the run at a path has these identities of its blocks."""
-    with contextlib.suppress(
-        FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError
-    ):
-        present = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
-        return bool(present == [list(entry) for entry in runs])
-    return False
 
 
 logger = logging.getLogger(__name__)
@@ -220,7 +214,7 @@ def check_encoding(encoding: str, *, shared: bool) -> None:
     if encoding == "compact" and shared:
         raise InvalidArgument(
             "encoding: got 'compact' for a run that several processes write; use 'delta', and "
-            "export the run afterwards with " + argument("encoding", "'compact'")
+            "export the run afterwards with encoding='compact'"
         )
 
 
@@ -325,10 +319,10 @@ def _share_stored(array: Mapping[str, Any]) -> float:
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
-    optimizer = attributes.get("optimizer") or {}
-    rule = OptimizerRule.of(optimizer)
-    if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
-        raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
+    optimizer = RunAttributes.of(attributes).optimizer
+    rule = OptimizerRule.of(optimizer.stored)
+    if optimizer.hyperparameters.get("rounding", "nearest") != "nearest":
+        raise InvalidArgument(f"the optimizer {optimizer.path!r} rounds at random")
     _check((*rule.state, GRADIENT), ("lr",), attributes, variables)
     return rule
 
@@ -343,7 +337,7 @@ def _check(
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
     if wide := [name for name in arrays if native_type(variables[name]).itemsize > 4]:
         raise InvalidArgument(f"{', '.join(wide)} are float64")
-    if (every := (attributes.get("recording") or {}).get("every", 1)) != 1:
+    if (every := RunAttributes.of(attributes).every) != 1:
         raise InvalidArgument(f"the run is recorded every {every} steps")
 
 

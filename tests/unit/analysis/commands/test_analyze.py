@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from growing_runs import HOSTILE, TOKENS, begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.accessor import ACROSS_RUNS, ALONE, QUANTITIES
+from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.cli import output
 from trajstore.cli.main import main
 from trajstore.schema import MIN_UNCHANGED

@@ -8,9 +8,9 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from trajstore.analysis.accessor import ACROSS_RUNS, QUANTITIES
-from trajstore.analysis.accessor import ALONE as OWN_OPTIONS
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named, save
+from trajstore.analysis.several_quantities import ACROSS_RUNS, QUANTITIES
+from trajstore.analysis.several_quantities import ALONE as OWN_OPTIONS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.schema import VARIABLES
 

@@ -11,8 +11,8 @@ from matplotlib.text import Text
 from parameter_tables import parameter_table
 
 from trajstore import analysis
-from trajstore.analysis.accessor import compute_named
 from trajstore.analysis.figures import FIGURES, figures_of
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations import row_vectors
 from trajstore.schema import EVALUATION

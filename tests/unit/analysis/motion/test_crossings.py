@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
-from trajstore.analysis.accessor import compute_named
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument
 
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])

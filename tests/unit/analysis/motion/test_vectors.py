@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.analysis.accessor import compute_named
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 DEAD = np.array([True, False, True, True, False, False])

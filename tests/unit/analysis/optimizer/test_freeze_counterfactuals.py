@@ -11,7 +11,7 @@ from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis
 from trajstore.analysis import COUNTERFACTUALS, OUTCOMES
-from trajstore.analysis.accessor import compute_named
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 pytest.importorskip("torch")

@@ -38,7 +38,7 @@ def test_the_commands_evaluate_and_check_out_a_run(tmp_path: Path) -> None:
 
     run = record_gpt2(tmp_path).path
     words = ["evaluate", str(run), "generation", "--prompt", "th", "--length", "3", "--every", "3"]
-    words += ["--jobs", "1", "-o", str(tmp_path / "texts.zarr")]
+    words += ["-o", str(tmp_path / "texts.zarr")]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     assert "generation of 3 steps, 3 of them new" in done.output

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import nightly_but
-from forked_processes import processes
 
 from trajstore import open_run
-from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
+from trajstore.errors import InvalidArgument, StepNotFound
 
 torch = pytest.importorskip("torch")
 from recorded_models import OwnModel  # noqa: E402
@@ -24,13 +22,11 @@ from trajstore.trainers.evaluations.evaluate import load_function  # noqa: E402
 pytestmark = pytest.mark.torch
 
 PROBE = """\
-import os, pathlib, signal, torch
+import pathlib, torch
 @torch.no_grad()
 def probe(model, step):
     if pathlib.Path({folder!r}, f"fails {{step}}").exists():
         model.get_submodule("missing")
-    if pathlib.Path({folder!r}, f"dies {{step}}").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
     return {{"sum": model.lm_head.weight.float().sum().item(), "name": f"step {{step}}"}}
 """
 
@@ -45,50 +41,24 @@ def probe(tmp_path: Path) -> str:
     return f"{tmp_path / 'probe.py'}:probe"
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that have imported torch already, in place of new ones."""
-    monkeypatch.setattr("multiprocessing.get_context", lambda method: processes)
-
-
-@pytest.mark.parametrize("jobs", nightly_but([1, 2], 1))
-@pytest.mark.usefixtures("forked")
 def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
-    recorded: Any, tmp_path: Path, probe: str, jobs: int
+    recorded: Any, tmp_path: Path, probe: str
 ) -> None:
     out = tmp_path / "out.zarr"
     (tmp_path / "fails 4").touch()
     message = r"step 4: .*probe raised AttributeError.*missing.* \(probe.py, line 5\).*up to step 3"
     with pytest.raises(InvalidArgument, match=message):
-        evaluate(recorded.path, probe, out, jobs=jobs)
+        evaluate(recorded.path, probe, out)
     assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2, 3]
     (tmp_path / "fails 4").unlink()
     progress: list[tuple[int, int]] = []
-    found = evaluate(
-        recorded.path, probe, out, jobs=jobs, on_progress=lambda *now: progress.append(now)
-    )
+    found = evaluate(recorded.path, probe, out, on_progress=lambda *now: progress.append(now))
     assert (found.steps, found.new, found.names) == (7, 3, ("name", "sum"))
     assert progress == [(5, 7), (6, 7), (7, 7)]
     ds = xr.open_zarr(out).load()
     assert ds["name"].values.tolist() == [f"step {step}" for step in range(7)]
     sums = [float(one["lm_head.weight"].float().sum()) for one in recorded.models]
     assert ds["sum"].values.tolist() == sums
-
-
-@pytest.mark.nightly
-def test_processes_of_their_own_give_the_same(recorded: Any, tmp_path: Path, probe: str) -> None:
-    one, other = (
-        evaluate(recorded.path, probe, tmp_path / f"{jobs}.zarr", jobs=jobs).path for jobs in (1, 2)
-    )
-    assert xr.open_zarr(one).load().equals(xr.open_zarr(other).load())
-
-
-@pytest.mark.nightly  # the server of processes takes seconds to start
-@pytest.mark.usefixtures("forked")
-def test_a_killed_process_is_named(recorded: Any, tmp_path: Path, probe: str) -> None:
-    (tmp_path / "dies 0").touch()
-    with pytest.raises(TrajstoreError, match=r"step 0 or a later one was killed.*fewer jobs"):
-        evaluate(recorded.path, probe, tmp_path / "out.zarr", jobs=2)
 
 
 def test_steps_of_a_constructed_model_merge_with_the_run(own: Any, tmp_path: Path) -> None:
@@ -111,8 +81,6 @@ def test_impossible_calls(own: Any, tmp_path: Path) -> None:
         evaluate(own.path, norm, out, steps=9, **options)
     with pytest.raises(InvalidArgument, match="no selected step is a multiple of 4"):
         evaluate(own.path, norm, out, every=4, steps="1:4", **options)
-    with pytest.raises(InvalidArgument, match=r"cannot be passed to other processes.*FILE.py"):
-        evaluate(own.path, lambda model, step: {}, out, jobs=2, **options)
     assert not out.exists()
     evaluate(own.path, norm, out, every=3, **options)
     with pytest.raises(InvalidArgument, match=r"up to step 6 but not of step 1.*overwrite=True"):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.schema import EVALUATION
@@ -121,7 +122,7 @@ def test_appended_results_are_those_of_one_write(tmp_path: Path) -> None:
         assert ds[name].values.tolist() == expected[name].values.tolist()
         assert ds[name].dims == expected[name].dims
     assert ds["m"].dtype == np.float32
-    assert ds.attrs == {EVALUATION: ABOUT, "complete_rows": 40}
+    assert ds.attrs == {EVALUATION: ABOUT}
 
 
 def test_results_are_written_while_others_are_computed(tmp_path: Path) -> None:
@@ -133,17 +134,31 @@ def test_results_are_written_while_others_are_computed(tmp_path: Path) -> None:
             add(tmp_path / "out.zarr", [])
 
 
-def test_a_kill_while_results_are_appended_leaves_those_before(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_while_results_are_appended_leaves_those_before(tmp_path: Path) -> None:
     path = tmp_path / "out.zarr"
     add(path, range(3))
-    uncounted = result(3).assign_attrs({EVALUATION: ABOUT, "complete_rows": 3})
-    uncounted.to_zarr(path, append_dim="step", consolidated=False)
-    with ResultStore.open(path, ABOUT) as store:
-        assert store.steps.tolist() == [0, 1, 2]
-        store.add(result(3))
-    assert xr.open_zarr(path)["t"].values.tolist() == ["", "x", "xx", "xxx"]
+    group = zarr.open_group(path, use_consolidated=False)
+    for name, rows in (("m", 9), ("step", 5), ("t", 4)):
+        group[name].resize((rows, *group[name].shape[1:]))
+    group["m"][3:] = 7
+    assert xr.open_zarr(path).load()["t"].values.tolist() == ["", "x", "xx"]
+    add(path, [3])
+    assert xr.open_zarr(path).load().equals(xr.concat(map(result, range(4)), "step"))
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
+def test_a_store_of_the_version_before_is_continued_if_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "out.zarr"
+    before = xr.concat(map(result, range(3)), "step")
+    before.attrs = {EVALUATION: ABOUT, "complete_rows": 3}
+    before.to_zarr(path, zarr_format=3, consolidated=False)
+    with pytest.raises(InvalidArgument, match=r"cannot be continued .*as if an older version was"):
+        add(path, [3])
+    zarr.consolidate_metadata(path)
+    add(path, [3])
+    ds = xr.open_zarr(path).load()
+    assert ds["t"].values.tolist() == ["", "x", "xx", "xxx"]
+    assert ds.attrs == {EVALUATION: ABOUT}
 
 
 def test_a_store_of_something_else_stays(tmp_path: Path) -> None:

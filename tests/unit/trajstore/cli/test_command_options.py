@@ -114,6 +114,7 @@ TRAINED: list[Any] = [
         {"corpus": "a.txt", "tokenizer": "b/"},
     ),
     ("what-if {run} -o o.zarr --overwrite", "trajstore.trainers.what_if", {"overwrite": True}),
+    ("fetch gatsby --source b", "trajstore.trainers.fetch", {"source": "b"}),
     ("fetch gatsby --sha256 a1", "trajstore.trainers.fetch", {"sha256": "a1"}),
 ]
 

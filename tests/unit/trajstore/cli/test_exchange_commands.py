@@ -12,6 +12,7 @@ from exchange_runs import write_run
 from grammar_files import stored, truth, write
 from safetensors.numpy import load_file
 
+from trajstore import open_run
 from trajstore.cli.main import main
 from trajstore.exchange.layouts import NAMES
 
@@ -42,20 +43,32 @@ def test_without_a_file_it_lists_what_it_understands() -> None:
 def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     options = "--map W=x --labels steps=0:60:10 --bits W=bfloat16".split()
     printed = call(file, "--dry-run", *options, "--map", "loss=nll").stdout
-    table, layout = printed.split("[arrays]")
-    assert 'x = {variable = "W", bits = true}' in layout
-    lines = {line.split()[0]: line for line in table.splitlines() if line.split()}
+    lines = {line.split()[0]: line for line in reversed(printed.splitlines()) if line.split()}
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
     assert "omitted" in lines["centroid"]
     assert "unknown name" in lines["centroid"]
-    assert "steps 0 to 50, 7 tokens, 2 of them dead" in layout
+    assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json", *options).stdout)
     assert {line["name"]: line["kind"] for line in facts["table"]}["x"] == "W"
     assert (facts["path"], facts["tokens"], facts["others"]) == (None, 7, [])
     printed = call(file, "-o", file.with_name("run.zarr"), *options, "--map", "ignore=nll").stdout
     assert f"Imported {file.with_name('run.zarr')}: 6 rows" in printed
+
+
+def test_the_printed_layout_is_edited_and_passed(file: Path) -> None:
+    """It says what the options said, so the edited text replaces them."""
+    options = "--map W=x --labels steps=0:60:10 --bits W=float16".split()
+    printed = call(file, "--dry-run", *options).stdout
+    layout = file.with_name("mine.toml")
+    layout.write_text(printed.partition("FILE.toml:\n")[2] + 'nll = "loss"\n')
+    run = file.with_name("run.zarr")
+    call(file, "--layout", layout, "-o", run)
+    ds = open_run(run)
+    assert ds.step.values.tolist() == [0, 10, 20, 30, 40, 50]
+    assert (ds.W.attrs["native_dtype"], "loss" in ds) == ("float16", True)
+    assert np.flatnonzero(ds.is_dead.values).tolist() == np.load(file)["dead_ids"].tolist()
 
 
 def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:

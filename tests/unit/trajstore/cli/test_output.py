@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from trajstore.cli.output import PlainConsole, PlainTable, printable
+from trajstore.cli.output import PlainConsole, PlainTable, in_command, printable
 
 HOSTILE = "\x1b[31mred\x1b]0;t [bold]<b>[/bold] :smile: \u202e\ud800\x9b"
 
@@ -50,3 +50,11 @@ out.print("done")
     )
     os.close(writable)
     assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+def test_a_command_prints_options_in_place_of_arguments() -> None:
+    named = "got every=0; overwrite=True (at=…), map='W=a b'. Or training.device=cpu, data.x=3e-4"
+    given = "got --every 0; --overwrite (--at …), --map 'W=a b'. Or --device cpu, --set data.x=3e-4"
+    assert in_command(f"{named}, lr=1, join='inner'") == f"{given}, lr=1, --common-steps"
+    others = "f(run, at=STEP), 'at=3', --set at=3, at=-1, at=Path('a'), config.training.steps=9"
+    assert in_command(others) == others

@@ -112,19 +112,10 @@ def test_a_cut_holds_the_segment(
     whole = frame(data, compressor, shuffle, typesize, blocksize)
     part, skip = cut_frame(memoryview(whole), start, stop)
     assert len(part) <= len(whole)
-    assert blosc.decompress(part)[skip : skip + stop - start] == data[start:stop]
-
-
-@pytest.mark.parametrize("kind", ["some", "noise"])
-def test_a_cut_is_as_small_as_blocks_allow(kind: str) -> None:
-    data = content(kind)
-    whole = frame(data, "zstd", blosc.Blosc.BITSHUFFLE, 2, 1 << 12)
-    part, skip = cut_frame(memoryview(whole), 50_000, 50_100)
-    assert skip < 1 << 12
-    assert len(blosc.decompress(part)) <= 2 << 12
-    # Also of the last block, which is short.
-    part, _ = cut_frame(memoryview(whole), SIZE - 1, SIZE)
-    assert len(blosc.decompress(part)) <= 2 << 12
+    found = blosc.decompress(part)
+    assert found[skip : skip + stop - start] == data[start:stop]
+    block = int.from_bytes(whole[8:12], "little")
+    assert len(found) <= stop - start + 2 * block
 
 
 def test_blocks_in_another_order_are_left_alone() -> None:
@@ -145,15 +136,11 @@ def test_blocks_in_another_order_are_left_alone() -> None:
     assert blosc.decompress(part)[skip : skip + 10] == data[70_000:70_010]
 
 
-@pytest.mark.parametrize("keep", [0, 15, 16, 20, 100])
-def test_a_torn_frame_is_an_error(keep: int) -> None:
-    whole = frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0)
-    with pytest.raises(ValueError, match="not a whole Blosc frame"):
-        cut_frame(memoryview(whole[:keep]), 0, 10)
-
-
-def test_what_lies_outside_is_an_error() -> None:
+def test_a_torn_frame_or_bytes_outside_of_it_are_an_error() -> None:
     whole = memoryview(frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0))
+    for keep in (0, 15, 16, 20, 100):
+        with pytest.raises(ValueError, match="not a whole Blosc frame"):
+            cut_frame(whole[:keep], 0, 10)
     for start, stop in ((0, SIZE + 1), (-1, 5), (7, 7)):
         with pytest.raises(ValueError, match=f"it holds {SIZE} bytes"):
             cut_frame(whole, start, stop)

@@ -58,3 +58,13 @@ def test_the_compiled_unfold_equals_that_of_numpy(
                 can_be = plain and (itemsize == native.itemsize or native.is_cut_off)
                 assert calls == ([folded.size] if can_be else [])
                 calls.clear()
+
+
+def test_single_rows_do_not_load_numba_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it takes as long as many rows; rows that are only summed do not count."""
+    loop = CompiledLoop("trajstore.codec.delta", "unfold_rows", enough=20)
+    monkeypatch.setattr(delta, "_LOOP", loop)
+    folded, native = random_bits((8, 10), 1, 16), NATIVE_TYPES["bfloat16"]
+    for worth in (False, True):
+        delta.unfold(folded.copy(), native, np.empty((1, 10), np.uint32), 7)
+        assert loop.is_worth(0) == worth

@@ -241,8 +241,8 @@ def test_bits_in_one_array_and_numbers_in_another(tmp_path: Path) -> None:
 
 def test_bits_of_other_types_are_refused(tmp_path: Path) -> None:
     for bits, message in (
-        ({"W": "bfloat16"}, "bits={'W': …} applies to uint16 and float16, but W is float32"),
-        ({"loss": "bfloat16"}, "bits={'loss': …} .* but the file holds no loss"),
+        ({"W": "bfloat16"}, "bits={'W': '…'} applies to uint16 and float16, but W is float32"),
+        ({"loss": "bfloat16"}, "bits={'loss': '…'} .* but the file holds no loss"),
         ({"W": "float8"}, "got bits 'float8'"),
     ):
         with pytest.raises(InvalidArgument, match=message):

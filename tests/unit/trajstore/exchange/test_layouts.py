@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import trajstore
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange import layouts
-from trajstore.exchange.layouts import LAYOUTS, MASKS, NAMES
+from trajstore.exchange.layouts import LAYOUTS, MASKS, NAMES, as_toml, layout_of
 from trajstore.exchange.usual_names import named
 
 ROWS, TOKENS = 11, 7
@@ -547,11 +547,13 @@ def test_the_files_of_each_notebook(runs: list[Known], tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_every_key_of_a_layout_is_understood(layout: str) -> None:
-    """The table of layouts and that of kinds agree."""
+def test_every_key_of_a_layout_is_understood(tmp_path: Path, layout: str) -> None:
+    """The table of layouts and that of kinds agree; printed as TOML, it says the same arrays."""
     for column in LAYOUTS[layout].columns:
         name = named(column.key)
         assert (name and name.kind.name) == column.kind, column.key
+    (tmp_path / "own.toml").write_text(as_toml(LAYOUTS[layout]))
+    assert layout_of(str(tmp_path / "own.toml")).arrays == LAYOUTS[layout].arrays
 
 
 def test_every_layout_names_the_files_that_have_it() -> None:

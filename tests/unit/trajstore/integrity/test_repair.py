@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from importlib import import_module
@@ -13,7 +14,7 @@ import pytest
 import zarr
 from bits_and_calls import nightly_but
 from checkpoints import write_checkpoint
-from damage import contents, edit, flip, shard_index
+from damage import contents, cut, edit, flip, put, shard_index, wide_run
 from disk import Disk
 
 from trajstore import RunWriter, open_run, repair, verify
@@ -63,10 +64,7 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     assert repair(run, dry_run=True).exports == ("--fill-damaged",)
     flip(run / "step" / "c.2", 99)  # no copy holds more
     assert repair(run, dry_run=True).exports == ()
-
-
-def test_no_export_opens_a_run_that_lacks_a_coordinate(run: Path) -> None:
-    (run / "token_text" / "c.0").unlink()
+    (run / "token_text" / "c.0").unlink()  # without which no run is opened
     assert repair(run, dry_run=True).exports == ()
 
 
@@ -86,14 +84,6 @@ def assert_first_rows(run: Path, whole: Path, rows: int) -> None:
             assert (run / key).read_bytes() == data
         else:
             assert not (run / key).exists()
-
-
-def test_a_sound_run_is_left_alone(run: Path) -> None:
-    before = contents(run)
-    found = repair(run)
-    assert (found.actions, found.unrepaired, found.rows) == ((), (), 11)
-    assert contents(run) == before
-    assert list(run.parent.iterdir()) == [run]
 
 
 def test_rows_go_from_the_first_broken_block_on(run: Path, whole: Path) -> None:
@@ -143,37 +133,22 @@ def test_a_recording_that_died_becomes_interrupted(run: Path, whole: Path) -> No
     assert_first_rows(run, whole, 11)
 
 
-def test_an_attribute_set_with_zarr_stays_and_the_consolidated_block_comes_back(
-    run: Path, whole: Path
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_attribute_added_with_zarr_stays_and_a_changed_one_does_not(
+    run: Path, whole: Path, drops: bool
 ) -> None:
-    group = zarr.open_group(run, mode="r+", use_consolidated=False)
+    """Also if zarr drops the consolidated metadata, as with this option."""
+    group = zarr.open_group(run, mode="r+", use_consolidated=False if drops else None)
     group.attrs["mine"] = {"a": 1}
     group.attrs["config"] = {"changed": True}
-    lost, copy = verify(run).problems
-    assert "consolidated metadata" in lost.message
-    assert (copy.array, copy.message.split()[-1]) == ("step", "attributes.root_attributes")
+    told = "\n".join(map(str, verify(run).problems))
+    assert "attribute mine is missing in its copy in step" in told
+    assert ("has lost its consolidated metadata" in told) is drops
     mended(run)
     assert_first_rows(run, whole, 11)
-    got = attributes(run)
-    assert (got["mine"], got["config"]) == ({"a": 1}, {"changed": True})
-    assert got["status"] == "complete"
-
-
-def test_an_attribute_added_with_zarr_stays_and_a_changed_one_does_not(
-    run: Path, whole: Path
-) -> None:
-    zarr.open_group(run, mode="r+").attrs["mine"] = "a note"
-    (problem, _) = verify(run).problems
-    assert "attribute mine is missing in its copy in step" in problem.message
-    mended(run)
-    group = zarr.open_group(run, mode="r+")
-    group.attrs["other"] = 2
-    group.attrs["config"] = {"changed": True}
-    mended(run)
-    got = attributes(run)
-    assert (got["mine"], got["other"]) == ("a note", 2)
-    assert got["config"] == attributes(whole)["config"]
-    assert open_run(run).attrs["mine"] == "a note"
+    changed = {key: attributes(run)[key] for key in ("updated", "fingerprint")}
+    assert attributes(run) == attributes(whole) | {"mine": {"a": 1}} | changed
+    assert open_run(run).attrs["mine"] == {"a": 1}
 
 
 def test_a_wrong_fingerprint_stays_wrong_beside_an_added_attribute(run: Path) -> None:
@@ -211,50 +186,98 @@ def test_notes_of_the_rows_that_stay_are_kept(run: Path) -> None:
     assert attributes(run)["notes"] == notes[:1]
 
 
-def test_a_lost_root_is_rebuilt(run: Path, whole: Path) -> None:
-    (run / "zarr.json").unlink()
-    mended(run)
-    assert_first_rows(run, whole, 11)
-    expected = attributes(whole) | {"status": "interrupted", "updated": attributes(run)["updated"]}
-    assert attributes(run) == expected
+def _root(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda run: edit(run / "zarr.json", change)
 
 
-@pytest.mark.parametrize("name", ["step", "token"])
-def test_a_lost_metadata_of_an_array_is_taken_from_the_root(
-    run: Path, whole: Path, name: str
-) -> None:
-    (run / name / "zarr.json").unlink()
-    found = mended(run)
-    assert found.actions[0].startswith(f"{name}/zarr.json is rewritten: zarr.json cannot be read")
-    assert_first_rows(run, whole, 11)
-    expected = json.loads((whole / name / "zarr.json").read_bytes())
-    assert json.loads((run / name / "zarr.json").read_bytes()) == expected
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda root: root["attributes"].update(config={"why": "a tess", "lr": 1.5e-05}),
-        lambda root: root["attributes"].update(creatdd=root["attributes"].pop("created")),
-        lambda root: _entries(root).update(V=_entries(root).pop("W")),
-        lambda root: _entries(root).pop("grad"),
-        lambda root: _entries(root)["step"]["attributes"].update(root_attributes="{}"),
-    ],
-)
-def test_a_changed_root_is_put_right(run: Path, whole: Path, change: Callable[..., Any]) -> None:
-    edit(run / "zarr.json", change)
-    mended(run)
-    assert_first_rows(run, whole, 11)
-    got = attributes(run)
-    assert got == attributes(whole) | {"updated": got["updated"]}
-    for name in (*SERIES, "token_count"):
-        metadata = json.loads((whole / name / "zarr.json").read_bytes())
-        assert json.loads((run / name / "zarr.json").read_bytes()) == metadata
+def _attribute(name: str, value: Any) -> Callable[[Path], None]:
+    return _root(lambda root: put(root["attributes"], name, value))
 
 
 def _entries(root: dict[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = root["consolidated_metadata"]["metadata"]
     return entries
+
+
+OF_AN_ARRAY: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda d: d["attributes"].update(units="furlong"), "attributes.units"),
+    (lambda d: d["attributes"].update(native_dtype="float32"), "native_dtype"),
+    (lambda d: d["shape"].__setitem__(1, 299), "shape.1|299 along token"),
+    (lambda d: d["codecs"][0].update(name="sharding"), "codecs|in its own way"),
+    (lambda d: d.pop("fill_value"), "fill_value"),
+    (lambda d: d["shape"].__setitem__(0, 10), "shape.0|10 along step"),
+]
+DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda run: (run / "zarr.json").unlink(), "it is missing"),
+    (lambda run: cut(run / "zarr.json", 500), "not the JSON document"),
+    (lambda run: (run / "step" / "zarr.json").unlink(), "it is missing"),
+    (lambda run: (run / "token" / "zarr.json").unlink(), "it is missing"),
+    (_attribute("committed_rows", 10), "committed_rows is 10, expected 11, the rows of its arrays"),
+    (_attribute("updated", "2026-01-01 00:00:00"), "updated"),
+    (_attribute("updated", ...), "updated is missing"),
+    (_attribute("created", "2020-01-01T00:00:00+00:00"), "created differs from its copy"),
+    (_attribute("config", {"why": "a tess", "lr": 1.5e-05}), "config.why"),
+    (_attribute("config", ...), "attribute config differs"),
+    (_attribute("trajstore_format", 9), "trajstore_format"),
+    (_attribute("segments", [{"step": 0, "config": {}}]), "segments is missing in its copy"),
+    (_attribute("notes", [{"note": "x"}]), "notes"),
+    (_root(lambda d: d["attributes"].update(creatdd=d["attributes"].pop("created"))), "creatdd"),
+    (_root(lambda d: _entries(d).update(V=_entries(d).pop("W"))), "V: .*no variable"),
+    (_root(lambda d: _entries(d).pop("grad")), "grad: its copy in the root"),
+    (_root(lambda d: _entries(d)["step"]["attributes"].update(root_attributes="{}")), "its copy"),
+    *((_root(lambda d, change=change: change(_entries(d)["W"])), text)
+      for change, text in OF_AN_ARRAY),
+    *((lambda run, change=change: edit(run / "W" / "zarr.json", change), text)
+      for change, text in OF_AN_ARRAY),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED)
+def test_a_damaged_copy_of_the_metadata_is_named_and_restored_from_the_other(
+    run: Path, whole: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    """The digests of the commit decide if both are possible."""
+    damage(run)
+    here, before = contents(run), contents(whole)
+    found = verify(run)
+    assert found.rows == 11
+    assert re.search(message, "\n".join(map(str, found.problems)))
+    damaged = {key for key in before if here.get(key) != before[key]}
+    assert {str(problem.path.relative_to(run)) for problem in found.problems} == damaged
+    mended(run)
+    after = {key: json.loads(data) for key, data in contents(run).items() if "json" in key}
+    changed = {"updated": after["zarr.json"]["attributes"]["updated"]}
+    if not (here.get("zarr.json") or b"").endswith(b"}"):  # then its status is lost
+        changed["status"] = "interrupted"
+    expected = {key: json.loads(before[key]) for key in after}
+    expected["zarr.json"]["attributes"] |= changed
+    assert after == expected
+
+
+def test_if_the_digests_prove_no_copy_the_one_in_the_folders_counts(
+    run: Path, tmp_path: Path
+) -> None:
+    """Here because of a root of another run, which would cost all rows."""
+    shutil.copy(wide_run(tmp_path / "other.zarr") / "zarr.json", run)
+    found = repair(run)
+    assert found.rows == 11
+    assert "the fingerprint differs" in str(verify(run).problems[0])
+
+
+def test_what_the_system_refuses_proves_no_copy(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(run / "W" / "zarr.json", lambda metadata: metadata["attributes"].update(units="furlong"))
+    before, real = contents(run), Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.parent == run / "token":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        assert repair(run).actions == ()
+    assert contents(run) == before
+    mended(run)
 
 
 def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -136,16 +135,6 @@ def test_a_broken_index_and_an_empty_shard_are_named(run: Path) -> None:
         damage()
 
 
-def test_verify_names_every_broken_block(run: Path) -> None:
-    flip(shard_index(run, "W", 0)[0], 100)
-    flip(shard_index(run, "exp_avg", 1)[0], 100)
-    (run / "step" / "c.2").unlink()
-    flip(run / "token" / "c.0", 40)
-    found = {(problem.array, problem.block): problem for problem in verify(run).problems}
-    assert found.keys() == {("W", 0), ("exp_avg", 1), ("step", 2), ("token", 0)}
-    assert found["step", 2].message == "the shard is missing"
-
-
 @pytest.mark.parametrize(
     ("change", "message", "span"),
     [
@@ -229,71 +218,6 @@ def test_coordinates_must_agree(run: Path) -> None:
     set_with_zarr(run, "is_dead", 4, True)
     problem = only(verify(run))
     assert (problem.array, problem.message.rpartition(" ")[2]) == ("is_dead", "4")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d["attributes"].update(units="furlong"), "attributes.units"),
-        (lambda d: d["attributes"].update(native_dtype="float32"), "native_dtype"),
-        (lambda d: d["shape"].__setitem__(1, 299), "shape.1|299 along token"),
-        (lambda d: d["codecs"][0].update(name="sharding"), "codecs|in its own way"),
-        (lambda d: d.pop("fill_value"), "fill_value"),
-        (lambda d: d["shape"].__setitem__(0, 10), "shape.0|10 along step"),
-    ],
-)
-@pytest.mark.parametrize("place", ["own", "root"])
-def test_the_metadata_that_is_wrong_is_named(
-    run: Path, change: Callable[[Any], Any], message: str, place: str
-) -> None:
-    """The digests of the commit decide if both are possible; a repair takes the other one."""
-    path = run / ("W/zarr.json" if place == "own" else "zarr.json")
-    before = json.loads(path.read_bytes())
-    if place == "own":
-        edit(path, change)
-    else:
-        edit(path, lambda metadata: change(metadata["consolidated_metadata"]["metadata"]["W"]))
-    found = verify(run).problems
-    assert {problem.path for problem in found} == {path}
-    assert re.search(message, found[0].message), found
-    repair(run)
-    assert verify(run).clean
-    after = json.loads(path.read_bytes())
-    assert after["attributes"] | {"updated": ""} == before["attributes"] | {"updated": ""}
-    assert {**after, "attributes": {}} == {**before, "attributes": {}}
-
-
-def test_without_a_root_the_rest_is_checked(run: Path) -> None:
-    cut(run / "zarr.json", 500)
-    flip(shard_index(run, "W", 1)[0], 77)
-    found = verify(run)
-    assert found.rows == 11
-    assert [(problem.array, problem.block) for problem in found.problems] == [
-        (None, None),
-        ("W", 1),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("committed_rows", 10, "committed_rows is 10, the arrays have 11"),
-        ("updated", "2026-01-01 00:00:00", "updated"),
-        ("updated", ..., "updated is missing"),
-        ("created", "2020-01-01T00:00:00+00:00", "created differs from its copy"),
-        ("config", {"why": "a tess", "lr": 1.5e-05}, "config.why"),
-        ("config", ..., "attribute config differs"),
-        ("trajstore_format", 9, "trajstore_format"),
-        ("block_rows", 5, "block_rows differs from its copy"),
-        ("segments", [{"step": 0, "config": {}}], "segments is missing in its copy"),
-        ("notes", [{"note": "x"}], "notes"),
-    ],
-)
-def test_attributes_of_the_root_are_checked(run: Path, name: str, value: Any, message: str) -> None:
-    edit(run / "zarr.json", lambda root: put(root["attributes"], name, value))
-    found = verify(run)
-    assert any(message in problem.message for problem in found.problems)
-    assert found.rows == 11
 
 
 @pytest.mark.parametrize(
@@ -537,12 +461,6 @@ def test_tensors_must_be_as_described(
     assert message in messages(checkpoint)[0]
 
 
-def test_a_truncated_checkpoint_is_found(checkpoint: Path) -> None:
-    for size in (-1, 5):
-        cut(checkpoint, size)
-        assert len(messages(checkpoint)) == 1
-
-
 def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
     """Anywhere: in the length, the header, its padding, the description and the tensors."""
     size = 8 * checkpoint.stat().st_size
@@ -552,7 +470,10 @@ def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
         flip(checkpoint, bit)
 
 
-def test_a_file_without_a_description_is_no_checkpoint(checkpoint: Path) -> None:
+def test_a_file_without_its_end_or_a_description_is_no_checkpoint(checkpoint: Path) -> None:
+    for size in (-1, 5):
+        cut(checkpoint, size)
+        assert len(messages(checkpoint)) == 1
     header = json.dumps({"__metadata__": {}}).encode()
     checkpoint.write_bytes(len(header).to_bytes(8, "little") + header)
     assert "description" in messages(checkpoint)[0]

@@ -15,7 +15,7 @@ from bits_and_calls import nightly_but
 from damage import contents, cut, flip
 from object_stores import copied, web_server
 
-from trajstore import RunWriter, export, open_run, repair, verify
+from trajstore import RunWriter, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunLocked, RunNotFound
 from trajstore.integrity import array_checks
 from trajstore.store.storage.remote_path import RemotePath, location
@@ -166,17 +166,6 @@ def test_a_repair_whose_lock_was_taken_writes_nothing(
     with pytest.raises(RunLocked, match="took over its lock"):
         repair(address)
     assert held_by(far) == before
-
-
-def test_a_damaged_run_is_copied_with_nan(address: str, run: Path) -> None:
-    flip(run / "grad/c.1.0.0", 300)
-    far = copied(run, address)
-    (far / "loss/c.2").unlink()
-    out = run.with_name("out.zarr")
-    notes = export(address, out, format="run", fill_damaged=True).notes
-    assert [note.split()[0] for note in notes] == ["grad", "loss"]
-    assert verify(out).clean
-    assert np.flatnonzero(np.isnan(open_run(out).loss.values)).tolist() == [0, 8, 9, 10]
 
 
 def test_a_run_on_a_web_server(run: Path) -> None:

@@ -177,32 +177,20 @@ def test_a_server_without_ranges_is_reported(small_run: tuple[Path, Any]) -> Non
         open_run(f"{server}/{path.name}").load()
 
 
-def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
-    _run(tmp_path / "c.wte.weight.zarr")
-    with pytest.raises(RunNotFound, match=r"similar names: .*c\.wte\.weight\.zarr$"):
-        open_group(tmp_path / "c.zarr")
-    with pytest.raises(
-        RunNotFound, match=r"no run at .*other\.zarr; runs in .*: c\.wte\.weight\.zarr$"
-    ):
-        open_group(tmp_path / "other.zarr")
-
-
-def test_the_runs_in_the_folder_are_named_if_no_name_is_near(tmp_path: Path) -> None:
-    for name in "abcdef":
+@pytest.mark.parametrize(
+    ("runs", "asked", "message"),
+    [
+        (["c.wte.weight"], "c.zarr", r"similar names: .*c\.wte\.weight\.zarr$"),
+        (["c.wte.weight"], "other.zarr", r"at .*other\.zarr; runs in .*: c\.wte\.weight\.zarr$"),
+        ("abcdef", "gatsby.zarr", r"; runs in .*: a\.zarr, b\.zarr, c\.zarr, d\.zarr, e\.zarr …$"),
+        (["gatsby"], "gatsby.zar", r"did you mean 'gatsby\.zarr'\?"),
+        ("ab", "", r"a folder of runs; pass .*a\.zarr, or all .*/\*\.zarr$"),
+    ],
+)
+def test_runs_in_the_folder_are_named(
+    tmp_path: Path, runs: list[str], asked: str, message: str
+) -> None:
+    for name in runs:
         _run(tmp_path / f"{name}.zarr")
-    runs = "a.zarr, b.zarr, c.zarr, d.zarr, e.zarr …"
-    with pytest.raises(RunNotFound, match=rf"; runs in {tmp_path}: {runs}$"):
-        open_group(tmp_path / "gatsby.zarr")
-
-
-def test_a_folder_of_runs_is_reported(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        _run(tmp_path / f"{name}.zarr")
-    with pytest.raises(FormatError, match=r"a folder of runs; pass .*a\.zarr, or all .*/\*\.zarr$"):
-        open_group(tmp_path)
-
-
-def test_a_run_whose_name_is_mistyped_is_reported(small_run: tuple[Path, Any]) -> None:
-    path = small_run[0]
-    with pytest.raises(RunNotFound, match=rf"did you mean '{path.name}'\?"):
-        open_group(path.with_name(path.name[:-1]))
+    with pytest.raises(RunNotFound if asked else FormatError, match=message):
+        open_group(tmp_path / asked)

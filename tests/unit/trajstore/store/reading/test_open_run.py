@@ -20,11 +20,13 @@ from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import (
     FormatError,
     InvalidArgument,
+    RunExists,
     RunNotFound,
     VariableNotRecorded,
 )
 from trajstore.schema import FORMAT, WITH_SETTINGS
 from trajstore.store.reading.open_run import TrajstoreBackend
+from trajstore.store.writing.create import check_target
 
 
 def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> None:
@@ -39,6 +41,7 @@ def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> Non
     for name in ("W", "grad", "logits", "loss"):
         assert plain[name].chunks is not None  # lazy
         assert ours[name].chunksizes["step"] == (4, 4, 3)
+        assert ours[name].attrs["state"] == f"{'after' if name == 'W' else 'before'} the step"
 
 
 def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[Path, Any]) -> None:
@@ -66,11 +69,6 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
     ours.W[3].load()
     with pytest.raises(FormatError, match=r"^W, block 1: .*is missing"):
         ours.W[:, 3].load()
-
-
-def test_other_chunks_are_an_error(small_run: tuple[Path, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="chunks='auto', expected 'blocks' or None"):
-        open_run(small_run[0], chunks="auto")  # type: ignore[arg-type]
 
 
 def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
@@ -115,6 +113,8 @@ def test_a_zip_file_that_is_not_the_content_of_a_run(small_run: tuple[Path, Any]
 def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match="no run at"):
         open_run(tmp_path / "nothing.zarr")
+    with pytest.raises(InvalidArgument, match="chunks='auto', expected 'blocks' or None"):
+        open_run(tmp_path, chunks="auto")  # type: ignore[arg-type]
     (tmp_path / "folder").mkdir()
     with pytest.raises(FormatError, match="not a Zarr v3 group"):
         open_run(tmp_path / "folder")
@@ -126,9 +126,15 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
 def test_a_damaged_root_names_the_repair(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     root = path / "zarr.json"
-    root.write_bytes(root.read_bytes()[:1000])
-    with pytest.raises(FormatError, match=r"zarr\.json is damaged: .*trajstore repair .*\.zarr$"):
-        open_run(path)
+    for text, fault in (
+        (root.read_bytes()[:1000], " is damaged"),
+        (b"{}", ": attributes is missing"),
+    ):
+        root.write_bytes(text)
+        with pytest.raises(FormatError, match=rf"zarr\.json{fault}.*trajstore repair .*\.zarr$"):
+            open_run(path)
+        with pytest.raises(RunExists, match=r"is not a run .*trajstore repair .*\.zarr$"):
+            check_target(path, overwrite=True)
     root.unlink()
     with pytest.raises(FormatError, match=r"has no zarr\.json; .*trajstore repair .*\.zarr$"):
         open_run(path)
@@ -149,16 +155,6 @@ def test_another_format_names_the_version_that_reads_it(
     ) as told:
         open_run(path)
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
-
-
-@pytest.mark.parametrize("opened", [open_run, xr.open_zarr])
-def test_each_variable_says_which_state_its_rows_belong_to(
-    small_run: tuple[Path, Any], opened: Any
-) -> None:
-    ds = opened(small_run[0])
-    assert ds.W.attrs["state"] == "after the step"
-    before = {ds[name].attrs["state"] for name in ("grad", "logits", "loss")}
-    assert before == {"before the step"}
 
 
 def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
@@ -186,14 +182,9 @@ def test_it_opens_a_run_also_where_nobody_names_it(
         assert ds.W.chunks is None
         assert not ds.W.variable._in_memory
         xr.testing.assert_identical(ds.load(), expected)
-
-
-def test_with_chunks_it_has_one_of_dask_for_each_object(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    ds = xr.open_dataset(path, engine="trajstore", chunks={})
-    assert ds.W.chunksizes == {"step": (4, 4, 3), "token": (10,), "hidden": (6,)}
-    assert ds.loss.chunksizes == {"step": (4, 4, 3)}
-    xr.testing.assert_identical(ds.load(), xr.open_zarr(path).load())
+    lazy = xr.open_dataset(path, engine=engine, chunks={})
+    assert lazy.W.chunksizes == {"step": (4, 4, 3), "token": (10,), "hidden": (6,)}
+    assert lazy.loss.chunksizes == {"step": (4, 4, 3)}
 
 
 def test_variables_can_be_left_out(small_run: tuple[Path, Any]) -> None:
@@ -210,16 +201,13 @@ def test_it_takes_runs_for_its_own_and_nothing_else(
     assert engine.guess_can_open(small_run[0])
     assert engine.guess_can_open(str(small_run[0]))
     zarr.create_group(tmp_path / "theirs.zarr")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "broken.zarr").mkdir()
-    (tmp_path / "broken.zarr" / "zarr.json").write_text("{")
-    (tmp_path / "list.zarr").mkdir()
-    (tmp_path / "list.zarr" / "zarr.json").write_text('["attributes"]')
+    for name, root in (("broken.zarr", "{"), ("list.zarr", '["attributes"]'), ("folder", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("zarr.json" if root else "other")).write_text(root)
     (tmp_path / "file.nc").write_bytes(b"CDF")
-    for other in ("theirs.zarr", "folder", "broken.zarr", "list.zarr", "file.nc", "nothing"):
-        assert not engine.guess_can_open(tmp_path / other)
-    assert not engine.guess_can_open("s3://bucket/run.zarr")
-    for other in (b"bytes", 3, None, {}, open_run(small_run[0])):
+    names = ("theirs.zarr", "folder", "broken.zarr", "list.zarr", "file.nc", "nothing")
+    others = (b"bytes", 3, None, {}, open_run(small_run[0]), "s3://bucket/run.zarr")
+    for other in (*(tmp_path / name for name in names), *others):
         assert not engine.guess_can_open(other)
 
 

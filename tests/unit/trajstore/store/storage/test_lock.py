@@ -117,9 +117,11 @@ def test_a_lock_whose_owner_died_before_it_wrote_is_taken_over(run: Path, text: 
     RunLock.acquire(run).release()
 
 
-def test_a_second_release_keeps_the_lock_of_another(run: Path) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_release_keeps_the_lock_of_another(run: Path, by_hand: bool) -> None:
+    """A second one, or one after a user removed the file."""
     first = RunLock.acquire(run)
-    first.release()
+    first.path.unlink() if by_hand else first.release()
     with RunLock.acquire(run):
         first.release()
         with pytest.raises(RunLocked):
@@ -139,15 +141,6 @@ def test_a_lock_that_cannot_be_read_or_written_is_not_kept(
     monkeypatch.undo()
     assert not list(run.parent.iterdir())
     RunLock.acquire(run).release()
-
-
-def test_a_lock_removed_by_hand_and_taken_by_another_stays_the_others(run: Path) -> None:
-    first = RunLock.acquire(run)
-    first.path.unlink()
-    with RunLock.acquire(run):
-        first.release()
-        with pytest.raises(RunLocked):
-            RunLock.acquire(run)
 
 
 def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:

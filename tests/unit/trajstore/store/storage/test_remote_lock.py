@@ -44,7 +44,7 @@ def test_one_writer_at_a_time(place: RemotePath) -> None:
 
 def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(place: RemotePath) -> None:
     owned_by(place)
-    told = r"process 1 on elsewhere, since then; .* expires in 1[12]\d seconds, .* remove memory://locks/"
+    told = r"process 1 on elsewhere, which .* expires in 1[12]\d seconds, .* remove memory://locks/"
     with pytest.raises(RunLocked, match=told):
         RunLock.acquire(place)
     assert is_written_to(place) is True

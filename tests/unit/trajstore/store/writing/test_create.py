@@ -234,12 +234,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     assert list(tmp_path.iterdir()) == [run]
 
 
-def test_a_run_that_is_recorded_is_left_alone(tmp_path: Path) -> None:
-    run = write_steps(tmp_path / "run.zarr")
-    with RunLock.acquire(run), pytest.raises(RunLocked):
-        annotate_run(run, is_dead=[True] * 3)
-
-
 def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:
     run = write_steps(tmp_path / "run.zarr")
     np.save(tmp_path / "dead_mask.npy", np.arange(10) % 5 == 3)
@@ -270,13 +264,3 @@ def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
     assert ds.token_count.values.tolist() == [2, 0, 1]
     assert ds.is_dead.values.tolist() == [False, True, False]
     assert ds.token_text.values.tolist() == [r"\x03", r"\x05", r"\x07"]
-
-
-def test_an_annotated_run_survives_a_loss_of_power(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = write_steps(tmp_path / "run.zarr", fsync=False)
-    disk = Disk(monkeypatch)
-    annotate_run(run, token_text=["a", "b", "c"])
-    assert disk.survives(run)
-    assert disk.early == []

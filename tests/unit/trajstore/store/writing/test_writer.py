@@ -88,19 +88,6 @@ def test_an_exception_leaves_the_whole_rows_and_says_so(tmp_path: Path) -> None:
 A_COMMIT = 7  # objects of a block: three shards, three metadata files, the root
 
 
-def test_the_commit_is_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = create_small(tmp_path / "run.zarr")
-    writes = Writes()
-    monkeypatch.setattr(os, "replace", writes)
-    for step in range(4):
-        run.append(**small_row(step))
-    run.close()
-    names = [str(target.relative_to(run.path)) for target in writes.targets]
-    assert set(names[:3]) == {"step/c.0", "W/c.0.0.0", "loss/c.0"}
-    assert set(names[3:6]) == {"step/zarr.json", "W/zarr.json", "loss/zarr.json"}
-    assert names[6:] == ["zarr.json", "zarr.json"]  # the commit, and the status
-
-
 @pytest.mark.parametrize("failing", [0, 3, A_COMMIT - 1])  # a shard, metadata, the root
 def test_a_failed_write_loses_nothing_that_was_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int

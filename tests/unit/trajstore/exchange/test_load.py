@@ -36,8 +36,7 @@ def test_a_file_without_usual_names_is_described_with_the_command_to_edit(tmp_pa
     *_, array, _, command = str(error.value).splitlines()
     assert array == "  hessian  float32 (6, 7, 3)"
     assert command == (
-        f"  trajstore import {tmp_path / 'file'} --map W=g --map 'KIND=my nll' --map KIND=hessian "
-        "-o run.zarr"
+        f"  trajstore import {tmp_path / 'file'} --map W=hessian --map 'KIND=my nll' -o run.zarr"
     )
     ds, done = imported(tmp_path, arrays, map={"W": "hessian"})
     assert same(ds, "W", KNOWN.values["W"])
@@ -94,6 +93,11 @@ def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
     assert ds.step.values.tolist() == [1, 2, 3, 4, 5]
     for name in ("W", "grad", "loss"):
         assert same(ds, name, KNOWN.values[name][1:])
+    arrays["steps"] = np.arange(0, 50, 10)
+    with pytest.raises(FormatError, match=r"pass labels={'steps': '1:6'}"):
+        imported(tmp_path, arrays)
+    with pytest.raises(InvalidArgument, match="steps labels the rows, so first_row=1 would have"):
+        imported(tmp_path, arrays, first_row=1)
 
 
 def test_the_user_chooses_the_type_of_16_bits(tmp_path: Path) -> None:
@@ -142,9 +146,7 @@ def test_layout_1_12a_holds_states_before_the_step_of_their_row(tmp_path: Path) 
         assert (ds.W.values == arrays["W"]).all()
     arrays["W"] = series("W")
     for options in ({"attributes": texts}, {"layout": "1.12a"}):
-        with pytest.raises(
-            FormatError, match="W differs between rows 0 and 1, .* pass first_row=0"
-        ):
+        with pytest.raises(FormatError, match=r"between rows 0 and 1, .* pass first_row=0"):
             imported(tmp_path, arrays, "safetensors", **options)
 
 
@@ -169,7 +171,7 @@ def test_options_are_reported_in_the_table(tmp_path: Path) -> None:
     arrays = {"W": series("W"), "steps": np.arange(6)[::-1].copy(), "nll": series("loss")}
     _, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
     (line,) = [line for line in done.table if line.name == "steps"]
-    assert (line.kind, line.why) == ("", "replaced by labels={…}")
+    assert (line.kind, line.why) == ("", "replaced by the given steps")
     with pytest.raises(FormatError, match="but is read as W, expected"):
         imported(tmp_path, arrays, map={"W": "nll"})
 
@@ -321,6 +323,12 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
     write(tmp_path / "masks", "npz", {"untrained_mask": KNOWN.dead})
     ds, _ = imported(tmp_path, {"dead_W": W}, masks=tmp_path / "masks")
     assert ds.token.values.tolist() == DEAD.tolist()
+    both = {"dead_W": W, "live_W": series("W")[:, ~KNOWN.dead], "dead_mask": KNOWN.dead}
+    assert same(imported(tmp_path, both)[0], "W", KNOWN.values["W"])
+    with pytest.raises(
+        FormatError, match=r"disagree about 7 .* omit it with map={.ignore.: .dead_m"
+    ):
+        imported(tmp_path, {"W": series("W"), "dead_mask": ~KNOWN.dead}, masks=tmp_path / "masks")
     arrays = {"W": W, "dead_ids": DEAD, "dead_mask": KNOWN.dead}
     with pytest.raises(FormatError, match=r"dead_mask means 7 tokens, but W has 2 .* map="):
         imported(tmp_path, arrays)
