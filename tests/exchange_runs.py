@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ def write_run(
     steps: np.ndarray | None = None,
     attributes: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
+    still: Mapping[int, int] = {},
 ) -> dict[str, np.ndarray]:
     """Write a run and return its bits.
 
-    With `any_bits` every bit pattern occurs anywhere; without it row 0 follows the timeline.
+    With `any_bits` every bit pattern occurs anywhere; without it row 0 follows the timeline. Tokens
+    that are `still` stay in their place from a row on.
     """
     rng = np.random.default_rng(seed)
     values = {}
@@ -57,6 +60,8 @@ def write_run(
         if (steps is None or steps[0] == 0) and name != "W":
             floats[0] = 0 if name in ZERO else np.nan
         values[name] = floats.astype(dtype).view(kind)
+    for place, row in still.items():
+        values["W"][row:, place] = values["W"][row, place]
     token = np.arange(tokens) if ids is None else ids
     with RunWriter.create(
         path,

@@ -17,6 +17,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.units import EXCHANGE_MEMORY, format_bytes
 
 if TYPE_CHECKING:
+    from trajstore.exchange.export import Format
     from trajstore.exchange.imported_run import TableLine
 
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 def export(
     runs: tuple[str, ...],
-    format_name: str | None,
+    format_name: Format | None,
     output: str,
     selected: dict[str, Any],
     **options: Any,
@@ -105,7 +106,7 @@ def export(
     print_notes(done.notes)
 
 
-def _format_of(output: str) -> str:
+def _format_of(output: str) -> Format:
     """Format for the extension of a file name."""
     from trajstore.exchange.export import ENDINGS
 

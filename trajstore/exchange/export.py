@@ -13,24 +13,17 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import Count, checks_types
-from trajstore.errors import InvalidArgument, RunExists, did_you_mean, needs_extra
-from trajstore.exchange.export_layout import (
-    ExportedFile,
-    layout_file,
-    population,
-    with_everything,
-    without_step_0,
-)
+from trajstore.errors import InvalidArgument, needs_extra
+from trajstore.exchange.export_layout import layout_file
 from trajstore.exchange.export_run import DamagedChunks, write_run
 from trajstore.exchange.layout_columns import check_number
 from trajstore.exchange.layouts import Layout, layout_of
@@ -42,7 +35,7 @@ from trajstore.provenance import RunAttributes
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
-from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, open_tiled
+from trajstore.store.reading.tiled_reader import TiledVariable, open_tiled
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import (
     check_file_target,
@@ -50,7 +43,6 @@ from trajstore.store.writing.create import (
     staged_file,
     staged_run,
 )
-from trajstore.strict_json import parse
 from trajstore.threads import Progress
 from trajstore.units import EXCHANGE_MEMORY, format_bytes, parse_bytes
 
@@ -61,9 +53,14 @@ if TYPE_CHECKING:
     Run = str | os.PathLike[str] | xr.Dataset
 else:  # importing xarray takes longer than a small export
     Run = str | os.PathLike[str] | Iterable
-FORMATS = ("safetensors", "hdf5", "zarr", "run")
-ENDINGS = {".safetensors": "safetensors", ".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
+Format = Literal["safetensors", "hdf5", "zarr", "run"]
+ENDINGS: dict[str, Format] = {
+    ".safetensors": "safetensors", ".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"
+}  # fmt: skip
 """Formats that the names of files show."""
+
+_OF_FORMATS = {"block_rows": ("zarr", "run"), "encoding": ("run",), "fill_damaged": ("run",)}
+"""Formats of the options that not all formats have."""
 
 Array = npt.NDArray[Any]
 
@@ -80,23 +77,8 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
     RunExists
         If the path exists and `overwrite` is not set, or if it is anything but an exported Zarr.
     """
-    path = local_path(target).absolute()
-    if not path.exists() and not path.is_symlink():
-        return path
-    if not overwrite:
-        raise RunExists(
-            f"{path} already exists; choose another path, or replace it with overwrite=True"
-        )
-    try:
-        ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = False
-    if path.is_symlink() or not ours:
-        raise RunExists(
-            f"{path} is not an exported Zarr, so it is not overwritten; choose another path, or "
-            "use --format run to rechunk a run in place"
-        )
-    return path
+    what = "an exported Zarr (format='run' replaces a run)"
+    return check_local_target(local_path(target), overwrite=overwrite, mark=EXPORTED, what=what)
 
 
 def write_zarr(
@@ -129,33 +111,25 @@ def write_zarr(
     """
     import xarray
 
-    budget, run = parse_bytes(memory), selection.run
-    shapes, at_once, chunks = {}, {}, {}
-    for name in selection.variables:
-        variable = run.series[name]
-        shapes[name] = variable.shape_of(selection.rows, selection.tokens)
-        at_once[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
+    budget, rows, tokens = parse_bytes(memory), selection.rows, selection.tokens
+    variables = [selection.run.series[name] for name in selection.variables]
+    empty = _empty(selection)
+    total = sum(each.nbytes for each in empty.data_vars.values())
+    chunks = {each.name: _chunks(each, empty[each.name].shape, block_rows, budget)
+              for each in variables}  # fmt: skip
     with warnings.catch_warnings():
         # Some readers expect consolidated metadata; the others ignore it.
         warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
-        _empty(selection, shapes).to_zarr(
-            path,
-            mode="w-",
-            compute=False,
-            encoding={name: _encoding(chunk) for name, chunk in chunks.items()},
-            **_OPTIONS,
-        )
-        total = sum(
-            math.prod(shapes[name]) * run.series[name].native.stored.itemsize for name in shapes
-        )
+        encoding = {name: _encoding(chunk) for name, (_, chunk) in chunks.items()}
+        empty.to_zarr(path, mode="w-", compute=False, encoding=encoding, **_OPTIONS)
         done = 0
-        for name in selection.variables:
-            variable = run.series[name]
-            for start in range(0, len(selection.rows), at_once[name]):
-                rows = slice(start, min(start + at_once[name], len(selection.rows)))
-                values = variable.load(selection.rows[rows], selection.tokens)
-                part = xarray.Dataset({name: (variable.dims, values)})
-                part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
+        for variable in variables:
+            at_once, _ = chunks[variable.name]
+            for start in range(0, len(rows), at_once):
+                at = slice(start, min(start + at_once, len(rows)))
+                values = variable.load(rows[at], tokens)
+                part = xarray.Dataset({variable.name: (variable.dims, values)})
+                part.to_zarr(path, mode="r+", region={STEP.name: at}, **_OPTIONS)
                 done += values.nbytes
                 if on_progress is not None:
                     on_progress(done, total)
@@ -170,8 +144,8 @@ def _chunks(
     if fitting < (block_rows or 1):
         raise InvalidArgument(
             f"the memory budget of {format_bytes(memory)} does not hold {block_rows or 1} rows of "
-            f"{variable.name}, {format_bytes(row)} each; raise it (--memory), or write chunks of "
-            "fewer rows (--block-rows)"
+            f"{variable.name}, {format_bytes(row)} each; raise it (memory=…), or write chunks of "
+            "fewer rows (block_rows=…)"
         )
     if "token" in variable.dims:
         rows = block_rows or max(1, min(variable.tile[0], _MOST_ROWS, fitting))
@@ -197,7 +171,7 @@ def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
+def _empty(selection: Selection) -> xr.Dataset:
     """The Dataset, without the values of its variables."""
     import dask.array
     import xarray
@@ -208,18 +182,16 @@ def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Datas
     }
     for name, values in selection.coordinates.items():
         entry = coordinate(name)
-        attributes = {} if entry is None else dict(entry.attributes)
-        coordinates[name] = ("token", _plain(values), attributes)
+        coordinates[name] = ("token", _plain(values), entry and entry.attributes)
     coordinates |= {name: (name, _plain(values)) for name, values in run.names.items()}
+    variables: dict[str, Any] = {}
+    for name in selection.variables:
+        variable = run.series[name]
+        shape = variable.shape_of(selection.rows, selection.tokens)
+        values = dask.array.empty(shape, dtype=variable.native.stored, chunks=-1)
+        variables[name] = (variable.dims, values, variable.attributes)
     return xarray.Dataset(
-        {
-            name: (
-                run.series[name].dims,
-                dask.array.empty(shape, dtype=run.series[name].native.stored, chunks=-1),
-                run.series[name].attributes,
-            )
-            for name, shape in shapes.items()
-        },
+        variables,
         coords=coordinates,
         attrs={name: value for name, value in run.attributes.items() if name not in dropped}
         | {EXPORTED: __version__},
@@ -268,7 +240,7 @@ def export(
     run: Run | Iterable[Run],
     file: str | os.PathLike[str],
     *,
-    format: str | None = None,
+    format: Format | None = None,
     layout: str = "native",
     steps: Steps = None,
     tokens: Tokens = None,
@@ -360,223 +332,88 @@ def export(
     """
     given: Any = run
     is_one = isinstance(given, (str, os.PathLike, imported("xarray", "Dataset")))
+    runs: list[Run] = [given] if is_one else list(given)
     described = layout_of(layout)
-    format = _format_of(format, described, encoding)
-    ending = Path(file).suffix.lower()
-    if ENDINGS.get(ending, format) not in (format, format.replace("run", "zarr")):
-        fitting = next(name for name in ENDINGS if ENDINGS[name] == format.replace("run", "zarr"))
-        raise InvalidArgument(
-            f"got {file}, whose ending is that of {ENDINGS[ending]}, but layout {described.name} "
-            f"is written as {format}; name it NAME{fitting}, or choose another layout or format"
-        )
-    request = _Request(
-        runs=[given] if is_one else list(given),
-        file=file,
-        layout=layout,
-        described=described,
-        select=partial(select, steps=steps, tokens=tokens, variables=variables),
-        overwrite=overwrite,
-        on_progress=on_progress,
-    )
-    if format == "run":
-        return _export_run(request, block_rows, memory, encoding, fill_damaged=fill_damaged)
+    options = {"block_rows": block_rows, "encoding": encoding, "fill_damaged": fill_damaged}
+    format = _format_of(file, format, described, options)
+    if format == "hdf5" and described.whole:
+        described = layout_of("hdf5")
+    checks: dict[str, Callable[..., Path]] = {"zarr": check_zarr_target, "run": check_local_target}
+    check = checks.get(format, check_file_target)
+    check(file, overwrite=overwrite)
+    check_number(described, len(runs))
+    damaged = DamagedChunks(runs[0]) if fill_damaged else None
+    opened = [open_tiled(each) for each in runs] if damaged is None else [damaged.run]
+    parts = [select(each, steps=steps, tokens=tokens, variables=variables) for each in opened]
+    part, notes = parts[0], list[str]()
     if format == "zarr":
-        _refuse_options(format, encoding=encoding, fill_damaged=fill_damaged)
-        return _export_zarr(request, block_rows, memory)
-    _refuse_options(format, block_rows=block_rows, encoding=encoding, fill_damaged=fill_damaged)
-    return _export_hdf5(request, memory) if format == "hdf5" else _export_safetensors(request)
+        with staged_run(file, overwrite=overwrite, check=check) as path:
+            write_zarr(path, part, block_rows=block_rows, memory=memory, on_progress=on_progress)
+    elif format == "run":
+        if RunAttributes.of(part.run.attributes).keyframe_every:
+            notes.append("the copy has no keyframes; to keep them, copy the folder of the run")
+        with staged_run(file, overwrite=overwrite) as path:
+            write_run(
+                path, part, block_rows=block_rows, memory=memory, encoding=encoding,
+                damaged=damaged, on_note=notes.append, on_progress=on_progress,
+            )  # fmt: skip
+        notes += [] if damaged is None else damaged.sentences(part)
+    else:
+        content = layout_file(described, parts)
+        with staged_file(file, overwrite=overwrite) as path:
+            if format == "hdf5":
+                rounded = write_hdf5(
+                    path, content.tensors, content.texts, on_progress,
+                    attributes=content.attributes, chunk_rows=described.chunk_rows,
+                    gzip=described.gzip, float16_as_bits=described.whole,
+                    memory=parse_bytes(memory),
+                )  # fmt: skip
+            else:
+                rounded = write_safetensors(path, content.tensors, content.texts, on_progress)
+        part, narrower = content.part, f"layout {layout} holds a narrower type than the run"
+        counts = ((key, count) for key, count in rounded.items() if count)
+        notes += content.notes
+        notes += (f"{count:,} values of {key} were rounded: {narrower}" for key, count in counts)
+    path = Path(file)
+    files = [path] if path.is_file() else path.rglob("*")
+    return Exported(
+        path=path,
+        format=format,
+        layout=layout,
+        rows=len(part.rows),
+        tokens=len(part.coordinates["token"]),
+        variables=part.variables,
+        bytes=sum(each.stat().st_size for each in files if each.is_file()),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
-def _format_of(format: str | None, layout: Layout, encoding: str | None) -> str:
-    """The format of the export: that of the call, or the one that the layout implies."""
-    if format is not None and format not in FORMATS:
-        raise InvalidArgument(
-            f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
-            f"{', '.join(FORMATS)}"
-        )
-    implied: str = layout.format
+def _format_of(
+    file: str | os.PathLike[str], format: Format | None, layout: Layout, options: dict[str, Any]
+) -> Format:
+    """The format of an export, which fits its layout, its options and the ending of the file."""
+    implied: Format = layout.format
     if layout.name == "native":
-        implied = format or (implied if encoding is None else "run")
-    if format is not None and format != implied:
+        implied = format or (implied if options["encoding"] is None else "run")
+    if format not in (None, implied):
         raise InvalidArgument(
             f"got format {format} with layout {layout.name}, which is for {implied} files; omit "
             "one of them"
         )
+    fitting, ending = "zarr" if implied == "run" else implied, Path(file).suffix.lower()
+    if ENDINGS.get(ending, fitting) != fitting:
+        suffix = next(name for name in ENDINGS if ENDINGS[name] == fitting)
+        raise InvalidArgument(
+            f"got {file}, whose ending is that of {ENDINGS[ending]}, but layout {layout.name} "
+            f"is written as {implied}; name it NAME{suffix}, or choose another layout or format"
+        )
+    for name, value in options.items():
+        if value and implied not in _OF_FORMATS[name]:
+            raise InvalidArgument(
+                f"got {name}={value!r} with format {implied}, which has no such option; omit it, "
+                f"or choose format {' or '.join(_OF_FORMATS[name])}"
+            )
     return implied
-
-
-def _refuse_options(
-    format: str,
-    *,
-    block_rows: int | None = None,
-    encoding: str | None = None,
-    fill_damaged: bool = False,
-) -> None:
-    """Refuse the options that a format does not have."""
-    if block_rows is not None:
-        raise InvalidArgument(
-            f"got block_rows={block_rows} with format {format}, which has no blocks; use it with "
-            "zarr or run only"
-        )
-    if encoding is not None:
-        raise InvalidArgument(
-            f"got encoding={encoding} with format {format}, which has no encoding; use format "
-            "run, or omit the encoding"
-        )
-    if fill_damaged:
-        raise InvalidArgument(
-            f"got fill_damaged with format {format}; fill a copy first: --format run --fill-damaged"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """The arguments of an export that every format has.
-
-    Attributes
-    ----------
-    runs : list of path-like, str or Dataset
-    file : path-like
-    layout : str
-        Name of the layout, or path of its description.
-    described : Layout
-    select : callable
-        Selects the steps, tokens and variables of an opened run.
-    overwrite : bool
-    on_progress : callable, optional
-    """
-
-    runs: list[Run]
-    file: str | os.PathLike[str]
-    layout: str
-    described: Layout
-    select: Callable[[TiledRun], Selection]
-    overwrite: bool
-    on_progress: Progress | None
-
-    def exported(
-        self,
-        format: str,
-        part: Selection,
-        *,
-        has_rows: bool = True,
-        omitted: Collection[str] = (),
-        notes: Iterable[str] = (),
-    ) -> Exported:
-        """The result, once the file is in its place."""
-        path = Path(self.file)
-        return Exported(
-            path=path,
-            format=format,
-            layout=self.layout,
-            rows=len(part.rows) if has_rows else 0,
-            tokens=len(part.coordinates["token"]),
-            variables=tuple(name for name in part.variables if name not in omitted),
-            bytes=_size(path),
-            notes=tuple(notes),
-        )
-
-
-def _export_run(
-    request: _Request,
-    block_rows: int | None,
-    memory: int | str,
-    encoding: Encoding | None,
-    *,
-    fill_damaged: bool,
-) -> Exported:
-    check_local_target(request.file, overwrite=request.overwrite)
-    check_number(request.described, len(request.runs))
-    damaged = DamagedChunks(request.runs[0]) if fill_damaged else None
-    part = request.select(open_tiled(request.runs[0]) if damaged is None else damaged.run)
-    notes: list[str] = []
-    if RunAttributes.of(part.run.attributes).keyframe_every:
-        notes.append("the copy has no keyframes; to keep them, copy the folder of the run")
-    with staged_run(request.file, overwrite=request.overwrite) as path:
-        write_run(
-            path,
-            part,
-            block_rows=block_rows,
-            memory=memory,
-            encoding=encoding,
-            damaged=damaged,
-            on_note=notes.append,
-            on_progress=request.on_progress,
-        )
-    if damaged is not None:
-        notes += damaged.sentences(part)
-    return request.exported("run", part, notes=list(dict.fromkeys(notes)))
-
-
-def _export_zarr(request: _Request, block_rows: int | None, memory: int | str) -> Exported:
-    check_zarr_target(request.file, overwrite=request.overwrite)
-    check_number(request.described, len(request.runs))
-    part = request.select(open_tiled(request.runs[0]))
-    with staged_run(request.file, overwrite=request.overwrite, check=check_zarr_target) as path:
-        write_zarr(
-            path, part, block_rows=block_rows, memory=memory, on_progress=request.on_progress
-        )
-    return request.exported("zarr", part)
-
-
-def _export_safetensors(request: _Request) -> Exported:
-    def write(path: Path, content: ExportedFile) -> dict[str, int]:
-        return write_safetensors(path, content.tensors, content.texts, request.on_progress)
-
-    return _export_layout(request, request.described, write)
-
-
-def _export_hdf5(request: _Request, memory: int | str) -> Exported:
-    layout = layout_of("hdf5") if request.described.whole else request.described
-
-    def write(path: Path, content: ExportedFile) -> dict[str, int]:
-        return write_hdf5(
-            path,
-            content.tensors,
-            content.texts,
-            request.on_progress,
-            attributes=content.attributes,
-            chunk_rows=layout.chunk_rows,
-            gzip=layout.gzip,
-            float16_as_bits=layout.whole,
-            memory=parse_bytes(memory),
-        )
-
-    return _export_layout(request, layout, write)
-
-
-def _export_layout(
-    request: _Request,
-    layout: Layout,
-    write: Callable[[Path, ExportedFile], dict[str, int]],
-) -> Exported:
-    """Write a file in a layout. `write` returns the numbers of rounded values, by key."""
-    check_file_target(request.file, overwrite=request.overwrite)
-    check_number(layout, len(request.runs))
-    opened = [open_tiled(run) for run in request.runs]
-    parts = [request.select(run) for run in opened]
-    if layout.whole:
-        layout = with_everything(layout, parts[0])
-    elif layout.begins_late:
-        layout, parts = without_step_0(layout, parts)
-    content = layout_file(layout, parts)
-    with staged_file(request.file, overwrite=request.overwrite) as path:
-        rounded = write(path, content)
-    narrower = f"were rounded: layout {request.layout} holds a narrower type than the run"
-    counts = (f"{count:,} values of {key} {narrower}" for key, count in rounded.items() if count)
-    return request.exported(
-        layout.format,
-        population(layout, parts[0], layout.only or "all"),
-        has_rows=bool(layout.columns),
-        omitted=content.omitted,
-        notes=(*content.notes, *counts),
-    )
-
-
-def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def to_torch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.layout_columns import columns_of, is_sgd, joined, step_labels
+from trajstore.exchange.layout_columns import (
+    columns_of,
+    is_sgd,
+    joined,
+    population,
+    step_labels,
+)
 from trajstore.exchange.layouts import (
     COUNTS,
     OF_RUNS,
@@ -53,9 +60,10 @@ def file_numbers(
     unknown, different = [], []
     for key in layout.numbers:
         if key in COUNTS:
-            value = _count(layout, parts[0], marks_dead=COUNTS[key])
-            if value is not None:
-                numbers[key] = value
+            source = parts[0] if layout.only is None else parts[0].run
+            if "is_dead" in source.coordinates:
+                marks = source.coordinates["is_dead"].astype(bool) == COUNTS[key]
+                numbers[key] = int(np.count_nonzero(marks))
         elif key.startswith(RECORDED):
             name = named(key.removeprefix(RECORDED))
             held = {column.variable for column in layout.columns if column.key in keys}
@@ -86,14 +94,6 @@ def file_numbers(
     return numbers, notes
 
 
-def _count(layout: Layout, part: Selection, *, marks_dead: bool) -> int | None:
-    """Number of dead or of live tokens."""
-    coordinates = part.coordinates if layout.only is None else part.run.coordinates
-    if "is_dead" not in coordinates:
-        return None
-    return int(np.count_nonzero(coordinates["is_dead"].astype(bool) == marks_dead))
-
-
 def number_of(key: str, part: Selection) -> int | float | None:
     """A number of a run, from its attributes, or the length of what is selected.
 
@@ -116,12 +116,8 @@ def _length(name: str, part: Selection) -> int | None:
     if name == "num_steps":
         return len(part.steps) - 1
     if name == "hidden_dim":
-        matrices = (
-            variable
-            for variable in part.run.series.values()
-            if variable.dims == VARIABLES["W"].dims
-        )
-        return next((variable.shape[2] for variable in matrices), None)
+        series = part.run.series.values()
+        return next((each.shape[2] for each in series if each.dims == VARIABLES["W"].dims), None)
     ids = part.run.coordinates["token"]
     is_whole = np.array_equal(ids, np.arange(len(ids)))
     return len(ids) if name == "vocab_size" and is_whole else None
@@ -149,8 +145,8 @@ class ExportedFile:
         Metadata of a safetensors file, or datasets of bytes in HDF5.
     attributes : dict of str to str, int or float
         Attributes of the root in HDF5.
-    omitted : tuple of str
-        Selected variables that the layout has no place for.
+    part : Selection
+        What the file holds of the first run.
     notes : tuple of str
         Notes for the reader of the file.
     """
@@ -158,30 +154,15 @@ class ExportedFile:
     tensors: tuple[Tensor, ...]
     texts: dict[str, str]
     attributes: dict[str, Any]
-    omitted: tuple[str, ...]
+    part: Selection
     notes: tuple[str, ...]
-
-
-def without_step_0(layout: Layout, parts: list[Selection]) -> tuple[Layout, list[Selection]]:
-    """The layout and the selections of a file that begins with step 1."""
-    columns = tuple(replace(column, first_row=0) for column in layout.columns)
-    later = [replace(part, rows=part.rows[part.steps > 0]) for part in parts]
-    return replace(layout, columns=columns), later
-
-
-def with_everything(layout: Layout, part: Selection) -> Layout:
-    """The layout of a whole run, with a column for each selected variable, in its native type."""
-    keys = {column.variable: column.key for column in layout.columns}
-    types: dict[str, Any] = {name: part.run.series[name].native.name for name in part.variables}
-    columns = tuple(
-        Column(key=keys.get(name, name), variable=name, type=types[name], row0="nan")
-        for name in part.variables
-    )
-    return replace(layout, columns=columns)
 
 
 def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     """Content of a file: tensors, metadata, and notes for its reader.
+
+    A layout of a whole run gets a column for each selected variable, in its native type. One whose
+    arrays all omit the row of step 0 begins with step 1.
 
     Raises
     ------
@@ -194,6 +175,21 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     """
     if layout.runs == "matrices":
         parts = _in_order(layout, parts)
+    if layout.whole:
+        keys = {column.variable: column.key for column in layout.columns}
+        types: dict[str, Any] = {
+            name: each.native.name for name, each in parts[0].run.series.items()
+        }
+        columns = tuple(
+            Column(key=keys.get(name, name), variable=name, type=types[name], row0="nan")
+            for name in parts[0].variables
+        )
+        layout = replace(layout, columns=columns)
+    elif layout.begins_late:
+        layout = replace(
+            layout, columns=tuple(replace(column, first_row=0) for column in layout.columns)
+        )
+        parts = [replace(part, rows=part.rows[part.steps > 0]) for part in parts]
     first = parts[0]
     _check_tokens(layout, parts)
     if not layout.columns and "is_dead" not in first.run.coordinates:
@@ -202,18 +198,15 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
             "dead; label them with trajstore annotate"
         )
     notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
-    columns: list[dict[str, Tensor]] = []
+    of_runs: list[dict[str, Tensor]] = []
     for part in parts:
-        by_tokens: dict[str, Selection] = {
-            column.tokens: population(layout, part, column.tokens) for column in layout.columns
-        }
-        of_run, absent = columns_of(layout, part, by_tokens)
-        columns.append(of_run)
+        tensors, absent = columns_of(layout, part)
+        of_runs.append(tensors)
         notes += absent
     placeless = _without_place(layout, first)
     if placeless:
         notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
-    common = set.intersection(*map(set, columns))
+    common = set.intersection(*map(set, of_runs))
     numbers, unknown = file_numbers(layout, parts, common)
     as_attributes = layout.format == "hdf5"
     metadata = _metadata(layout, first)
@@ -222,23 +215,30 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
         *(step_labels(layout, [part.steps for part in parts]) if layout.columns else ()),
         *_token_labels(layout, first),
     ]
-    arrays = [*joined(layout, columns)]
-    tensors = [
-        *((*arrays, *labels) if layout.whole else (*labels, *arrays)),
-        *(
+    arrays = [*joined(layout, of_runs)]
+    written = [*arrays, *labels] if layout.whole else [*labels, *arrays]
+    if not as_attributes:
+        written += [
             constant(key, layout.types.get(key) or number_type(key) or "float32", value)
             for key, value in numbers.items()
-            if not as_attributes
-        ),
-    ]
-    keys = [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())]
-    _check_keys(layout, keys)
-    notes += [*_notes(layout, first, common, keys), *unknown]
+        ]
+    names = [*(tensor.key for tensor in written), *(numbers if as_attributes else ())]
+    if double := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise InvalidArgument(
+            f"layout {layout.name} has {double[0]!r} twice; give its arrays, steps, marks and "
+            "numbers different names (token and recorded_steps may be added)"
+        )
+    notes += [*_notes(layout, first, common, names), *unknown]
+    held = replace(
+        population(layout, first, layout.only or "all"),
+        rows=first.rows if layout.columns else first.rows[:0],
+        variables=tuple(name for name in first.variables if name not in placeless),
+    )
     return ExportedFile(
-        tensors=tuple(_typed(layout, tensor) for tensor in tensors),
+        tensors=tuple(_typed(layout, tensor) for tensor in written),
         texts=texts if as_attributes else metadata | texts,
         attributes=metadata | numbers if as_attributes else {},
-        omitted=tuple(name for name in placeless if name in first.run.series),
+        part=held,
         notes=() if layout.whole else tuple(dict.fromkeys(notes)),
     )
 
@@ -282,16 +282,6 @@ def _in_order(layout: Layout, parts: list[Selection]) -> list[Selection]:
     return parts
 
 
-def _check_keys(layout: Layout, keys: Sequence[str]) -> None:
-    """Refuse two values under one name."""
-    double = [key for number, key in enumerate(keys) if key in keys[:number]]
-    if double:
-        raise InvalidArgument(
-            f"layout {layout.name} has {double[0]!r} twice; give its arrays, steps, marks and "
-            "numbers different names (token and recorded_steps may be added)"
-        )
-
-
 def _without_place(layout: Layout, part: Selection) -> list[str]:
     """Variables and coordinates of a run that the layout has no place for."""
     if layout.whole or not layout.columns:
@@ -307,100 +297,50 @@ def _without_place(layout: Layout, part: Selection) -> list[str]:
     ]
 
 
-def population(layout: Layout, part: Selection, name: str) -> Selection:
-    """The selected tokens of a population: dead, live or all.
-
-    Raises
-    ------
-    VariableNotRecorded, InvalidArgument
-        If the run does not record which tokens are dead, or none of the population is selected.
-    """
-    if name == "all":
-        return part
-    if "is_dead" not in part.run.coordinates:
-        raise VariableNotRecorded(
-            f"layout {layout.name} has rows of {name} tokens, but the run has no is_dead; "
-            "use another layout, or label the tokens with trajstore annotate"
-        )
-    places = np.arange(len(part.run.coordinates["token"])) if part.tokens is None else part.tokens
-    places = places[part.coordinates["is_dead"].astype(bool) == (name == "dead")]
-    if not len(places):
-        raise InvalidArgument(
-            f"layout {layout.name} has rows of {name} tokens, but none is selected; select "
-            f"{name} tokens, or use another layout"
-        )
-    return replace(part, tokens=places)
-
-
 def _token_labels(layout: Layout, part: Selection) -> Iterator[Tensor]:
-    """Ids of the tokens, unless they count from 0, and the marks of the dead tokens."""
+    """Ids of the tokens, unless they count from 0, and the marks of the dead and live tokens.
+
+    The notebooks index the token axis with the marks. They are positions, which are ids in a whole
+    run, or ids of a whole vocabulary in files with rows of some tokens.
+    """
+    ids, coordinates = part.coordinates["token"], part.coordinates
+    is_dead, selected = coordinates.get("is_dead"), np.ones(len(ids), bool)
     if layout.only:
-        yield from _marked_ids(layout, part)
-        return
-    coordinates, ids = part.coordinates, part.coordinates["token"]
-    if layout.whole or not np.array_equal(ids, np.arange(len(ids))):
+        every = part.run.coordinates["token"]
+        if (np.diff(every) <= 0).any():
+            raise InvalidArgument(
+                f"layout {layout.name} marks the tokens of its rows in the order of their ids, but "
+                "the Dataset has another order; sort it: ds.sortby('token')"
+            )
+        size = max(int(number_of("vocab_size", part) or 0), int(every[-1]) + 1)
+        is_dead, selected = np.zeros((2, size), bool)
+        is_dead[every], selected[ids] = part.run.coordinates["is_dead"], True
+    elif layout.whole or not np.array_equal(ids, np.arange(len(ids))):
         yield constant("token", "int32", ids)
-    if "is_dead" in coordinates:
-        # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        yield from _marked(layout, coordinates["is_dead"].astype(bool))
     for key, kind in layout.marks.items():
-        if kind == "token_count" and "token_count" in coordinates:
-            yield constant(key, "int64", coordinates["token_count"])
+        name, _, form = kind.partition("_")
+        if kind == "token_count":
+            if kind in coordinates and not layout.only:
+                yield constant(key, "int64", coordinates[kind])
+        elif form in ("mask", "ids") and is_dead is not None:
+            mask = (is_dead.astype(bool) == (name == "dead")) & selected
+            yield (
+                constant(key, "bool", mask) if form == "mask"
+                else constant(key, "int64", np.flatnonzero(mask))
+            )  # fmt: skip
     if layout.name == "native":  # in other files, their names may have another meaning
         yield from (constant(name, "bool", coordinates[name]) for name in part.run.populations)
 
 
-def _marked_ids(layout: Layout, part: Selection) -> Iterator[Tensor]:
-    """Marks of the selected tokens of a whole vocabulary, for files with rows of some of them."""
-    ids = part.run.coordinates["token"]
-    if (np.diff(ids) <= 0).any():
-        raise InvalidArgument(
-            f"layout {layout.name} marks the tokens of its rows in the order of their ids, but the "
-            "Dataset has another order; sort it: ds.sortby('token')"
-        )
-    size = max(int(number_of("vocab_size", part) or 0), int(ids[-1]) + 1)
-    is_dead, selected = np.zeros((2, size), bool)
-    is_dead[ids] = part.run.coordinates["is_dead"]
-    selected[part.coordinates["token"]] = True
-    yield from _marked(layout, is_dead, selected)
-
-
 def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
     """Refuse runs with other tokens than the first one."""
-    for number, part in enumerate(parts[1:], 1):
-        for name in ("token", "is_dead"):
-            its, first = (
-                selection.coordinates.get(name, np.empty(0)) for selection in (part, parts[0])
+    for number, name in product(range(1, len(parts)), ("token", "is_dead")):
+        its, first = (parts[at].coordinates.get(name, np.empty(0)) for at in (number, 0))
+        if not np.array_equal(its, first):
+            raise InvalidArgument(
+                f"{name} of run {number} differs from that of run 0; layout {layout.name} holds "
+                "one set of tokens: select common ones (tokens=…), or export each run"
             )
-            if not np.array_equal(its, first):
-                raise InvalidArgument(
-                    f"{name} of run {number} differs from that of run 0; layout {layout.name} "
-                    "holds one set of tokens: select common ones (--select token=…), or export "
-                    "each run"
-                )
-
-
-def _marked(layout: Layout, is_dead: Array, selected: Array | None = None) -> Iterator[Tensor]:
-    """Masks and lists of dead and live tokens.
-
-    Parameters
-    ----------
-    layout : Layout
-        Its marks; those of counts are omitted.
-    is_dead : ndarray of bool, (token,)
-    selected : ndarray of bool, (token,), optional
-        Tokens to mark. Default: all.
-    """
-    for key, kind in layout.marks.items():
-        name, _, form = kind.partition("_")
-        if form not in ("mask", "ids"):
-            continue
-        mask = is_dead == (name == "dead")
-        mask = mask if selected is None else mask & selected
-        yield (
-            constant(key, "bool", mask) if form == "mask"
-            else constant(key, "int64", np.flatnonzero(mask))
-        )  # fmt: skip
 
 
 def _metadata(layout: Layout, part: Selection) -> dict[str, str]:

@@ -89,7 +89,7 @@ class DamagedChunks:
         if foreign:
             raise InvalidArgument(
                 f"{', '.join(foreign)} of {run} has a layout of another program, so damaged chunks "
-                "cannot be filled; export without --fill-damaged"
+                "cannot be filled; export without fill_damaged=True"
             )
         series = {
             name: replace(each, bits=partial(self._bits, each))

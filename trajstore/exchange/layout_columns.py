@@ -5,7 +5,7 @@ Several runs lie along a first axis, under numbered keys, or as the matrices E a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -26,28 +26,24 @@ from trajstore.values.native_types import convert, is_nan, native_type, spacing
 from trajstore.values.optimizer_rule import MOMENTS
 
 Array = npt.NDArray[Any]
+Made = Callable[..., Tensor]
+"""Makes the tensor of a column, whose key and type it knows."""
 
 
-def columns_of(
-    layout: Layout, part: Selection, populations: Mapping[str, Selection]
-) -> tuple[dict[str, Tensor], list[str]]:
+def columns_of(layout: Layout, part: Selection) -> tuple[dict[str, Tensor], list[str]]:
     """Tensors with a row per step, by their keys, and notes about omitted ones.
-
-    Parameters
-    ----------
-    layout : Layout
-    part : Selection
-    populations : mapping of str to Selection
-        The selected tokens of each population of the layout.
 
     Raises
     ------
     VariableNotRecorded
-        If the run holds no variable of the layout.
+        If the run holds no variable of the layout, or does not record which tokens are dead.
     InvalidArgument
         If the layout needs the row before a selected one, and the run does not hold that row.
     """
     run, selected, columns = part.run, part.variables, layout.columns
+    populations: dict[str, Selection] = {
+        column.tokens: population(layout, part, column.tokens) for column in columns
+    }
     if "W" not in run.series:
         # A run that was imported from changes of W holds only these.
         columns = tuple(
@@ -57,12 +53,13 @@ def columns_of(
     tensors: dict[str, Tensor] = {}
     unrecorded, unselected, zeros = [], [], []
     for column in columns:
+        made = partial(Tensor, key=column.key, dtype=column.file_type)
         if column.variable in selected:
-            tensors[column.key] = _column(layout, column, populations[column.tokens])
+            tensors[column.key] = _column(layout, column, made, populations[column.tokens])
         elif column.variable in run.series:
             unselected.append(column.key)
         elif column.variable in MOMENTS and is_sgd(run):
-            tensors[column.key] = _zeros(column, populations[column.tokens])
+            tensors[column.key] = _zeros(column, made, populations[column.tokens])
             zeros.append(column.key)
         else:
             unrecorded.append(column)
@@ -89,29 +86,49 @@ def is_sgd(run: TiledRun) -> bool:
     return optimizer.rule == "SGD" and not optimizer.hyperparameters.get("momentum")
 
 
-def _zeros(column: Column, part: Selection) -> Tensor:
+def population(layout: Layout, part: Selection, name: str) -> Selection:
+    """The selected tokens of a population: dead, live or all.
+
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        If the run does not record which tokens are dead, or none of the population is selected.
+    """
+    if name == "all":
+        return part
+    if "is_dead" not in part.run.coordinates:
+        raise VariableNotRecorded(
+            f"layout {layout.name} has rows of {name} tokens, but the run has no is_dead; "
+            "use another layout, or label the tokens with trajstore annotate"
+        )
+    places = np.arange(len(part.run.coordinates["token"])) if part.tokens is None else part.tokens
+    places = places[part.coordinates["is_dead"].astype(bool) == (name == "dead")]
+    if not len(places):
+        raise InvalidArgument(
+            f"layout {layout.name} has rows of {name} tokens, but none is selected; select "
+            f"{name} tokens, or use another layout"
+        )
+    return replace(part, tokens=places)
+
+
+def _zeros(column: Column, made: Made, part: Selection) -> Tensor:
     """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
     series = part.run.series
     like = next(series[name] for name in (*TRAJECTORIES, "grad") if name in series)
     shape = like.shape_of(part.rows[column.first_row :], part.tokens)
     row = np.zeros((1, *shape[1:]), native_type(column.type).bits)
-    return Tensor(
-        key=column.key,
-        dtype=column.file_type,
-        shape=shape,
-        parts=lambda: [(slice(at, at + 1),) for at in range(shape[0])],
-        read=lambda where: (row, 0),
-    )
+    parts = [(slice(at, at + 1),) for at in range(shape[0])]
+    return made(shape=shape, parts=lambda: parts, read=lambda where: (row, 0))
 
 
-def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
+def _column(layout: Layout, column: Column, made: Made, part: Selection) -> Tensor:
     variable, tokens = part.run.series[column.variable], part.tokens
-    rows = part.rows[column.first_row :]
+    at = rows = part.rows[column.first_row :]
+    steps = part.run.steps[rows]
     if column.time == "centroid":
-        return _centroid(column, variable, rows, tokens)
+        return _centroid(made, variable, rows, tokens)
     if column.time == "last_motion":
-        return _last_motion(column, variable, rows, tokens, part.run.steps[rows])
-    at, steps = rows, part.run.steps[rows]
+        return _last_motion(made, variable, rows, tokens, steps)
     if column.time != "after":
         # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
         before = np.where(steps == 0, 0, steps - 1)
@@ -130,7 +147,12 @@ def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
 
     def read(where: Where) -> tuple[Array, int]:
         if is_change:
-            return _change(column, variable, where, rows, at, tokens), 0
+            earlier = variable.read(where, at, tokens)
+            with np.errstate(invalid="ignore", over="ignore"):  # NaN, infinity are valid results
+                change = np.subtract(variable.read(where, rows, tokens), earlier, dtype=np.float32)
+                if column.time == "ulps":
+                    change /= spacing(earlier, native.name)
+            return change.view(np.uint32), 0
         if dtype.name == native.name:
             bits, rounded = variable.read(where, at, tokens, native=True), 0
         else:
@@ -141,13 +163,8 @@ def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
                 bits[row] = 0
         return bits, rounded
 
-    tensor = Tensor(
-        key=column.key,
-        dtype=column.file_type,
-        shape=variable.shape_of(shown, tokens),
-        parts=partial(variable.tiles, shown, tokens),
-        read=read,
-    )
+    shape, parts = variable.shape_of(shown, tokens), partial(variable.tiles, shown, tokens)
+    tensor = made(shape=shape, parts=parts, read=read)
     return _first_row(tensor) if column.time == "initial" else tensor
 
 
@@ -166,7 +183,7 @@ def _first_row(tensor: Tensor) -> Tensor:
     )
 
 
-def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Array | None) -> Tensor:
+def _centroid(made: Made, variable: TiledVariable, rows: Array, tokens: Array | None) -> Tensor:
     """Mean over the tokens in each row, summed in float64."""
     count, of_tokens, hidden = variable.shape_of(rows, tokens)
 
@@ -177,19 +194,12 @@ def _centroid(column: Column, variable: TiledVariable, rows: Array, tokens: Arra
             total[tile[0]] += variable.read(tile, some, tokens).sum(1, dtype=np.float64)
         return (total / of_tokens).astype(np.float32).view(np.uint32), 0
 
-    return Tensor(
-        key=column.key,
-        dtype=column.file_type,
-        shape=(count, hidden),
-        parts=lambda: [
-            (some,) for some, _ in groupby(variable.tiles(rows, tokens), key=itemgetter(0))
-        ],
-        read=read,
-    )
+    parts = [(some,) for some, _ in groupby(variable.tiles(rows, tokens), key=itemgetter(0))]
+    return made(shape=(count, hidden), parts=lambda: parts, read=read)
 
 
 def _last_motion(
-    column: Column, variable: TiledVariable, rows: Array, tokens: Array | None, steps: Array
+    made: Made, variable: TiledVariable, rows: Array, tokens: Array | None, steps: Array
 ) -> Tensor:
     """Step of the last row in which a token differs from the row before; -1 if it never does."""
     shape = variable.shape_of(rows, tokens)[1:]
@@ -207,30 +217,7 @@ def _last_motion(
                 before[some] = row
         return last[where].view(np.uint32), 0
 
-    return Tensor(
-        key=column.key,
-        dtype=column.file_type,
-        shape=shape[:1],
-        parts=lambda: [(slice(0, shape[0]),)],
-        read=read,
-    )
-
-
-def _change(
-    column: Column,
-    variable: TiledVariable,
-    where: Where,
-    rows: Array,
-    before: Array,
-    tokens: Array | None,
-) -> Array:
-    """Bits of differences from the rows before, in float32."""
-    earlier = variable.read(where, before, tokens)
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid results
-        change = np.subtract(variable.read(where, rows, tokens), earlier, dtype=np.float32)
-        if column.time == "ulps":
-            change /= spacing(earlier, variable.native.name)
-    return change.view(np.uint32)
+    return made(shape=shape[:1], parts=lambda: [(slice(0, shape[0]),)], read=read)
 
 
 _MATRICES = ("E", "W")
@@ -243,15 +230,14 @@ def check_number(layout: Layout, count: int) -> None:
     ------
     InvalidArgument
     """
-    if layout.runs == "matrices" and count != 2:
+    fits, expected = {
+        None: (count == 1, "one"),
+        "matrices": (count == 2, "the run of E, then that of W,"),
+    }.get(layout.runs, (count > 0, "one or several"))
+    if not fits:
         raise InvalidArgument(
-            f"layout {layout.name} holds both matrices of one training, got {count} of them; give "
-            "the run of E, then that of W"
-        )
-    if count < 1 or (layout.runs is None and count != 1):
-        raise InvalidArgument(
-            f"got {count} runs, expected one for layout {layout.name}; a layout such as flannel-3 "
-            "or flannel-5 holds several, flannel-2 both matrices of untied weights"
+            f"got {count} runs, expected {expected} for layout {layout.name}; a layout such as "
+            "flannel-3 or flannel-5 holds several, flannel-2 both matrices of untied weights"
         )
 
 
@@ -268,8 +254,7 @@ def step_labels(layout: Layout, steps: Sequence[Array]) -> Iterator[Tensor]:
         if not numbered and not np.array_equal(steps[0], its):
             raise InvalidArgument(
                 f"run {number} has {len(its)} rows and the first run {len(steps[0])}, or other "
-                f"steps; layout {layout.name} needs the same steps of all: select them "
-                "(--select step=…)"
+                f"steps; layout {layout.name} needs the same steps of all: select them (steps=…)"
             )
     for number, its in enumerate(steps if numbered else steps[:1]):
         if layout.steps is not None or not np.array_equal(its, np.arange(len(its))):

@@ -371,7 +371,7 @@ def model_files(path: Path) -> list[Path]:
 
 FORMATS = {
     "safetensors": "safetensors files",
-    "hdf5": "HDF5 files, compressed chunks up to --memory (extra hdf5)",
+    "hdf5": "HDF5 files whose compressed chunks fit into memory (extra hdf5)",
     "npz": ".npz and .npy of NumPy, without pickled objects",
     "torch": ".pt of torch.save, tensors and plain values only (extra train)",
     "folder": "folders of one such file per step (step_00100.safetensors), or of checkpoints of a "

@@ -151,11 +151,15 @@ def named_errors(path: RunPath, what: str = "") -> Iterator[None]:
         ) from error
 
 
-def is_run(path: Location) -> bool:
-    """True if there is a run, which may be damaged."""
+RUN = "trajstore_format"
+"""Attribute of the root of each run."""
+
+
+def is_run(path: Location, mark: str = RUN) -> bool:
+    """True if there is a run, which may be damaged, or a group with another mark."""
     try:
         metadata = json.loads((path / METADATA_KEY).read_bytes())
-        return "trajstore_format" in metadata["attributes"]
+        return mark in metadata["attributes"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

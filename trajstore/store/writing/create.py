@@ -28,7 +28,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, COORDINATES, STEP, VARIABLES, along_token
 from trajstore.store.metadata.metadata_form import Status, run_identity
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.open_group import is_run, open_group, repaired, whole
+from trajstore.store.reading.open_group import RUN, is_run, open_group, repaired, whole
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
     check_writable,
@@ -59,8 +59,17 @@ from trajstore.store.writing.resumed_run import (
 )
 
 
-def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
+def check_target(
+    path: RunPath, *, overwrite: bool = False, mark: str = RUN, what: str = "a run"
+) -> Location:
     """Check that a run may be created at a path, and return its place.
+
+    Parameters
+    ----------
+    path : path-like, str or RemotePath
+    overwrite : bool
+    mark, what : str
+        Attribute of the root of what may be overwritten, and its name.
 
     Raises
     ------
@@ -89,10 +98,9 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
         raise RunExists(
             f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
-    if not is_run(target):
-        raise RunExists(
-            f"{path} is not a run and is not overwritten; choose another path{repaired(target)}"
-        )
+    if not is_run(target, mark):
+        advice = "" if is_run(target) else repaired(target)
+        raise RunExists(f"{path} is not {what} and is not overwritten; choose another path{advice}")
     return target
 
 
@@ -110,8 +118,8 @@ def check_folder(path: RunPath) -> None:
             check_writable(target / METADATA_KEY)
 
 
-def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
-    """Check that a run may be created at a local path. Only recordings can be remote.
+def check_local_target(path: RunPath, *, overwrite: bool = False, **own: str) -> Path:
+    """As `check_target`, at a local path. Only recordings can be remote.
 
     Raises
     ------
@@ -120,7 +128,7 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     InvalidArgument
         If the path has no name, such as ``/``, or is an address.
     """
-    if isinstance((target := check_target(path, overwrite=overwrite)), RemotePath):
+    if isinstance((target := check_target(path, overwrite=overwrite, **own)), RemotePath):
         raise InvalidArgument(
             f"cannot create {path}: only recordings can be in an object store; choose a local path"
         )

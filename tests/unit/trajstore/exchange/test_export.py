@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,13 @@ from exchange_runs import assert_same_run, write_run
 from safetensors import safe_open
 
 import trajstore
-from trajstore.errors import InvalidArgument, RunExists, RunNotFound, VariableNotRecorded
+from trajstore.errors import (
+    FormatError,
+    InvalidArgument,
+    RunExists,
+    RunNotFound,
+    VariableNotRecorded,
+)
 from trajstore.store.reading.run_info import information
 from trajstore.store.writing.create import annotate_run
 
@@ -62,40 +70,30 @@ def test_a_changed_dataset_is_exported_as_it_is(small_run: SmallRun, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "fitting"),
-    [
-        ("a.safetensors", {"layout": "thimble-7"}, r"layout thimble-7 is .* hdf5; .* NAME\.h5"),
-        ("a.zarr", {"layout": "15.1a"}, r"NAME\.safetensors"),
-        ("A.H5", {"encoding": "compact"}, r"NAME\.zarr"),
-    ],
-)
-def test_the_ending_of_another_format(
-    name: str, options: Any, fitting: str, small_run: SmallRun, tmp_path: Path
-) -> None:
-    with pytest.raises(InvalidArgument, match=fitting):
-        trajstore.export(small_run[0], tmp_path / name, **options)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "csv"}, "cannot export to 'csv'"),
+        ({"format": "csv"}, "got format='csv', expected 'safetensors' or 'hdf5'"),
         ({"layout": "1"}, "no layout '1'"),
         ({"format": "hdf5", "layout": "15.1a"}, "which is for safetensors files"),
-        ({"block_rows": 3}, "safetensors, which has no blocks"),
+        ({"block_rows": 3}, "got block_rows=3 with format safetensors, .*; .* format zarr or run"),
+        ({"encoding": "delta", "format": "hdf5"}, "got encoding='delta' with format hdf5"),
+        ({"fill_damaged": True, "format": "zarr"}, "got fill_damaged=True with format zarr"),
         ({"steps": "x"}, "got steps 'x', expected numbers"),
         ({"format": "zarr", "block_rows": 0}, "got block_rows=0, expected a whole number"),
         ({"format": "run", "variables": "grad"}, "expected at least one of W"),
         ({"format": "run", "memory": "100B"}, "memory"),
         ({"format": "zarr", "memory": "100B"}, "memory"),
+        ({"file": "a.safetensors", "layout": "thimble-7"}, r"thimble-7 is .* hdf5; .* NAME\.h5"),
+        ({"file": "a.zarr", "layout": "15.1a"}, r"NAME\.safetensors"),
+        ({"file": "A.H5", "encoding": "compact"}, r"NAME\.zarr"),
     ],
 )
 def test_wrong_calls_leave_nothing(
     small_run: SmallRun, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     path, _ = small_run
-    with pytest.raises(InvalidArgument, match=message):
-        trajstore.export(path, tmp_path / "f", **options)
+    with contextlib.chdir(tmp_path), pytest.raises(InvalidArgument, match=message):
+        trajstore.export(path, **{"file": "f"} | options)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
@@ -117,7 +115,9 @@ def test_what_is_there_is_kept(small_run: SmallRun, tmp_path: Path, form: str) -
 
 
 @pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr", "run"])
-def test_an_interruption_leaves_nothing(small_run: SmallRun, tmp_path: Path, form: str) -> None:
+def test_an_interruption_leaves_nothing_and_no_rows_are_an_export(
+    small_run: SmallRun, tmp_path: Path, form: str
+) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -125,31 +125,20 @@ def test_an_interruption_leaves_nothing(small_run: SmallRun, tmp_path: Path, for
     with pytest.raises(KeyboardInterrupt):
         trajstore.export(path, tmp_path / "f", format=form, on_progress=interrupt)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    trajstore.RunWriter.resume(path, rows=0).close()
+    assert trajstore.export(path, tmp_path / "file", format=form).rows == 0
 
 
-def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(tmp_path: Path) -> None:
+def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
     pytest.importorskip("h5py")
-    types = {"W": "float32", "loss": "float32"}
-    with trajstore.RunWriter.create(
-        tmp_path / "run.zarr", token=[0, 1], hidden=2, variables=types
-    ) as run:
-        run.append(0, W=np.ones((2, 2), "f4"), loss=np.float32(np.nan))
-    trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
+    ds = trajstore.open_run(small_run[0]).load()[["W", "loss"]]
+    ds.W.attrs["native_dtype"] = "float32"
+    trajstore.export(ds, tmp_path / "f.h5", format="hdf5")
     done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
-    assert done.layout == "hdf5"
-    assert done.variables == types
-    assert_same_run(tmp_path / "run.zarr", tmp_path / "back.zarr")
-
-
-@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr", "run"])
-def test_a_run_without_rows_is_exported(tmp_path: Path, form: str) -> None:
-    if form == "hdf5":
-        pytest.importorskip("h5py")
-    with trajstore.RunWriter.create(
-        tmp_path / "run.zarr", token=[1, 2], hidden=3, variables={"W": "bfloat16"}
-    ) as run:
-        pass
-    assert trajstore.export(run.path, tmp_path / "file", format=form).rows == 0
+    assert (done.layout, done.variables) == ("hdf5", {"W": "float32", "loss": "float32"})
+    assert_same_run(ds, tmp_path / "back.zarr")
 
 
 def test_what_is_exported_and_imported_survives_a_loss_of_power(
@@ -189,12 +178,8 @@ def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_pa
     assert arrays["W"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 10, 6]
     assert metadata["attributes"]["config"] == {"why": "a test"}
     assert not {"trajstore_format", "runs", "fingerprint"} & set(metadata["attributes"])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", READ, str(out)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    words = [sys.executable, "-W", "error", "-c", READ, str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "{'step': 11, 'token': 10, 'hidden': 6} bfloat16 é\n\n"
     tensorstore = pytest.importorskip("tensorstore")
@@ -202,20 +187,6 @@ def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_pa
         {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "W")}}
     ).result()
     assert ((store.read().result().view("u4") >> 16) == bits["W"]).all()
-
-
-def test_an_export_to_zarr_is_not_a_run(small_run: SmallRun, tmp_path: Path) -> None:
-    out = tmp_path / "out.zarr"
-    trajstore.export(small_run[0], out, format="zarr")
-    for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information):
-        with pytest.raises(
-            trajstore.errors.FormatError, match="a Zarr group, but not a run: it has no"
-        ):
-            read(out)
-    with pytest.raises(
-        trajstore.errors.FormatError, match="a Zarr group, but not a run: it has no"
-    ):
-        annotate_run(out, token_text=["?"] * 10)
 
 
 def test_datasets_without_rows_and_with_other_chunks_along_token(
@@ -245,12 +216,18 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     assert xr.open_zarr(tmp_path / "out.zarr").W.chunks[0] == (16,) * 16
 
 
-def test_only_an_export_is_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
+def test_an_export_to_zarr_is_no_run_and_only_it_is_overwritten(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
     path, _ = small_run
     with pytest.raises(RunExists, match="is not an exported Zarr"):
         trajstore.export(path, path, format="zarr", overwrite=True)
     out = tmp_path / "out.zarr"
     trajstore.export(path, out, format="zarr")
+    label = partial(annotate_run, token_text=["?"] * 10)
+    for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information, label):
+        with pytest.raises(FormatError, match="a Zarr group, but not a run: it has no"):
+            read(out)
     with pytest.raises(RunExists, match="already exists"):
         trajstore.export(path, out, format="zarr")
     trajstore.export(path, out, format="zarr", overwrite=True, steps=[4])

@@ -19,21 +19,12 @@ def source(small_run: tuple[Path, Any]) -> TiledRun:
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        (None, range(0, 21, 2)),
-        ("0:6", [0, 2, 4]),
-        (":5", [0, 2, 4]),
-        ("16:", [16, 18, 20]),
-        ("0:20:10", [0, 10]),
-        ("::6", [0, 6, 12, 18]),
-        ("2::6", [2, 8, 14, 20]),
-        ("20,4, 0:3", [0, 2, 4, 20]),
-        (4, [4]),
-        (np.int64(4), [4]),
-        (slice(0, 5), [0, 2, 4]),
-        ([20, 4], [4, 20]),
-        (np.array([8]), [8]),
+        (None, range(0, 21, 2)), ("0:6", [0, 2, 4]), (":5", [0, 2, 4]), ("16:", [16, 18, 20]),
+        ("0:20:10", [0, 10]), ("::6", [0, 6, 12, 18]), ("2::6", [2, 8, 14, 20]),
+        ("20,4, 0:3", [0, 2, 4, 20]), (4, [4]), (np.int64(4), [4]), (slice(0, 5), [0, 2, 4]),
+        ([20, 4], [4, 20]), (np.array([8]), [8]),
     ],
-)
+)  # fmt: skip
 def test_steps_are_chosen_by_their_numbers(source: TiledRun, steps: Any, expected: Any) -> None:
     rows = select(source, steps=steps).rows
     assert source.steps[rows].tolist() == list(expected)
@@ -54,21 +45,17 @@ def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("selected", "error", "message"),
     [
-        *(
-            ({"steps": steps}, InvalidArgument, "step")
-            for steps in ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))
-        ),
-        *(
-            ({"tokens": tokens}, InvalidArgument, "token")
-            for tokens in ("5", "none-such.txt", [], "99999999999999999999")
-        ),
+        *(({"steps": steps}, InvalidArgument, "step") for steps in
+          ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))),
+        *(({"tokens": tokens}, InvalidArgument, "token") for tokens in
+          ("5", "none-such.txt", [], "99999999999999999999")),
         ({"steps": "3"}, StepNotFound, r"step 3 was not recorded; .* 0 to 20"),
         ({"tokens": [999]}, InvalidArgument, r"token 999 was .* holds \d+ ids, from \d+ to"),
         ({"variables": "exp_avg"}, VariableNotRecorded, "exp_avg was not recorded"),
         ({"variables": "weights"}, InvalidArgument, "no variable 'weights'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_run_does_not_hold_is_refused(
     source: TiledRun, selected: dict[str, Any], error: type[Exception], message: str
 ) -> None:
