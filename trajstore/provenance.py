@@ -122,7 +122,7 @@ class RunAttributes:
             recording=recording,
             parameter=_given(recording.get("parameter"), str),
             every=_given(recording.get("every"), int) or 1,
-            keyframe_every=_given(recording.get("keyframe_every"), int),
+            keyframe_every=_given(recording.get("keyframe_every"), int) or None,
             vocabulary=_given(recording.get("vocabulary"), int),
         )
 

@@ -362,7 +362,8 @@ def resumed_provenance(before: RunAttributes, device: torch.device, step: int) -
         Step after which the run resumes.
     """
     entry = {"step": step, "time": utc_now(), **changed_provenance(before.provenance, device)}
-    return {**before.provenance, "resumed": [*before.resumed, entry]}
+    stored = before.provenance.get("resumed")
+    return {**before.provenance, "resumed": [*(stored if isinstance(stored, list) else ()), entry]}
 
 
 def optimizer_attributes(

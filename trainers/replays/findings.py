@@ -276,11 +276,6 @@ def replay_device(
     products : bool
         True if products of matrices are computed, too. Their bits depend on the very processor;
         those of other operations only on its vector instructions.
-
-    Raises
-    ------
-    FormatError
-        If ``provenance.resumed`` is not a list of objects with a step.
     """
     run = RunAttributes.of(attributes)
     provenance = run.facts_after(step)
@@ -343,11 +338,6 @@ def replay_devices(
     steps : ndarray of int, (step,)
         Steps of its rows.
     products : bool
-        See `replay_device`.
-
-    Raises
-    ------
-    FormatError
         See `replay_device`.
     """
     later = RunAttributes.of(attributes).resumed_after

@@ -11,7 +11,14 @@ import click
 from rich.text import Text
 
 from trajstore.cli.command_options import ENCODING, JSON, RUNS, SELECT
-from trajstore.cli.output import BytesProgress, out, print_json, print_notes, print_table
+from trajstore.cli.output import (
+    BytesProgress,
+    in_command,
+    out,
+    print_json,
+    print_notes,
+    print_table,
+)
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument
 from trajstore.units import EXCHANGE_MEMORY, format_bytes
@@ -221,7 +228,7 @@ def import_(
         print_notes(run.notes)
     if done.toml and not done.path:
         out.print("Layout, to save as a file, to edit, and to pass as --layout FILE.toml:")
-        out.print(done.toml, markup=False, highlight=False, soft_wrap=True)
+        out.print(done.toml)
 
 
 def _assignment(text: str, example: str = "W=embedding_history") -> tuple[str, str]:
@@ -249,7 +256,7 @@ def _print_matches(lines: Iterable[TableLine]) -> None:
             line.dtype,
             "×".join(map(str, line.shape)) or "—",
             line.kind or Text("omitted", style="dim"),
-            line.why,
+            in_command(line.why),
         ]
         for line in lines
     ]

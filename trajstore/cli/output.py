@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+from ast import literal_eval
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from shlex import quote
@@ -141,24 +142,26 @@ def print_table(*parts: Any, **options: Any) -> None:
 _OPTIONS = {
     f"{name}=": f"--{name.partition('.')[2] or name.replace('_', '-')}"
     for name in (
-        "at", "bits", "constructor", "corpus", "encoding", "every", "first_row", "labels", "layout",
-        "map", "masks", "memory", "source", "threads", "tokenizer", "variables",
+        "at", "bits", "block_rows", "constructor", "corpus", "encoding", "every", "first_row",
+        "format", "labels", "layout", "map", "masks", "memory", "source", "threads", "tokenizer", "variables",
         "training.steps", "training.device", "training.threads",
     )
 } | {
     "overwrite=True": "--overwrite",
+    "fill_damaged=True": "--fill-damaged",
     "resume=True": "--resume",
     "allow_different=True": "--allow-different",
     "join='inner'": "--common-steps",
 }  # fmt: skip
 """Options by the arguments that messages name; other fields of the configuration need --set."""
 
-_ENTRY = re.compile(r"'([^']+)': '([^']+)'")
+_TEXT = r"(?:'(?:[^'\\]|\\.)+'|\"(?:[^\"\\]|\\.)+\")"
 _ARGUMENT = re.compile(
     r"--[\w-]+ \S+|\w\([^()]*\)"  # an option or a call: stays
-    rf"|(?P<table>\w+=){{(?P<entries>{_ENTRY.pattern}(?:, {_ENTRY.pattern})*)}}"
-    r"|(?<![\w.'\"-])(?P<name>((?:model|data|initialization|optimizer|schedule|training|recording)"
-    r"\.)?\w+=)(?P<value>'[^']+'|[\w…](?:[\w./+-]*[\w…])?)(?![\w(])"
+    rf"|(?P<table>\w+=)(?P<entries>{{{_TEXT}: {_TEXT}(?:, {_TEXT}: {_TEXT})*}})"
+    r"|(?<![\w.,/\\'\"-])"
+    r"(?P<name>((?:model|data|initialization|optimizer|schedule|training|recording)\.)?\w+=)"
+    r"(?P<value>'[^']+'|[\w…](?:[\w.+-]*[\w…])?)(?![\w(/\\]|\.\w)"
 )
 
 
@@ -173,8 +176,8 @@ def in_command(message: str) -> str:
     'record it with --variables matrix,batch, or give --corpus …'
     >>> in_command("set training.steps=9 or model.dtype=float32; got every=-1; run f(every=1)")
     'set --steps 9 or --set model.dtype=float32; got every=-1; run f(every=1)'
-    >>> in_command("omit it with map={'ignore': 'my W', 'W': 'x'}")
-    "omit it with --map 'ignore=my W' --map W=x"
+    >>> in_command("omit it with map={'ignore': 'my W', 'W': 'x'}; no run at /at=2/a.zarr")
+    "omit it with --map 'ignore=my W' --map W=x; no run at /at=2/a.zarr"
     """
     return _ARGUMENT.sub(_as_option, message)
 
@@ -182,7 +185,7 @@ def in_command(message: str) -> str:
 def _as_option(found: re.Match[str]) -> str:
     text, name = found[0], found["name"]
     if found["table"] in _OPTIONS:
-        entries = [f"{key}={value}" for key, value in _ENTRY.findall(found["entries"])]
+        entries = [f"{key}={value}" for key, value in literal_eval(found["entries"]).items()]
         return " ".join(f"{_OPTIONS[found['table']]} {quote(entry)}" for entry in entries)
     if name is None or text in _OPTIONS:
         return _OPTIONS.get(text, text)

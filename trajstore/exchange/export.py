@@ -26,7 +26,7 @@ from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.exchange.export_layout import layout_file
 from trajstore.exchange.export_run import DamagedChunks, write_run
 from trajstore.exchange.layout_columns import check_number
-from trajstore.exchange.layouts import Layout, layout_of
+from trajstore.exchange.layouts import Layout, as_exported, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
@@ -333,7 +333,7 @@ def export(
     given: Any = run
     is_one = isinstance(given, (str, os.PathLike, imported("xarray", "Dataset")))
     runs: list[Run] = [given] if is_one else list(given)
-    described = layout_of(layout)
+    described = as_exported(layout_of(layout))
     options = {"block_rows": block_rows, "encoding": encoding, "fill_damaged": fill_damaged}
     format = _format_of(file, format, described, options)
     if format == "hdf5" and described.whole:

@@ -219,8 +219,7 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     written = [*arrays, *labels] if layout.whole else [*labels, *arrays]
     if not as_attributes:
         written += [
-            constant(key, layout.types.get(key) or number_type(key) or "float32", value)
-            for key, value in numbers.items()
+            constant(key, number_type(key) or "float32", value) for key, value in numbers.items()
         ]
     names = [*(tensor.key for tensor in written), *(numbers if as_attributes else ())]
     if double := [name for number, name in enumerate(names) if name in names[:number]]:
@@ -235,7 +234,7 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
         variables=tuple(name for name in first.variables if name not in placeless),
     )
     return ExportedFile(
-        tensors=tuple(_typed(layout, tensor) for tensor in written),
+        tensors=tuple(written),
         texts=texts if as_attributes else metadata | texts,
         attributes=metadata | numbers if as_attributes else {},
         part=held,
@@ -258,14 +257,6 @@ def _descriptions(layout: Layout, part: Selection) -> dict[str, str]:
         if not set(names).isdisjoint(NAMES[name])
     }
     return {text_key(layout, name): json.dumps(value) for name, value in texts.items()}
-
-
-def _typed(layout: Layout, tensor: Tensor) -> Tensor:
-    """The tensor in the type that the layout gives its key; only constants have one."""
-    dtype = layout.types.get(tensor.key, tensor.dtype)
-    if dtype == tensor.dtype:
-        return tensor
-    return constant(tensor.key, dtype, tensor.read(())[0])
 
 
 def _in_order(layout: Layout, parts: list[Selection]) -> list[Selection]:

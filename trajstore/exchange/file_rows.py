@@ -174,11 +174,11 @@ def steps_of(file: ArrayFile, layout: Layout, part: RunPart) -> tuple[Array, lis
     FormatError, InvalidArgument
         If the labels contradict each other, or do not fit the rows.
     """
-    rows, given = part.rows(file), layout.steps
-    if given is not None and given not in file.keys:
-        return named_steps(given, rows), []
-    trusted = file.attributes.get("steps") == "optimizer"
-    labels = [each for each in part.columns if each.kind == STEP.name and given in (None, each.key)]
+    rows = part.rows(file)
+    if layout.steps is not None:
+        return named_steps(layout.steps, rows), []
+    trusted = file.attributes.get("steps") == "optimizer" or layout.true_steps
+    labels = [each for each in part.columns if each.kind == STEP.name]
     start = number_of_steps(part.numbers, STARTING_STEP)
     if labels:
         steps = _labels_of(file, part, labels[0], rows)
@@ -195,7 +195,7 @@ def steps_of(file: ArrayFile, layout: Layout, part: RunPart) -> tuple[Array, lis
                 f"as step {steps[0]}; omit one, or replace the labels with "
                 f"labels={{'steps': '{layout.first_step}:{layout.first_step + rows}'}}"
             )
-        trusted = trusted or file.format == "folder" or name == given
+        trusted = trusted or file.format == "folder"
         steps, note = true_steps(steps, name=name, trusted=trusted)
         return steps, [note] if note else []
     first = int(layout.begins_late) if layout.first_step is None else layout.first_step

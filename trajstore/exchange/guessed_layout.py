@@ -57,7 +57,11 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
     """
     given = given or with_options(file, recorded_layout(file))
     _check_attributes(file, given)
-    columns = {key: _placed(file, each) for key, each in given.arrays.items() if key in file.keys}
+    columns = {
+        key: _placed(file, each)
+        for key, each in given.arrays.items()
+        if key in file.keys and key not in given.ignore
+    }
     taken = {column.kind: key for key, column in columns.items()}
     taken |= {STEP.name: "the given steps"} if given.steps else {}
     omitted: dict[str, str] = {}
@@ -80,11 +84,11 @@ def guess(file: ArrayFile, given: Layout | None = None) -> Layout:
     known = given if given.name else _fitting(file, columns, given)
     labeled = any(column.kind == STEP.name for column in columns.values())
     for key, exact in known.arrays.items() if known is not given else ():
-        if key in columns and key not in given.arrays:
+        own = columns.get(key)
+        if own is not None and (key not in given.arrays or own.kind == exact.kind):
             # Files of 1.12a, with states before the step of their row, have no labels.
             is_after = exact.time == "before" and (labeled or given.first_step is not None)
             time = "after" if is_after else exact.time
-            own = columns[key]
             made = replace(exact, time=time, matrix=own.matrix, type=own.type, bits=own.bits)
             columns[key] = _placed(file, made)
     return replace(
@@ -169,7 +173,7 @@ def _keep_rows(file: ArrayFile, columns: dict[str, Column], given: Layout) -> No
     for key, column in [*columns.items()]:
         shape = file.shape(key)
         is_row = ARRAY_KINDS[column.kind or "W"].dims == (STEP.name,)
-        if key in given.arrays or not is_row or not fits(file, column):
+        if key in given.arrays or column.run is not None or not is_row or not fits(file, column):
             continue
         of_file = shape == () and (bool(lengths) or column.kind in (STEP.name, "lr"))
         of_file |= shape == (1,) and max(lengths, default=1) > 1
@@ -262,34 +266,46 @@ def with_options(
     for type in types.values():
         if type not in ("bfloat16", "float16"):
             raise InvalidArgument(f"got bits {type!r}, expected bfloat16 or float16")
-    if first_row not in (None, 0, 1):
-        raise InvalidArgument(f"got first row {first_row!r}, expected step 0 or 1")
     if unknown := set(labels or {}) - {"steps"}:
         raise InvalidArgument(f"got labels of {', '.join(sorted(unknown))}, expected steps only")
     kinds = _kinds_by_key(file, map or {})
     written = layout.steps if re.fullmatch(r"[\d:,]+", layout.steps or "") else None
     steps = (labels or {}).get("steps", written)
-    if steps in file.keys:
-        kinds[steps] = STEP.name
+    is_key = steps is not None and steps in file.keys
+    if steps is not None and is_key:
+        kinds[steps], steps = STEP.name, None
     chosen = {kind for kind in kinds.values() if kind in (*VARIABLES, STEP.name)}
     columns = [
         column for key, column in layout.arrays.items()
         if key not in kinds and column.kind not in chosen
         and not (column.kind == STEP.name and steps)
     ]  # fmt: skip
+    columns += [
+        _mapped(file, layout, key, kind) for key, kind in kinds.items() if kind in ARRAY_KINDS
+    ]
     if first_row is not None:  # rows are states after their step
         columns = [replace(c, time="after") if c.time == "before" else c for c in columns]
-    columns += [_column(file, key, kind) for key, kind in kinds.items() if kind in ARRAY_KINDS]
     return replace(
         layout,
         columns=tuple(columns),
         marks={},
         steps=steps,
         first_step=first_row if first_row in (0, 1) else layout.first_step,
+        true_steps=layout.true_steps or is_key,
         original=dict(layout.original) | types,
         scalars=dict(layout.scalars) | {k: v for k, v in kinds.items() if v in SCALARS},
         ignore=(*layout.ignore, *(key for key, kind in kinds.items() if kind == IGNORE)),
     )
+
+
+def _mapped(file: ArrayFile, layout: Layout, key: str, kind: str) -> Column:
+    """An array that the user maps to a kind, aligned as the layout aligns that kind."""
+    made = _column(file, key, kind)
+    exact = layout.arrays.get(key)
+    if exact is None or exact.variable != kind:
+        alike = (each for each in layout.arrays.values() if each.kind == kind)
+        exact = next(alike, made)
+    return replace(made, time=exact.time, tokens=exact.tokens)
 
 
 def _kinds_by_key(file: ArrayFile, map: Mapping[str, str | Iterable[str]]) -> dict[str, str]:

@@ -131,6 +131,9 @@ def read_runs(
         content = load(file, complete, masks=labeled, memory=memory)
         exact = exact or LAYOUTS.get(complete.name)
         absent = [each.key for each in exact.columns if each.key not in file.keys] if exact else []
+        if given is not None:  # what the user says besides
+            known = {*file.keys, *file.attributes, *file.unread, complete.steps}
+            absent = [k for k in (*given.arrays, *given.ignore, *given.scalars) if k not in known]
         notes = [f"the file does not hold {', '.join(absent)}"] if absent else []
         runs = [replace(run, notes=(*run.notes, *notes)) for run in content.runs]
         content = replace(content, runs=tuple(runs))
@@ -264,17 +267,24 @@ class Imported:
     others: tuple[Imported, ...] = ()
 
 
+@checks_types
 def preview_import(
-    file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **options: Any
+    file: str | os.PathLike[str],
+    *,
+    layout: str | None = None,
+    map: Mapping[str, str | Iterable[str]] | None = None,
+    bits: str | Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    first_row: Literal[0, 1] | None = None,
+    masks: str | os.PathLike[str] | None = None,
+    memory: int | str = EXCHANGE_MEMORY,
 ) -> Imported:
     """Preview the result of `import_file`. Nothing is written.
 
     Parameters
     ----------
-    file : path-like
-    memory : int or str
-    **options
-        Options of `import_file`: layout, map, bits, labels, first_row, masks.
+    file, layout, map, bits, labels, first_row, masks, memory
+        As for `import_file`.
 
     Raises
     ------
@@ -288,6 +298,8 @@ def preview_import(
     >>> [(line.name, line.kind) for line in preview_import(file).table if line.name == "momentum"]
     [('momentum', 'exp_avg')]
     """
+    options: dict[str, Any] = {"layout": layout, "map": map, "bits": bits, "labels": labels}
+    options |= {"first_row": first_row, "masks": masks}
     with opened_file(file, memory, **options) as content:
         return _imported(content, [None] * len(content.runs))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -109,6 +109,8 @@ class Layout:
         are steps 0, 1, 2, ….
     first_step : {0, 1}, optional
         Step of the first row of a file without steps that an import reads.
+    true_steps : bool
+        True if the labels of the rows are kept also where they seem to count callbacks.
     runs : {'axis', 'keys', 'matrices'}, optional
         How a file holds several runs: along a first axis, under keys ``run_0_…``, or as both
         matrices of an untied model, ``…_E`` and ``…_W``. None for one run.
@@ -125,8 +127,6 @@ class Layout:
         Rows of a chunk in HDF5.
     gzip : int
         Level of compression in HDF5; 0 for none.
-    types : dict of str to str
-        Types of steps, marks and numbers that are not the usual ones.
     original : dict of str to str
         Types that 16-bit values had, bfloat16 or float16, by variable or key; `OTHERS` for the
         rest. An import reads them as this type.
@@ -143,21 +143,21 @@ class Layout:
 
     name: str
     columns: tuple[Column, ...] = ()
-    required: tuple[str, ...] = ()
+    required: Sequence[str] = ()
     format: Literal["safetensors", "hdf5"] = "safetensors"
     steps: str | None = None
     runs: Literal["axis", "keys", "matrices"] | None = None
     first_step: Literal[0, 1] | None = None
+    true_steps: bool = False
     marks: Mapping[str, str] = field(default_factory=dict)
     tokens: Literal["all", "dead", "live"] = "all"
-    numbers: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
+    numbers: Sequence[str] = ()
+    texts: Sequence[str] = ()
     chunk_rows: Count = 1
     gzip: Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9] = 0
-    types: Mapping[str, str] = field(default_factory=dict)
     original: Mapping[str, Literal["bfloat16", "float16"]] = field(default_factory=dict)
     scalars: Mapping[str, str] = field(default_factory=dict)
-    ignore: tuple[str, ...] = ()
+    ignore: Sequence[str] = ()
     omitted: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
 
@@ -232,7 +232,7 @@ _ALSO_OF_ARRAYS = ("type", "bits", "tokens", "time", "row0", "first_row")
 """Keys of a layout that hold for all its arrays."""
 
 _OF_ARRAY = tuple(each.name for each in fields(Column) if each.name != "key")
-_HIDDEN = ("name", "columns", "whole", "types", "omitted", *_ALSO_OF_ARRAYS)
+_HIDDEN = ("name", "columns", "whole", "omitted", *_ALSO_OF_ARRAYS)
 _OWN = tuple(each.name for each in fields(Layout) if each.name not in _HIDDEN)
 _OF_LAYOUT = ("like", "arrays", *_ALSO_OF_ARRAYS, *_OWN)
 
@@ -242,6 +242,8 @@ def _layout(name: str, given: Mapping[str, Any], *, check: bool = False) -> Layo
     table = _whole(name, given)
     _refuse_unknown(name, "key", table, _OF_LAYOUT)
     marks = table.get("marks", {})
+    if not isinstance(marks, list | dict):
+        raise InvalidArgument(f"{name}: got marks={marks!r}, expected a list or table of names")
     if isinstance(marks, list):
         _refuse_unknown(name, "mark", marks, (*MARKS, _IDS))
         if _IDS in marks and table.get("tokens", "all") == "all":
@@ -255,19 +257,13 @@ def _layout(name: str, given: Mapping[str, Any], *, check: bool = False) -> Layo
             f'{name}: got no arrays, expected a table such as [arrays] with W = "W", or marks'
         )
     columns = [_column(name, key, entry, table, check=check) for key, entry in arrays.items()]
-    labels = [each for each in columns if each.variable == STEP.name and each.run is None]
-    settings: dict[str, Any] = {"required": tuple([*arrays][:1] or marks)}
-    settings |= {"steps": labels[0].key} if labels else {}
-    settings |= {
+    settings: dict[str, Any] = {"required": tuple([*arrays][:1] or marks)} | {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in table.items()
         if key == "tokens" or key not in ("arrays", "like", *_ALSO_OF_ARRAYS)
     }
-    made = [each for each in columns if each.variable in TOKEN_KINDS]
-    settings["columns"] = tuple(each for each in columns if each not in (*made, *labels))
-    if isinstance(marks, dict):
-        marks = marks | {each.key: each.variable for each in made}
-    layout = Layout(name=name, whole=name in _WHOLE, **settings | {"marks": marks})
+    settings |= {"columns": tuple(columns), "marks": marks}
+    layout = Layout(name=name, whole=name in _WHOLE, **settings)
     if check:
         _check_fields(name, layout)
         _refuse_unknown(name, "kind of mark", layout.marks.values(), TOKEN_KINDS)
@@ -341,12 +337,14 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(changes, dict):
         return {**base, **table}  # `_layout` refuses it
     for key in changes:
-        if changes[key] is False and key not in base["arrays"]:
+        if changes[key] is False and key not in base.get("arrays", {}):
             raise InvalidArgument(
                 f"{name}: arrays.{key} is false, but layout {table['like']} has no {key!r}"
-                f"{did_you_mean(key, base['arrays'])}; it has {', '.join(base['arrays'])}"
+                f"{did_you_mean(key, base.get('arrays', ()))}; it has "
+                f"{', '.join(base.get('arrays', ()))}"
             )
-    arrays = {key: entry for key, entry in (base["arrays"] | changes).items() if entry is not False}
+    arrays = base.get("arrays", {}) | changes
+    arrays = {key: entry for key, entry in arrays.items() if entry is not False}
     required = [key for key in base.get("required", ()) if key in arrays or key not in changes]
     return {**base, "required": required or [*arrays][:1], **table, "arrays": arrays}
 
@@ -410,6 +408,29 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout:
     return _layout(name, table, check=True)
 
 
+def as_exported(layout: Layout) -> Layout:
+    """A layout for an export: marks and steps among its arrays are written as these.
+
+    Raises
+    ------
+    InvalidArgument
+        If its steps are numbers, which an import alone reads.
+    """
+    if layout.steps and re.fullmatch(r"[\d:,]+", layout.steps):
+        raise InvalidArgument(
+            f"{layout.name}: got steps = {layout.steps!r}, which an import reads; expected the "
+            "name of the labels to write"
+        )
+    marks = {each.key: each.variable for each in layout.columns if each.variable in TOKEN_KINDS}
+    labels = [each.key for each in layout.columns if each.variable == STEP.name]
+    return replace(
+        layout,
+        columns=tuple(c for c in layout.columns if c.key not in (*marks, *labels)),
+        marks=dict(layout.marks) | marks,
+        steps=layout.steps or next(iter(labels), None),
+    )
+
+
 def as_toml(layout: Layout) -> str:
     """A layout as the text of a TOML file for an import, which `layout_of` reads.
 
@@ -423,6 +444,7 @@ def as_toml(layout: Layout) -> str:
         "format": layout.format if layout.format == "hdf5" else None,
         "steps": layout.steps,
         "first_step": layout.first_step,
+        "true_steps": layout.true_steps or None,
         "original": dict(layout.original),
         "scalars": dict(layout.scalars),
         "ignore": [*layout.ignore],
@@ -443,11 +465,12 @@ def _toml(value: Any) -> str:
         return (
             f"{{{', '.join(f'{_toml_key(key)} = {_toml(each)}' for key, each in value.items())}}}"
         )
-    return json.dumps(value)
+    # TOML has no surrogates, and no plain DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
 
 
 def text_key(layout: Layout, name: str) -> str:

@@ -68,9 +68,8 @@ def load(
         If the layout does not fit the file, or a row does not fit into the memory.
     """
     _check_columns(file, layout)
-    numbers, lists = numbers_of(
-        file, {*(column.key for column in layout.columns), *layout.ignore, *layout.omitted}
-    )
+    besides = {*(column.key for column in layout.columns), *layout.ignore}
+    numbers, lists = numbers_of(file, besides)
     runs = tuple(
         _Assembly(file, layout, part, masks).run(memory)
         for part in _parts(file, layout, numbers, lists)
@@ -148,12 +147,16 @@ def _parts(
         [(run, None) for run in numbered] or [(None, at) for at in range(max(along, default=0))]
         or [(None, None)]
     )  # fmt: skip
+    for column in series:
+        if column.run is not None and column.run not in numbered:
+            fault = f"{column.key} belongs to run {column.run}, of which the file holds no W"
+            raise contradiction(file.path, fault, column.key)
     count = len(places)
     what = (
         f"the names of arrays give {count} runs ({', '.join(map(str, numbered[:12]))})" if numbered
         else f"{anchors[0].key} of shape {file.shape(anchors[0].key)} has {count} runs"
     )  # fmt: skip
-    _check_counts(file, layout, numbers, lists, count, what)
+    _check_counts(file, numbers, lists, count, what)
     for column in series:
         shared = column.run is None and column.key not in lengths and column.kind != "lr"
         if (numbered or along) and shared:
@@ -194,7 +197,6 @@ def _parts(
 
 def _check_counts(
     file: ArrayFile,
-    layout: Layout,
     numbers: Mapping[str, Any],
     lists: Mapping[str, list[Any]],
     count: int,
@@ -369,7 +371,7 @@ class _Assembly:
         native = NATIVE_TYPES.get(dtype)  # its type, or None for 16 bits
         if native is None:
             names = (key, column.variable, OTHERS)
-            own = column.type if column.bits else "bfloat16"
+            own = column.type if column.type in ("bfloat16", "float16") else "bfloat16"
             native = NATIVE_TYPES[next((original[name] for name in names if name in original), own)]
         variable = ImportedVariable(
             variable=str(column.kind),

@@ -77,11 +77,11 @@ _NAMES = {
 
 _DIMS: dict[str, tuple[str, ...]] = {
     # MODEL, EVERYTHING, INTEGERS: no other program has them.
-    # OF_EXAMPLES: only whole runs identify them.
+    # OF_EXAMPLES, hyperparameters: only whole runs identify them.
     **{
         name: entry.dims
         for name, entry in VARIABLES.items()
-        if name not in (*MODEL, *EVERYTHING, *INTEGERS, *OF_EXAMPLES)
+        if name not in (*MODEL, *EVERYTHING, *INTEGERS, *OF_EXAMPLES, "hyperparameters")
     },
     STEP.name: ("step",),
     "token": ("token",),

@@ -93,7 +93,7 @@ def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
         ([], "no output given"),
         (["--dry-run", "--map", "W"], "expected KIND=NAME"),
         (["--dry-run", "--bits", "bfloat16", "--bits", "float16"], "and float16 for one variable"),
-        (["--dry-run", "--first-row", "2"], "got first row 2, expected step 0 or 1"),
+        (["--dry-run", "--first-row", "2"], "got --first-row 2, expected 0 or 1"),
     ],
 )
 def test_wrong_calls_are_one_sentence(file: Path, arguments: list[str], message: str) -> None:

@@ -176,6 +176,35 @@ def test_options_are_reported_in_the_table(tmp_path: Path) -> None:
         imported(tmp_path, arrays, map={"W": "nll"})
 
 
+def test_a_mapped_array_keeps_the_alignment_and_the_place_of_its_kind(tmp_path: Path) -> None:
+    """Also where only one of several arrays is mapped, and in runs with as many rows as runs."""
+    arrays = {"W": series("W")[[0, 0, 1, 2, 3, 4]], "grads": series("grad")}
+    arrays["mm"] = series("exp_avg")[[0, 0, 1, 2, 3, 4]]
+    for options in ({"exp_avg": "mm"}, {"exp_avg": "mm", "W": "W"}):
+        ds, _ = imported(tmp_path, arrays, layout="1.12a", map=options)
+        for name in ("W", "exp_avg"):
+            assert same(ds.isel(step=slice(5)), name, KNOWN.values[name][:5])
+    rates = {"W": series("W"), "rates": np.full(6, 0.5, "f4"), "learning_rate": 0.1}
+    ds, _ = imported(tmp_path, rates, map={"lr": "rates"}, first_row=1)
+    assert ds.attrs["optimizer"]["hyperparameters"] == {"initial_lr": 0.1}
+    W = series("W")[:2]
+    runs: dict[str, Any] = {}
+    for n in (0, 1):
+        runs |= {f"run_{n}_W": W, f"run_{n}_lr": np.full(2, 1 + n, "f4")}
+        runs |= {f"run_{n}_dead_mask": np.arange(7) == n}
+    done = trajstore.import_file(
+        write(tmp_path / "two", "npz", runs), tmp_path / "two.zarr", first_row=1
+    )
+    for number, one in enumerate((done, *done.others)):
+        ds = trajstore.open_run(one.path)
+        assert ds.lr.values.tolist() == [1 + number] * 2
+        assert np.flatnonzero(ds.is_dead.values).tolist() == [number]
+    toml = tmp_path / "x.toml"
+    toml.write_text('[arrays]\nW = "W"\nx_loss = {variable = "loss", run = 1}')
+    with pytest.raises(FormatError, match="x_loss belongs to run 1, of which the file holds no W"):
+        imported(tmp_path, {"W": W, "x_loss": np.zeros(2, "f4")}, layout=str(toml))
+
+
 def test_what_a_file_lacks_is_noted(tmp_path: Path) -> None:
     cells = {"cells": series("W", "uint16"), "dead_mask": KNOWN.dead}
     for arrays, note in (
