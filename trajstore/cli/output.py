@@ -143,8 +143,8 @@ _OPTIONS = {
     f"{name}=": f"--{name.partition('.')[2] or name.replace('_', '-')}"
     for name in (
         "at", "bits", "block_rows", "constructor", "corpus", "encoding", "every", "first_row",
-        "format", "labels", "layout", "map", "masks", "memory", "source", "threads", "tokenizer", "variables",
-        "training.steps", "training.device", "training.threads",
+        "format", "labels", "layout", "map", "masks", "memory", "source", "threads", "tokenizer",
+        "variables", "training.steps", "training.device", "training.threads",
     )
 } | {
     "overwrite=True": "--overwrite",
