@@ -83,12 +83,17 @@ class Column:
     @property
     def has_tokens(self) -> bool:
         """True if the variable has a value per token."""
-        return "token" in ARRAY_KINDS[self.variable].dims
+        return "token" in self._dims
 
     @property
     def is_matrix(self) -> bool:
         """True if the variable has a value for each element of W."""
-        return ARRAY_KINDS[self.variable].dims == VARIABLES["W"].dims
+        return self._dims == VARIABLES["W"].dims
+
+    @property
+    def _dims(self) -> tuple[str, ...]:
+        is_kind = self.variable in ARRAY_KINDS
+        return (ARRAY_KINDS if is_kind else VARIABLES)[self.variable].dims
 
 
 @dataclass(frozen=True, kw_only=True)
