@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, did_you_mean
 
 Array = npt.NDArray[Any]
 ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
@@ -135,7 +135,17 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         return value
     if isinstance(value, float | np.floating) and value.is_integer() and _fits(int(value), hint):
         return int(value)
-    raise InvalidArgument(f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}")
+    near = did_you_mean(value, _words(hint)) if isinstance(value, str) else ""
+    expected = " or ".join(_expected(hint))
+    raise InvalidArgument(f"got {name}={_shown(value)}{near}, expected {expected}")
+
+
+def _words(hint: Any) -> list[str]:
+    """Strings that a type allows."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return [part for part in parts if isinstance(part, str)]
+    return [word for part in parts for word in _words(part)]
 
 
 def _fits(value: Any, hint: Any) -> bool:
