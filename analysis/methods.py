@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from trajstore.analysis.cloud.directions import alignment, projection, sky
-from trajstore.analysis.cloud.identical_vectors import clusters
-from trajstore.analysis.cloud.near_vectors import adjacency, nearest_distance, nearest_tokens
-from trajstore.analysis.cloud.shape import inertia, pca
+from trajstore.analysis.geometry.directions import alignment, projection, sky
+from trajstore.analysis.geometry.identical_vectors import clusters
+from trajstore.analysis.geometry.near_vectors import adjacency, nearest_distance, nearest_tokens
+from trajstore.analysis.geometry.shape import inertia, pca
 from trajstore.analysis.layer_metrics import Attention, layers
 from trajstore.analysis.motion.collective import (
     bulk_thermal,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud.identical_vectors import token_labels
+from trajstore.analysis.geometry.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, Wide, along, measure
 from trajstore.analysis.scan.quantity import quantity

@@ -43,9 +43,9 @@ def pytest_collection_finish() -> None:
     Every Trainer calls it at its start.
     """
     if "torch" in sys.modules:
-        from trajstore.trainers import products
+        from trajstore.trainers import matrix_products
 
-        products.native_is_slow = lambda kind: False
+        matrix_products.native_is_slow = lambda kind: False
     gc.collect()
     gc.freeze()
 

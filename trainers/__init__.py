@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from trajstore.trainers import evaluations as evaluations
     from trajstore.trainers.config import RunConfig as RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if as what_if
-    from trajstore.trainers.development import develop as develop
+    from trajstore.trainers.develop_own_loop import develop as develop
     from trajstore.trainers.downloads import fetch as fetch
     from trajstore.trainers.evaluations.evaluate import evaluate as evaluate
+    from trajstore.trainers.matrix_products import float32_products as float32_products
     from trajstore.trainers.presets import PRESETS as PRESETS
     from trajstore.trainers.presets import preset as preset
-    from trajstore.trainers.products import float32_products as float32_products
     from trajstore.trainers.recording.capture import attach as attach
     from trajstore.trainers.recording.capture import capture as capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback as TrajectoryCallback
@@ -55,12 +55,12 @@ _HOME = {
     "attach": "trajstore.trainers.recording.capture",
     "capture": "trajstore.trainers.recording.capture",
     "checkout": "trajstore.trainers.step_model",
-    "develop": "trajstore.trainers.development",
+    "develop": "trajstore.trainers.develop_own_loop",
     "develop_run": "trajstore.trainers.runs.developed_run",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "evaluations": "trajstore.trainers.evaluations",
     "fetch": "trajstore.trainers.downloads",
-    "float32_products": "trajstore.trainers.products",
+    "float32_products": "trajstore.trainers.matrix_products",
     "fork": "trajstore.trainers.runs.fork",
     "model_at": "trajstore.trainers.step_model",
     "models": "trajstore.trainers.step_model",

@@ -23,9 +23,10 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from trajstore.defaults import COMMIT_EVERY
 from trajstore.errors import ConfigError, InvalidArgument, did_you_mean
 from trajstore.schema import KEYFRAMES, TIERS, VARIABLES, Encoding, resolve_variables
-from trajstore.units import COMMIT_EVERY, parse_bytes
+from trajstore.units import parse_bytes
 
 MAY_CHANGE = frozenset(
     {

@@ -75,7 +75,7 @@ def open_developed(
         )
     train = partial(train_in_child, place.absolute())
     if callable(developed):
-        from trajstore.trainers.development import train_own
+        from trajstore.trainers.develop_own_loop import train_own
 
         train = partial(train_own, place.absolute(), developed)
     elif not recorded.attrs.get("config"):

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 from trajstore.errors import InvalidArgument
-
-DEFAULT_MEMORY = 1 << 30
-"""Bytes that a writer may use."""
-
-EXCHANGE_MEMORY = "320MiB"
-"""Size of the one block that an import or an export to Zarr holds: 8 rows of Wordybird."""
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -83,21 +75,3 @@ def format_duration(seconds: float) -> str:
             count, rest = divmod(whole, length)
             return f"{count} {unit}" + (f" {rest // part} {smaller}" if rest // part else "")
     return f"{whole} s"
-
-
-COMMIT_EVERY = 10.0
-"""Default of the seconds between commits."""
-
-
-def check_commit_every(seconds: float | None) -> None:
-    """Raise an error unless the seconds between commits are valid.
-
-    Raises
-    ------
-    InvalidArgument
-        If they are not positive, or not finite.
-    """
-    if seconds is not None and not (0 < seconds < math.inf):
-        raise InvalidArgument(
-            f"commit_every: got {seconds}, expected seconds above 0, or None for whole blocks only"
-        )

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud.shape import pca, scores_along_axes
 from trajstore.analysis.figures.figure import Options, compute_together
 from trajstore.analysis.figures.sheet import FIGURES
 from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, population_color
+from trajstore.analysis.geometry.shape import pca, scores_along_axes
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement
 from trajstore.analysis.motion.vectors import grad_norms

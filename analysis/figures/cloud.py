@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud import directions, identical_vectors, shape
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     draw_counts,
@@ -27,6 +26,7 @@ from trajstore.analysis.figures.style import (
     shades,
     token_names,
 )
+from trajstore.analysis.geometry import directions, identical_vectors, shape
 from trajstore.analysis.motion import collective
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.scan.scan import Scan

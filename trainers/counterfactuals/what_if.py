@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, checks_types, exact
+from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.provenance import RunAttributes
 from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
@@ -41,7 +42,6 @@ from trajstore.trainers.replays.recorded_rows import (
     RecordedRows,
     tensor_of,
 )
-from trajstore.units import EXCHANGE_MEMORY
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, as_bits, native_type
 from trajstore.values.optimizer_rule import MOMENTS
 

@@ -27,7 +27,7 @@ from trajstore.errors import InvalidArgument, TrajstoreError, did_you_mean
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.trainers.evaluations.result import ResultStore, step_dataset
-from trajstore.trainers.products import float32_products
+from trajstore.trainers.matrix_products import float32_products
 from trajstore.trainers.runs.developed_run import rows_of
 from trajstore.trainers.states.stored_model import StoredModel
 from trajstore.trainers.step_model import Constructor, StepModel

@@ -29,8 +29,8 @@ from trajstore.provenance import RunAttributes
 from trajstore.store.metadata.metadata_form import UNPROVEN
 from trajstore.store.metadata.zarr_json import notes_until
 from trajstore.strict_json import utc_now
+from trajstore.trainers.matrix_products import choose_products, modes_of_products
 from trajstore.trainers.process_mode import process_modes
-from trajstore.trainers.products import choose_products, modes_of_products
 from trajstore.trainers.recording.device_to_host import type_name
 from trajstore.trainers.recording.parameters import (
     JoinedOptimizer,

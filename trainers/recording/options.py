@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arguments import ANY, Bound, Count, check_fields, exact, exact_json
+from trajstore.defaults import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every
 from trajstore.errors import InvalidArgument, did_you_mean
 from trajstore.schema import EVERYTHING, KEYFRAMES, TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import root_attributes
@@ -30,7 +31,7 @@ from trajstore.store.storage.remote_path import METADATA_KEY, RunPath, location
 from trajstore.store.writing.create import check_folder, check_target
 from trajstore.trainers.process_mode import process_mode
 from trajstore.trainers.recording.forward_values import LogitsMode
-from trajstore.units import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every, parse_bytes
+from trajstore.units import parse_bytes
 
 Tokens = str | npt.ArrayLike
 """``all``, ``dead``, ``live``, or ids."""

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from trajstore.trainers.products import modes_of_products
+from trajstore.trainers.matrix_products import modes_of_products
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 

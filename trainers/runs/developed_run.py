@@ -21,6 +21,7 @@ import torch
 import xarray as xr
 
 from trajstore.arguments import checks_types
+from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument, NothingToResume, VariableNotRecorded
 from trajstore.exchange.export_run import write_run
 from trajstore.exchange.selection import Steps, select, select_part
@@ -36,7 +37,6 @@ from trajstore.trainers.recording.existing_run import ComparedRun, Comparison, R
 from trajstore.trainers.runs.differences import explain_difference
 from trajstore.trainers.states.stored_model import StoredModel
 from trajstore.trainers.texts import load_corpus
-from trajstore.units import EXCHANGE_MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)

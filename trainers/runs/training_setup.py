@@ -34,7 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trajstore.errors import ConfigError
 from trajstore.trainers.config import InitializationConfig, ModelConfig, RunConfig, ScheduleConfig
-from trajstore.trainers.products import choose_products, float32_products
+from trajstore.trainers.matrix_products import choose_products, float32_products
 from trajstore.trainers.recording.capture import Recorder
 from trajstore.trainers.recording.examples import EXAMPLE_INDEX
 from trajstore.trainers.recording.parameters import JoinedOptimizer

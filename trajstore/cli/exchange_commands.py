@@ -20,8 +20,9 @@ from trajstore.cli.output import (
     print_table,
 )
 from trajstore.cli.stop_signals import StopRequest
+from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.units import EXCHANGE_MEMORY, format_bytes
+from trajstore.units import format_bytes
 
 if TYPE_CHECKING:
     from trajstore.exchange.export import Format

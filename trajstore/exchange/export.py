@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import Count, checks_types
+from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument, needs_extra
 from trajstore.exchange.export_layout import layout_file
 from trajstore.exchange.export_run import DamagedChunks, write_run
@@ -33,6 +34,7 @@ from trajstore.formats.safetensors import write_safetensors
 from trajstore.installation import __version__, imported
 from trajstore.provenance import RunAttributes
 from trajstore.schema import EXPORTED, STEP, Encoding, coordinate
+from trajstore.store.metadata.block_plan import MOST_ROWS
 from trajstore.store.metadata.metadata_form import CHANGING
 from trajstore.store.metadata.zarr_json import OF_THE_STORE
 from trajstore.store.reading.tiled_reader import TiledVariable, open_tiled
@@ -44,7 +46,7 @@ from trajstore.store.writing.create import (
     staged_run,
 )
 from trajstore.threads import Progress
-from trajstore.units import EXCHANGE_MEMORY, format_bytes, parse_bytes
+from trajstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +66,6 @@ _OF_FORMATS = {"block_rows": ("zarr", "run"), "encoding": ("run",), "fill_damage
 
 Array = npt.NDArray[Any]
 
-_MOST_ROWS = 256
 _CHUNK = 4 << 20
 _OPTIONS: dict[str, Any] = {"zarr_format": 3, "consolidated": True, "write_empty_chunks": True}
 
@@ -148,7 +149,7 @@ def _chunks(
             "fewer rows (block_rows=…)"
         )
     if "token" in variable.dims:
-        rows = block_rows or max(1, min(variable.tile[0], _MOST_ROWS, fitting))
+        rows = block_rows or max(1, min(variable.tile[0], MOST_ROWS, fitting))
         count = max(1, _CHUNK * shape[1] // (rows * row))
         chunk = (rows, min(count, shape[1]), *shape[2:])
     else:

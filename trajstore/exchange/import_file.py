@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import Count, checks_types
+from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.guessed_layout import abridged, guess, recorded_layout, with_options
 from trajstore.exchange.import_whole import read_whole, whole_layout
@@ -38,7 +39,7 @@ from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress
-from trajstore.units import EXCHANGE_MEMORY, parse_bytes
+from trajstore.units import parse_bytes
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
 
 Array = npt.NDArray[Any]

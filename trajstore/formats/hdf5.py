@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.defaults import DEFAULT_MEMORY
 from trajstore.errors import FormatError, InvalidArgument, needs_extra
 from trajstore.formats.array_file import ArrayFile, check_expansion
 from trajstore.formats.safetensors import Tensor, Where, counted, item_type
 from trajstore.threads import Progress, in_parallel
-from trajstore.units import DEFAULT_MEMORY, format_bytes
+from trajstore.units import format_bytes
 from trajstore.values.native_types import NATIVE_TYPES
 
 Array = npt.NDArray[Any]

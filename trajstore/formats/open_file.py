@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.defaults import DEFAULT_MEMORY
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.formats.array_file import (
     ArrayFile,
@@ -32,7 +33,6 @@ from trajstore.formats.array_file import (
 from trajstore.formats.hdf5 import Hdf5File
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.formats.torch_file import TorchFile
-from trajstore.units import DEFAULT_MEMORY
 from trajstore.values.native_types import NATIVE_TYPES
 
 Array = npt.NDArray[Any]

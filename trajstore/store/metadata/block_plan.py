@@ -18,11 +18,12 @@ from typing import Any
 from trajstore.codec.block import BlockForm, Runs
 from trajstore.codec.chunk import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
+from trajstore.defaults import DEFAULT_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.schema import INTEGERS, STEP, VARIABLES, Variable
 from trajstore.store.metadata.zarr_json import MOST_CHUNKS
 from trajstore.threads import encoding_threads
-from trajstore.units import DEFAULT_MEMORY, format_bytes
+from trajstore.units import format_bytes
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
 
@@ -49,7 +50,8 @@ _SMALL_GRADIENT: dict[str, Any] = {"level": 1, "shuffle": "shuffle", "blocksize"
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # the history of a token reads and checks the whole chunk
 _FEWEST_TOKENS = 128
-_MOST_ROWS = 256
+MOST_ROWS = 256
+"""Largest number of rows of a block that the caller does not set."""
 FEWEST_ROWS = 8
 """Smallest number of rows of a planned block. With fewer, differences save little."""
 
@@ -268,7 +270,7 @@ def plan(
         }
         return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
 
-    rows = block_rows or _MOST_ROWS
+    rows = block_rows or MOST_ROWS
     if block_rows is None:
         # Limits the size of a chunk of few tokens, and the bytes decoded for a snapshot.
         chunk = min(tokens, _FEWEST_TOKENS) * hidden * 4

@@ -24,6 +24,7 @@ from trajstore.arguments import exact, exact_json
 from trajstore.codec.block import new_identity
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.codec.open_block import check_not_replaced
+from trajstore.defaults import DEFAULT_MEMORY
 from trajstore.errors import InvalidArgument, RunNotFound
 from trajstore.installation import __version__
 from trajstore.provenance import RunAttributes
@@ -55,7 +56,6 @@ from trajstore.store.reading.array_reader import present_root
 from trajstore.store.storage.remote_path import Location, RunPath, chunk_key, location
 from trajstore.store.writing.resumed_run import ResumedRun, TokenShare, has_tokens, in_all_processes
 from trajstore.strict_json import utc_now
-from trajstore.units import DEFAULT_MEMORY
 from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import VECTORS, OptimizerRule, VectorRule
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import Count, Example, checks_types, exact_step
+from trajstore.defaults import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every
 from trajstore.errors import InvalidArgument, WriterClosed, did_you_mean
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
@@ -47,7 +48,7 @@ from trajstore.store.writing.resumed_run import (
     in_all_processes,
     resumed_run,
 )
-from trajstore.units import COMMIT_EVERY, DEFAULT_MEMORY, check_commit_every, parse_bytes
+from trajstore.units import parse_bytes
 from trajstore.values.native_types import as_bits
 
 

@@ -8,9 +8,10 @@ from exchange_runs import ALL
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import plan
-from trajstore.units import EXCHANGE_MEMORY, parse_bytes
+from trajstore.units import parse_bytes
 
 
 def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:

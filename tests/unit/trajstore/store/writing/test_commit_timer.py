@@ -10,9 +10,9 @@ import pytest
 import xarray as xr
 from still_timer import StillTimer
 
+from trajstore.defaults import check_commit_every
 from trajstore.errors import InvalidArgument
 from trajstore.store.writing.commit import CommitTimer
-from trajstore.units import check_commit_every
 
 
 def test_the_timer_calls_again_after_the_returned_time() -> None:

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 from near_histories import near_histories
 
 from trajstore import analysis
-from trajstore.analysis.cloud.near_vectors import near_pairs
+from trajstore.analysis.geometry.near_vectors import near_pairs
 from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.native_types import ordinal

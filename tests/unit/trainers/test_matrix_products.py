@@ -22,11 +22,11 @@ from trajstore.trainers import (  # noqa: E402
     record,
     recorded_config,
 )
-from trajstore.trainers.products import modes_of_products, native_is_slow  # noqa: E402
+from trajstore.trainers.matrix_products import modes_of_products, native_is_slow  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-SLOW = "trajstore.trainers.products.native_is_slow"
+SLOW = "trajstore.trainers.matrix_products.native_is_slow"
 TINY = (
     "model.hidden=16", "model.context=8", "model.layers=1", "training.batch_size=4",
     "training.steps=4",

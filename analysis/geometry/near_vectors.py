@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.cloud.identical_vectors import divide, smallest_members, token_labels
+from trajstore.analysis.geometry.identical_vectors import divide, smallest_members, token_labels
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, Groups, Numbers, Wide, measure, whole_rows
 from trajstore.analysis.scan.quantity import quantity

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
-from trajstore.analysis.cloud.identical_vectors import divide
+from trajstore.analysis.geometry.identical_vectors import divide
 
 # Few bits: many ties, zeros of both signs, NaN of two payloads.
 BITS = st.sampled_from([0, 0x8000, 0x3F80, 0x7FC0, 0x7FC1])

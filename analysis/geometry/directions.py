@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud.shape import principal_axes
+from trajstore.analysis.geometry.shape import principal_axes
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
