@@ -80,9 +80,9 @@ def opened(run: Path, chunks: Any = "blocks", limit: int = 1 << 30) -> xr.Datase
 
 
 def cached(run: Path) -> dict[str, int]:
-    """Inode of each stretch."""
-    folder = run.with_suffix(".developed")
-    return {path.name: (path / "zarr.json").stat().st_ino for path in sorted(folder.glob("*.zarr"))}
+    """When each stretch was written."""
+    paths = sorted(run.with_suffix(".developed").glob("*.zarr"))
+    return {path.name: (path / "zarr.json").stat().st_mtime_ns for path in paths}
 
 
 def same(one: Any, other: Any) -> bool:
