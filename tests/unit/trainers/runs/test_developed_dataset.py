@@ -119,7 +119,7 @@ def test_counts_and_marks_follow_from_the_keyframes(
     settings: list[str], straight: Any, tmp_path: Path
 ) -> None:
     path = shutil.copytree(straight(config_of("keyframes", *settings)), tmp_path / "run.zarr")
-    ds = open_run(path, developed=True)
+    ds = opened(path)
     whole = open_run(straight(config_of("everything", *settings)), chunks=None)
     parameters = [each.traj.parameter(LAYER) for each in (ds, whole)]
     assert cached(path) == {}
