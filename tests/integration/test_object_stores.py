@@ -207,7 +207,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("jinja2")
     path = tmp_path_factory.mktemp("here") / "here.zarr"
     write_example_run(path)
-    copied(path, MEMORY)
     np.save(path.with_name("dead_mask.npy"), np.arange(128) > 99)
     return path
 
@@ -215,6 +214,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
     monkeypatch.chdir(tmp_path)
+    copied(here, MEMORY)  # a server that ended since has forgotten it
     # Figures take long.
     monkeypatch.setattr("trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {}))
 
@@ -264,7 +264,6 @@ def test_a_command_that_needs_a_folder_says_so(
 def test_sizes_that_a_web_server_does_not_say_are_unknown(
     run: Callable[[str], Result], here: Path, tmp_path: Path
 ) -> None:
-    """The last test, as it ends the connections, and with them what ``memory://`` holds."""
     with web_server(here.parent) as (server, _):
         told = {}
         for command in ("info", "info --json", "report"):

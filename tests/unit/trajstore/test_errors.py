@@ -31,7 +31,7 @@ def test_a_missing_module_of_trajstore_needs_no_extra() -> None:
 
 @pytest.mark.nightly
 def test_every_command_and_function_without_extras_works_or_names_its_extra(tmp_path: Path) -> None:
-    """The packages of the extras are made missing; test_wheel installs the base alone."""
+    """The packages of the extras are made missing; test_install installs the base alone."""
     done = subprocess.run(
         [sys.executable, TESTS / "base_only.py", "--block"],
         cwd=tmp_path,
