@@ -64,27 +64,23 @@ class Counts:
     ----------
     waits : callable
         Returns the number of waits so far.
-    profiled : bool
-        Whether to count operations; this takes most of the time.
     """
 
-    def __init__(self, waits: Callable[[], int], profiled: bool) -> None:
-        self._waits, self._profiled = waits, profiled
+    def __init__(self, waits: Callable[[], int]) -> None:
+        self._waits = waits
         self.waits = self.operations = 0.0
 
     def begin(self) -> None:
         """Start to count."""
-        if self._profiled:
-            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-            self._profile.start()
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._profile.start()
         self._before = self._waits()
 
     def end(self, steps: int) -> None:
         """Count to here."""
         self.waits = (self._waits() - self._before) / steps
-        if self._profiled:
-            self._profile.stop()
-            self.operations = launched_in(self._profile).total() / steps
+        self._profile.stop()
+        self.operations = launched_in(self._profile).total() / steps
 
 
 def train(
@@ -288,7 +284,7 @@ def main(branch: str, folder: Path) -> None:
     if branch != "plain":
         own_device.run_branch(branch)
     device.refuse_float64(branch == "mps")
-    counts = Counts(device.waits, profiled=branch == "cuda")
+    counts = Counts(device.waits)
     results: dict[str, dict[str, Any]] = {}
 
     def measure(name: str, work: Callable[[], dict[str, Any]]) -> None:

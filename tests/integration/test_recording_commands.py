@@ -31,7 +31,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PRESETS = (
-    "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling", "flannel", "thimble", "crucible",
+    "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling",
+    "flannel", "thimble", "crucible",
 )  # fmt: skip
 
 

@@ -224,30 +224,19 @@ def test_accumulation_into_a_sharded_gradient(tmp_path: Path) -> None:
 
 
 HEAD = """
-    import os, sys, warnings
+    import os, sys
     import numpy as np, torch
-    from torch.nn.functional import cross_entropy
+    from list_recorder import TinyModel
     path, folder = sys.argv[1:]
     rank = int(os.environ["RANK"])
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = torch.nn.Embedding(11, 4)
-            self.head = torch.nn.Linear(4, 11, bias=False)
-            self.head.weight = self.embedding.weight
-        def get_output_embeddings(self):
-            return self.head
-        def forward(self, input_ids, labels):
-            logits = self.head(torch.tanh(self.embedding(input_ids)))
-            return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
     def batch(step, rank):
         g = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randint(0, 11, (2, 5), generator=g)
+        return torch.randint(0, 17, (2, 5), generator=g)
 
     torch.manual_seed(0)
-    model = Model()
+    model = TinyModel()
+    model.mix = torch.nn.Identity()  # the embedding alone is trained
 """
 
 LOOP = """
@@ -268,7 +257,7 @@ LOOP = """
                 model.train()
                 grads.append(torch.autograd.grad(loss, model.embedding.weight)[0])
             expected.append((grads[0] + grads[1]) / 2)
-            run.observe(loss=torch.tensor(float(step)), logits=torch.zeros(1, 11))
+            run.observe(loss=torch.tensor(float(step)), logits=torch.zeros(1, 17))
             run.observe(batch=[10 * step + rank, 7], example_loss=[float(rank), 0.5])
             optimizer.zero_grad()
             ids = batch(step, rank)
