@@ -273,12 +273,12 @@ def forked(path: Path, text: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "verbs"),
     [
-        (stopped_and_extended, ["--config", "fork"]),
-        pytest.param(extended, ["--config", "--resume", "--resume"], marks=pytest.mark.nightly),
-        pytest.param(forked, ["--config", "fork", "fork", "fork"], marks=pytest.mark.nightly),
+        (extended, ["--config", "--resume", "--resume"]),
+        (forked, ["--config", "fork", "fork", "fork"]),  # from a run that was stopped and extended
     ],
 )
 def test_the_commands_of_a_report_make_the_run_again(
