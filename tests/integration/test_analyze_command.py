@@ -172,6 +172,7 @@ def test_computing_on_a_cluster(
     [
         (["adam_update"], 1, "exp_avg, exp_avg_sq, lr"),
         (["displacement", "--set", "till=9"], 2, "'till=9'"),
+        (["clusters", "--set", "ranks=abc"], 2, "'ranks=abc', expected whole numbers"),
         (["freeze", "speed", "--set", "min_unchanged=3"], 2, "single quantity"),
         (["freeze", "--by-population"], 2, "not have one number per token"),
         pytest.param(  # it waits ten seconds
@@ -391,6 +392,8 @@ def test_wrong_options_of_plot_are_errors(
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
         (("divergence",), 2, "divergence compares runs, got one"),
+        (("loss", "--select", "step=5:2"), 2, "no recorded step is in '5:2'"),
+        (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
         (("freeze", "--select", "population=mostly_dead"), 2, "choose from dead, live, all"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
     ):
@@ -419,6 +422,7 @@ def test_results_of_an_evaluation(
     assert "results.svg: text_loss." in out
     assert "text is left out: text has texts" in out
     assert "results.zarr · probe, gatsby.zarr" in file.read_text()
-    trajstore_cli("plot", results, "freeze", rc=2)
+    error = trajstore_cli("plot", results, "freeze", rc=2).stderr
+    assert "got 'freeze', expected one or more of all, text, text_loss" in error
     error = trajstore_cli("plot", results, example_run, "text_loss", rc=1).stderr
     assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())

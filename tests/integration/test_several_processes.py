@@ -26,33 +26,25 @@ PROGRAM = """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-    from torch.nn.functional import cross_entropy
+    from list_recorder import TinyModel
     from trajstore.trainers import capture
     from trajstore.errors import TrajstoreError
 
     folder, rank = sys.argv[1], int(os.environ["RANK"])
 
-    class Model(torch.nn.Module):
-        def __init__(self, tied):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding = torch.nn.Embedding(11, 4)
-            self.inner = torch.nn.Linear(4, 4)
-            self.head = torch.nn.Linear(4, 11, bias=False)
-            if tied:
-                self.head.weight = self.embedding.weight
-        def get_output_embeddings(self):
-            return self.head
-        def forward(self, input_ids, labels):
-            logits = self.head(torch.tanh(self.inner(self.embedding(input_ids))))
-            return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+    def made(tied=True):
+        torch.manual_seed(0)
+        model = TinyModel()
+        if not tied:
+            model.head = torch.nn.Linear(8, 17, bias=False)
+        return model
 
     def gathered(model, optimizer, run, steps, other, clip):
         rows = []
         W = model.embedding.weight
         for step in steps:
             source = torch.Generator().manual_seed(step + other)
-            ids = torch.randint(0, 11, (2, 5), generator=source)
+            ids = torch.randint(0, 17, (2, 5), generator=source)
             optimizer.zero_grad()
             output = model(ids, ids)
             output["loss"].backward()
@@ -87,7 +79,7 @@ PROGRAM = """
     mesh = init_device_mesh("cpu", (2,))
 
     # FSDP2, the head tied to the embedding; each process has its own batch
-    model = fully_shard(Model(tied=True), mesh=mesh)
+    model = fully_shard(made(), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     path = f"{folder}/fsdp.zarr"
     variables = ["matrix", "W_ulp_l1", "grad_token_norm", "example_loss"]
@@ -99,7 +91,7 @@ PROGRAM = """
         assert groups() == before + 1
         told(run)
         rows = gathered(model, optimizer, run, range(6), 100 * rank, 0.1)
-        assert run.writer.layout.arrays["W"].row == ((6, 4), (5, 4))[rank]
+        assert run.writer.layout.arrays["W"].row == ((9, 8), (8, 8))[rank]
     how |= {"resume": True, "first_step": 6, "on_step": told}
     with capture(model, optimizer, path, **how) as run:
         told(run)
@@ -125,19 +117,19 @@ PROGRAM = """
     assert "is recorded with all tokens" in refusal(model, optimizer, tokens=[1, 2])
     assert "norms of sharded parameters" in refusal(model, optimizer, variables="norms")
     across = fully_shard(
-        Model(tied=True), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
+        made(), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
     )
     optimizer = torch.optim.AdamW(across.parameters())
     assert "Shard(0) over one dimension" in refusal(across, optimizer)
     inner = parallelize_module(
-        Model(tied=True), mesh, {"inner": RowwiseParallel(input_layouts=Replicate())}
+        made(), mesh, {"mix": RowwiseParallel(input_layouts=Replicate())}
     )
     optimizer = torch.optim.AdamW(inner.parameters())
     assert "is not a DTensor" in refusal(inner, optimizer)
 
     # vocabulary-parallel, the head not tied; all processes have the same batch
     split = {"embedding": RowwiseParallel(input_layouts=Replicate())}
-    model = parallelize_module(Model(tied=False), mesh, split)
+    model = parallelize_module(made(tied=False), mesh, split)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     how = {"parameter": "embedding.weight", "block_rows": 4}
     assert "have the same " in refusal(model, optimizer, variables=["W", "batch"], **how)
