@@ -1,8 +1,7 @@
 """Script: call every command and public function once in an environment without the extras.
 
 It works in the current folder, which must be empty, and prints a JSON table of calls: what is
-called, the extra that its error must name, or "" if it must work, and what happened. `--block`
-makes the packages of the extras missing in an environment that has them.
+called, the extra that its error must name, or "" if it must work, and what happened.
 """
 
 from __future__ import annotations
@@ -10,18 +9,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-
-EXTRAS = """
-accelerate bokeh datasets datashader distributed h5netcdf h5py holoviews huggingface_hub jinja2
-lightning matplotlib numba obstore panel platformdirs pooch pydantic scipy tokenizers tomli_w torch
-transformers
-"""
 
 COMMANDS = {
     "analyze gatsby.zarr speed": "",
@@ -155,8 +147,6 @@ def functions() -> Iterator[tuple[str, str, str]]:
 
 def main() -> None:
     """Print the table."""
-    if "--block" in sys.argv:
-        sys.modules.update(dict.fromkeys(EXTRAS.split()))  # type: ignore[arg-type]
     import trajstore
 
     trajstore.sample_run("gatsby.zarr")

@@ -60,7 +60,6 @@ def test_a_lattice_of_choice(run: Path, trajstore_cli: Callable[..., Any]) -> No
     assert facts["ulp"]["min"] == float(analysis.ulp(ds, "bfloat16").min())
     refused = trajstore_cli("analyze", run, "speed", *lattice, rc=2)
     assert "for speed; only these have it: distinct" in refused.stderr
-    assert "float8" in trajstore_cli("analyze", run, "freeze", "--lattice", "float8", rc=2).stderr
 
     said = trajstore_cli("summary", run, *lattice).stdout
     assert said.startswith("W is rounded to bfloat16.")
@@ -73,7 +72,7 @@ def test_several_quantities_are_streamed_to_a_file(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "motion.zarr"
-    names = ["grad_norms", "freeze", "regimes", "velocity"]
+    names = ["grad_norms", "regimes"]
     said = trajstore_cli("analyze", run, *names, "-o", file)
     assert str(file) in said.stdout
     expected = analysis.compute(trajstore.open_run(run), names).compute()
@@ -171,13 +170,11 @@ def test_computing_on_a_cluster(
 @pytest.mark.parametrize(
     ("arguments", "rc", "message"),
     [
-        (["wobble"], 2, "unknown quantity 'wobble'"),
         (["adam_update"], 1, "exp_avg, exp_avg_sq, lr"),
         (["displacement", "--set", "till=9"], 2, "'till=9'"),
         (["clusters", "--set", "ranks=abc"], 2, "'ranks=abc', expected whole numbers"),
         (["freeze", "speed", "--set", "min_unchanged=3"], 2, "single quantity"),
         (["freeze", "--by-population"], 2, "not have one number per token"),
-        (["freeze", "-o", "motion.txt"], 2, r"\.zarr, \.nc, \.csv"),
         pytest.param(  # it waits ten seconds
             ["freeze", "--scheduler", "tcp://127.0.0.1:1"],
             2,
@@ -280,17 +277,22 @@ def record(
 
 
 def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> None:
-    one, other = record(tmp_path / "a.zarr", 9), record(tmp_path / "b.zarr", 7, (4, 2))
+    one, other = record(tmp_path / "a.zarr", 9), tmp_path / "b.zarr"
+    variables = {"W": "bfloat16", "grad": "float32", "logits": "float32"}
+    with RunWriter.create(other, token=np.arange(5), hidden=3, variables=variables) as run:
+        for step, row in enumerate(trajstore.open_run(one).W.values[:7]):
+            W = row.copy()
+            W[2, 0] += step == 4
+            run.append(step=step, W=W, grad=np.zeros((5, 3), "f4"), logits=np.zeros(5, "f4"))
     text = trajstore_cli("compare", one, other).stdout
-    assert "Over 7 common steps and 2 common variables, the runs differ in W.\n" in text
+    assert "Over 7 common steps and 1 common variable, the runs differ in W.\n" in text
     assert "The first run has 9 rows, the second 7.\n" in text
+    assert "Only the first run has loss.\nOnly the second run has grad, logits.\n" in text
     facts = json.loads(trajstore_cli("compare", one, other, "--json").stdout)
-    assert facts["variables"]["W"]["first_difference"] == 4
-    assert facts["variables"]["W"]["differing_steps"] == 1
-    assert [value > 0 for value in facts["variables"]["W"]["distance"]] == [
-        step == 4 for step in range(7)
-    ]
-    assert facts["variables"]["loss"]["first_difference"] == -1
+    found = facts["variables"]["W"]
+    assert (found["first_difference"], found["differing_steps"]) == (4, 1)
+    assert [value > 0 for value in found["distance"]] == [step == 4 for step in range(7)]
+    assert (facts["only_first"], facts["only_second"]) == (["loss"], ["grad", "logits"])
 
 
 def test_over_names_the_step_from_which_losses_differ(tmp_path: Path, trajstore_cli: Cli) -> None:
@@ -322,24 +324,6 @@ def test_a_name_stands_for_the_two_matrices_of_a_training(
     assert "Over 3 common steps and 2 common variables, the runs differ in W.\n" in text
 
 
-def test_variables_that_only_one_run_has_are_named(tmp_path: Path, trajstore_cli: Cli) -> None:
-    one = record(tmp_path / "a.zarr", 2)
-    with RunWriter.create(
-        tmp_path / "b.zarr",
-        token=np.arange(5),
-        hidden=3,
-        variables={"W": "bfloat16", "grad": "float32", "logits": "float32"},
-    ) as run:
-        for step in range(2):
-            w = random_bits((5, 3), step) & 0xBFFF
-            run.append(step=step, W=w, grad=np.zeros((5, 3), "f4"), logits=np.zeros(5, "f4"))
-    text = trajstore_cli("compare", one, run.path).stdout
-    assert "Over 2 common steps and 1 common variable, the runs are identical" in text
-    assert "Only the first run has loss.\nOnly the second run has grad, logits.\n" in text
-    facts = json.loads(trajstore_cli("compare", one, run.path, "--json").stdout)
-    assert (facts["only_first"], facts["only_second"]) == (["loss"], ["grad", "logits"])
-
-
 def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) -> None:
     one = record(tmp_path / "a.zarr", 2)
     for token, rc, told in (
@@ -354,15 +338,12 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) ->
         assert told in " ".join((done.stdout + done.stderr).split())
 
 
-@pytest.fixture
-def drawn_run(example_run: Path) -> Path:
-    return example_run
-
-
-def test_figures(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_figures(example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     one = tmp_path / "norms.svg"
     few = ("--population", "few=token < 9")
-    out = trajstore_cli("plot", drawn_run, "grad-norms", "-o", one, "--style", "dark", *few).stdout
+    out = trajstore_cli(
+        "plot", example_run, "grad-norms", "-o", one, "--style", "dark", *few
+    ).stdout
     assert "norms.svg: grad_norms." in out
     text = one.read_text()
     assert "gatsby.zarr · W 128 × 4, AdamW, bfloat16" in text
@@ -371,48 +352,34 @@ def test_figures(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: P
     sheet = tmp_path / "sheet.png"
     parts = ("step=2:", "token=live", "population=live")
     options = [word for part in parts for word in ("--select", part)]
-    out = trajstore_cli("plot", drawn_run, "grad_norms", "freeze", "-o", sheet, *options).stdout
+    out = trajstore_cli("plot", example_run, "grad_norms", "freeze", "-o", sheet, *options).stdout
     assert "sheet.png: grad_norms, freeze." in out
     assert sheet.stat().st_size > 10_000
     paths = tmp_path / "paths.svg"
-    trajstore_cli("plot", drawn_run, "displacement", "-o", paths, "--vectors", "centroid:all")
+    trajstore_cli("plot", example_run, "displacement", "-o", paths, "--vectors", "centroid:all")
     assert "centroid of all 1 × 4" in paths.read_text()
     other = tmp_path / "other.zarr"
-    shutil.copytree(drawn_run, other)
+    shutil.copytree(example_run, other)
     runs = tmp_path / "runs.svg"
     options = ("--common-steps", "--lattice", "native")
-    out = trajstore_cli("plot", drawn_run, other, "divergence", "-o", runs, *options).stdout
+    out = trajstore_cli("plot", example_run, other, "divergence", "-o", runs, *options).stdout
     assert "runs.svg: divergence." in out
 
 
-def test_the_film(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_film(example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     still = tmp_path / "film.svg"
     options = ("--frames", "even:3", "--style", "dark")
-    out = trajstore_cli("plot", drawn_run, "film", "-o", still, *options).stdout
+    out = trajstore_cli("plot", example_run, "film", "-o", still, *options).stdout
     assert out.split() == ["Wrote", f"{still}:", "film."]
     assert "frozen (" in still.read_text()
-    other = shutil.copytree(drawn_run, tmp_path / "other.zarr")
     for arguments, sentence in (
         (
-            (drawn_run, "film", "loss"),
+            (example_run, "film", "loss"),
             "film is drawn alone, got film, loss; draw the others",
         ),
-        ((drawn_run, other, "film"), "film shows one run, got 2; draw a film of each"),
         (
-            (drawn_run, "loss", "--frames", 5),
+            (example_run, "loss", "--frames", 5),
             "--frames is for film, got loss; leave it out",
-        ),
-        (
-            (drawn_run, "film", "--frames", "odd:5"),
-            "got frames='odd:5', expected a number from 2",
-        ),
-        (
-            (drawn_run, "film", "-o", "film.avi"),
-            "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a",
-        ),
-        (
-            (drawn_run, "film", "-o", still),
-            "already exists; choose another path, or replace it with --overwrite",
         ),
     ):
         error = trajstore_cli("plot", *arguments, rc=2).stderr
@@ -420,30 +387,29 @@ def test_the_film(drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: 
 
 
 def test_wrong_options_of_plot_are_errors(
-    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
         (("divergence",), 2, "divergence compares runs, got one"),
         (("loss", "--select", "step=5:2"), 2, "no recorded step is in '5:2'"),
-        (("loss", "--select", "token=999"), 2, "token 999 was not recorded"),
-        (("freeze", "--select", "population=mostly_dead"), 2, "choose from dead, live, all"),
         (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
+        (("freeze", "--select", "population=mostly_dead"), 2, "choose from dead, live, all"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
     ):
-        error = trajstore_cli("plot", drawn_run, *arguments, rc=code).stderr
+        error = trajstore_cli("plot", example_run, *arguments, rc=code).stderr
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
-    refused = trajstore_cli("plot", drawn_run, "loss", "-o", file, rc=2).stderr
+    refused = trajstore_cli("plot", example_run, "loss", "-o", file, rc=2).stderr
     assert "already exists; choose another path, or replace it with --overwrite" in refused
     assert file.read_text() == "mine"
-    trajstore_cli("plot", drawn_run, "loss", "-o", file, "--overwrite")
+    trajstore_cli("plot", example_run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
 def test_results_of_an_evaluation(
-    drawn_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     results = tmp_path / "results.zarr"
     xr.Dataset(
@@ -458,5 +424,5 @@ def test_results_of_an_evaluation(
     assert "results.zarr · probe, gatsby.zarr" in file.read_text()
     error = trajstore_cli("plot", results, "freeze", rc=2).stderr
     assert "got 'freeze', expected one or more of all, text, text_loss" in error
-    error = trajstore_cli("plot", results, drawn_run, "text_loss", rc=1).stderr
+    error = trajstore_cli("plot", results, example_run, "text_loss", rc=1).stderr
     assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())

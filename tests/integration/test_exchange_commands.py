@@ -81,6 +81,7 @@ def test_sigterm_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_write_that_fails_names_the_file(run: Path, tmp_path: Path) -> None:
     """In a process, as HDF5 crashed at its end."""
     code = (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 from golden_runs import DATA, LOOPS, digests, train, unpack
 
 import trajstore
@@ -30,10 +31,17 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("version", "name"), WRITTEN)
+QUICK = {  # each form of storage once
+    ("0.3.0", "delta.zarr"), ("0.3.0", "parts.zarr"), ("0.3.0", "compact.zarr"),
+    ("0.4.0", "everything-compact.zarr"), ("0.4.0", "norms.zarr"), ("0.4.0", "sharded.zarr"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", nightly_but(WRITTEN, *QUICK), ids="-".join)
 def test_a_run_is_read_verified_and_exported(
-    unpacked: Path, tmp_path: Path, version: str, name: str
+    unpacked: Path, tmp_path: Path, key: tuple[str, str]
 ) -> None:
+    version, name = key
     written = WRITTEN[version, name]
     run = unpacked / version / name
     opened = trajstore.open_run(run, chunks=None)
@@ -53,14 +61,15 @@ RESUMED = ("matrix", "compact", "everything", "fork", "keyframes", *LOOPS)
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("version", "name"),
-    [
-        pytest.param(*key, marks=() if key == ("0.3.0", "matrix.zarr") else pytest.mark.nightly)
-        for key in WRITTEN
-        if key[1].removesuffix(".zarr") in RESUMED
-    ],
+    "key",
+    nightly_but(
+        [key for key in WRITTEN if key[1].removesuffix(".zarr") in RESUMED],
+        ("0.3.0", "matrix.zarr"),
+    ),
+    ids="-".join,
 )
-def test_a_run_is_resumed(unpacked: Path, tmp_path: Path, version: str, name: str) -> None:
+def test_a_run_is_resumed(unpacked: Path, tmp_path: Path, key: tuple[str, str]) -> None:
+    version, name = key
     trainers = pytest.importorskip("trajstore.trainers", exc_type=ImportError)
     kind = name.removesuffix(".zarr")
     for source in (unpacked / version).glob(f"{kind}.*"):
@@ -84,6 +93,7 @@ KEYFRAMES = [version for version, name in WRITTEN if name == "keyframes.zarr"]
 
 
 @pytest.mark.torch
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", KEYFRAMES)
 def test_a_run_with_keyframes_is_developed(unpacked: Path, tmp_path: Path, version: str) -> None:
     """Another processor may give other bits."""

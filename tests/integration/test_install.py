@@ -1,15 +1,21 @@
-"""What the page Install names: versions that are tested together, and without them."""
+"""What is installed: versions that are tested together, the wheel alone, and a user's folders."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
+import venv
+import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
@@ -69,3 +75,125 @@ def test_messages_name_extras_that_are_there() -> None:
         for extra in re.findall(r'(?:MissingExtra|needs_extra)\([^,\n]+, "(\w+)"', path.read_text())
     }
     assert {"torch", "train", "report", "plot", "s3", "hub"} <= named <= FOR_USERS
+
+
+def needed_by(package: str) -> set[str]:
+    """Names of the distributions that one requires, and those that they require."""
+    found: set[tuple[str, str]] = set()  # with an extra, or without
+    left = [(package, "")]
+    while left:
+        name, extra = left.pop()
+        for line in distribution(name).requires or ():
+            one = Requirement(line)
+            if one.marker is None or one.marker.evaluate({"extra": extra}):
+                wanted = {(canonicalize_name(one.name), extra) for extra in ("", *one.extras)}
+                left += wanted - found
+                found |= wanted
+    return {name for name, _ in found}
+
+
+def _built(folder: Path, *options: str) -> Path:
+    """Wheel of this repository."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *options, "-o", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of a new environment with the wheel and what it depends on, and nothing else.
+
+    The dependencies are those of this environment, linked: to install them takes half a minute.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = _built(folder)  # by way of the sdist
+    venv.create(folder / "env")
+    python = folder / "env" / "bin" / "python"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel],
+        check=True,
+        capture_output=True,
+    )
+    (packages,) = folder.glob("env/lib/python*/site-packages")
+    for name in needed_by("trajstore"):
+        brought = distribution(name)
+        for top in {file.parts[0] for file in brought.files or ()} - {"..", "__pycache__"}:
+            (packages / top).symlink_to(str(brought.locate_file(top)))
+    return python
+
+
+@pytest.mark.nightly
+def test_every_command_and_function_works_or_names_its_extra(python: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [python, ROOT / "tests" / "base_only.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert [row for row in table if row[1] != row[2]] == []
+
+
+@pytest.mark.nightly
+def test_the_wheel_holds_one_typed_package_and_no_tests(python: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(_built(tmp_path, "--wheel")) as wheel:
+        held = set(wheel.namelist())
+    assert {name.partition("/")[0] for name in held if ".dist-info" not in name} == {"trajstore"}
+    assert "trajstore/py.typed" in held
+    assert not [name for name in held if "conftest" in name or "test_" in name]
+    code = 'from importlib.metadata import files; print(*files("trajstore"), sep="\\n")'
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    installed = {name for name in done.stdout.split() if name.startswith("trajstore/")}
+    installed = {name for name in installed if "__pycache__" not in name}
+    assert installed == {name for name in held if ".dist-info" not in name}  # that of the sdist
+
+
+FOLDERS = ("analysis", "benchmarks", "tools", "trainers")
+
+SCRIPT = """
+import sys
+import numpy as np
+import xarray as xr
+
+# Datasets have traj from the first one on that xarray opens.
+try:
+    xr.open_dataset("nothing.zarr")
+except FileNotFoundError:
+    pass
+assert not [name for name in sys.modules if name.startswith("trajstore.analysis")]
+assert type(xr.Dataset().traj).__name__ == "TrajAccessor"
+
+from analysis.mine import THEIRS
+from benchmarks.mine import THEIRS
+from tools.mine import THEIRS
+from trainers.mine import THEIRS
+from trajstore import RunWriter
+from trajstore.analysis import freeze
+
+with RunWriter.create(
+    "mine.zarr", token=np.arange(4), hidden=3, variables={"W": "float32"}
+) as run:
+    for step in range(3):
+        run.append(step=step, W=np.full((4, 3), min(step, 1), "float32"))
+ds = xr.open_zarr("mine.zarr")
+assert ds.traj.freeze().last_motion.values.tolist() == [1, 1, 1, 1]
+assert freeze(ds).moves.values.tolist() == [1, 1, 1, 1]
+"""
+
+
+@pytest.mark.nightly
+def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path) -> None:
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("THEIRS = True\n")
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

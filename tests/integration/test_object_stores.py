@@ -1,9 +1,20 @@
-"""Runs in an object store, through a server of S3 and what may happen on the way to it."""
+"""Runs in an object store, through a server of S3 and what may happen on the way to it.
+
+The last test is a training that goes to S3, is read meanwhile, killed, resumed and verified:
+`make objects` runs it, with as many steps as `TRAJSTORE_OBJECTS` says.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,15 +22,21 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from object_stores import faulty, s3_server, to_s3, web_server
+from click.testing import CliRunner, Result
+from example_run import write_example_run
+from object_stores import copied, faulty, s3_server, to_s3, web_server
+from zarr.storage import ObjectStore
 
 from trajstore import RunWriter, open_run, verify
+from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
-from trajstore.store.storage.remote_path import location
+from trajstore.store.storage.remote_path import RemotePath, location
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore.store")
 
+STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
+KINDS = ("500", "503", "cut", "lose", "slow")
 ROWS = 21
 TOKENS, HIDDEN = 40, 8
 URL = "s3://bucket/runs/run.zarr"
@@ -82,10 +99,9 @@ def test_what_fails_for_a_while_is_tried_again(
     s3: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors of the server, cut connections, answers that are lost, of one request in four."""
-    kinds = ["500", "503", "cut", "lose", "slow"]
 
     def fault(method: str, path: str, number: int) -> str | None:
-        return kinds[number // 4 % len(kinds)] if number % 4 == 1 else None
+        return KINDS[number // 4 % len(KINDS)] if number % 4 == 1 else None
 
     with faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
         record(URL)
@@ -179,3 +195,168 @@ def test_a_run_on_a_web_server_is_opened_with_few_requests(local: Path) -> None:
         assert far.step.encoding == here.step.encoding
         with pytest.raises(ObjectStoreError, match="a web server cannot list objects"):
             location(f"{address}/run.zarr").below()  # type: ignore[union-attr]
+
+
+MEMORY = "memory://commands/runs/run.zarr"
+OUT = "memory://commands/out"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    path = tmp_path_factory.mktemp("here") / "here.zarr"
+    write_example_run(path)
+    np.save(path.with_name("dead_mask.npy"), np.arange(128) > 99)
+    return path
+
+
+@pytest.fixture
+def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+    monkeypatch.chdir(tmp_path)
+    copied(here, MEMORY)  # a server that ended since has forgotten it
+    # Figures take long.
+    monkeypatch.setattr("trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {}))
+
+    def invoke(line: str) -> Result:
+        return CliRunner().invoke(main, shlex.split(line.format(here=here, run=MEMORY, out=OUT)))
+
+    return invoke
+
+
+def test_commands_work_on_an_address(run: Callable[[str], Result], tmp_path: Path) -> None:
+    made = []
+    for line, file in (
+        ("report {run} --verify", "run.html"),
+        ("compare {run} {here}", None),
+        ("export {run} -o a.safetensors", "a.safetensors"),
+    ):
+        result = run(line)
+        assert result.exit_code == 0, result.output
+        made += [file] if file else []
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(made)
+
+
+LOCAL = "only runs can be at addresses; pass a local path"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("analyze {run} freeze -o {out}/freeze.zarr", LOCAL),
+        ("plot {here} loss -o {out}/loss.png", LOCAL),
+        ("report {here} -o {out}/page.html", LOCAL),
+        ("export {here} -o {out}/a.safetensors", LOCAL),
+        ("import {out}/a.safetensors -o a.zarr", LOCAL),
+        ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
+    ],
+)
+def test_a_command_that_needs_a_folder_says_so(
+    run: Callable[[str], Result], line: str, told: str, tmp_path: Path
+) -> None:
+    result = run(line)
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.split())
+    assert "://" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_a_web_server_does_not_say_are_unknown(
+    run: Callable[[str], Result], here: Path, tmp_path: Path
+) -> None:
+    with web_server(here.parent) as (server, _):
+        told = {}
+        for command in ("info", "info --json", "report"):
+            result = run(f"{command} {server}/here.zarr")
+            assert result.exit_code == 0, result.output
+            told[command] = result.output
+    assert "unknown" in told["info"]
+    facts = json.loads(told["info --json"])
+    arrays = facts["arrays"].values()
+    for fact in ("bytes_on_disk", "ratio"):
+        assert {facts[fact], *(array[fact] for array in arrays)} == {None}
+    assert facts["files"] is None
+    assert "<td>unknown</td>" in (tmp_path / "here.html").read_text()
+
+
+def command(*words: object) -> list[str]:
+    start = "from trajstore.cli.start import main; main()"
+    return [sys.executable, "-c", start, *map(str, words)]
+
+
+def recording(target: object) -> list[str]:
+    options = ("--preset", "gatsby", "--steps", STEPS, "--set", "recording.commit_every=2")
+    return command("record", *options, "-o", target)
+
+
+def printed(words: list[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def started(words: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block."""
+    with subprocess.Popen(words, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def rows_there(place: RemotePath, truth: xr.Dataset) -> int:
+    """Rows that plain xarray sees, by zarr's own way to a store; the last must be what it was."""
+    if not (place / "zarr.json").exists():
+        return 0
+    store = ObjectStore(
+        obstore.from_url(str(place), client_options={"allow_http": True}), read_only=True
+    )
+    far = xr.open_zarr(store, chunks=None)
+    if far.sizes["step"]:
+        xr.testing.assert_equal(far.W[-1].compute(), truth.W[far.sizes["step"] - 1].compute())
+    return far.sizes["step"]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
+    """The same training, recorded to a folder, without an interruption."""
+    here = tmp_path_factory.mktemp("local") / "run.zarr"
+    printed(recording(here))
+    return open_run(here, chunks=None)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not STEPS, reason="takes minutes: make objects")
+@pytest.mark.parametrize("faults", [False, True])
+def test_a_training_at_s3_survives_its_death(
+    truth: xr.Dataset, faults: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://bucket/faults-{faults}/run.zarr"  # one memory serves all servers of a process
+
+    def fault(method: str, path: str, number: int) -> str | None:
+        return KINDS[number // 8 % len(KINDS)] if faults and number % 8 == 1 else None
+
+    with s3_server() as s3, faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
+        place = location(url)
+        assert isinstance(place, RemotePath)
+        looks, rows = 0, 0
+        with started(recording(url), stderr=subprocess.DEVNULL) as recorder:
+            while rows < STEPS // 3:
+                assert recorder.poll() is None, "it ended before it was killed"
+                rows, looks = rows_there(place, truth), looks + 1
+                time.sleep(0.2)  # between two looks, as a reader has them beside a training
+            recorder.kill()
+        killed = open_run(url).sizes["step"]
+        assert STEPS // 3 <= killed <= STEPS
+        printed(command("verify", url))
+        printed([*recording(url), "--resume"])
+        told = printed(command("verify", url))
+        assert "sound" in told
+        far = open_run(url)
+        assert far.attrs["status"] == "complete"
+        assert far.attrs["content_digest"] == truth.attrs["content_digest"]
+        print(
+            f"\nfaults {faults}: {looks} looks before the kill at {killed - 1} steps of {STEPS}, "
+            f"{len(seen)} requests; {told.strip()}"
+        )

@@ -1,21 +1,21 @@
-"""`record`, `presets` and `fetch` as a user types them."""
+"""`record` and `presets` as a user types them, and scripts of the how-tos as they are printed."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import nightly_but
+from bits_and_calls import Cli, nightly_but
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -30,15 +30,13 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "cache"))
 
 
-SMALL_ONES = ("gatsby", "gatsby-gradients", "gatsby-adam")
 PRESETS = (
-    *SMALL_ONES, "wordybird-1", "wordybird-1b", "duckling", "flannel", "thimble", "crucible",
+    "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling",
+    "flannel", "thimble", "crucible",
 )  # fmt: skip
 
 
-def test_presets_are_listed_and_printed_as_files(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_presets_are_listed_and_printed_as_files(trajstore_cli: Cli, tmp_path: Path) -> None:
     listed = trajstore_cli("presets").stdout.splitlines()
     assert {line.split()[0] for line in listed} == set(PRESETS)
     file = tmp_path / "mine.toml"
@@ -51,13 +49,12 @@ def test_presets_are_listed_and_printed_as_files(
 
 
 @pytest.mark.parametrize(
-    "name", nightly_but([name for name in PRESETS if name != "wordybird-1b"], *SMALL_ONES)
+    "name", nightly_but([name for name in PRESETS if name != "wordybird-1b"], "gatsby")
 )
-def test_a_preset_records_without_files(
-    name: str, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_preset_records_without_files(name: str, trajstore_cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    done = trajstore_cli("record", "--preset", name, "--steps", 2, *SMALL, "-o", path)
+    narrow = ("--set", "model.hidden=8", "--set", "model.layers=1")
+    done = trajstore_cli("record", "--preset", name, "--steps", 2, *SMALL, *narrow, "-o", path)
     assert "embedded" in done.stderr
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == [0, 1, 2]
@@ -66,9 +63,7 @@ def test_a_preset_records_without_files(
     assert (np.abs(ds.grad.values[1, ds.is_dead.values]).max(axis=-1) > 0).all()
 
 
-def test_a_dry_run_says_what_record_then_does(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_dry_run_says_what_record_then_does(trajstore_cli: Cli, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.txt"
     tokens.write_text("101 7 32\n")
     call = [
@@ -91,25 +86,11 @@ def test_a_dry_run_says_what_record_then_does(
     assert ds.token.values.tolist() == [7, 32, 101]
 
 
-def test_a_device_that_is_not_there_is_refused(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_device_that_is_not_there_is_refused(trajstore_cli: Cli, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     missing = "mps" if torch.cuda.is_available() else "cuda"  # no machine has both
     call = ["record", "--preset", "gatsby", "--device", missing, "-o", tmp_path / "run.zarr"]
     assert "torch finds no such device" in trajstore_cli(*call, rc=2).stderr
-
-
-def test_a_recording_ends_with_its_pace_and_what_to_type_next(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    call = ["record", "--preset", "gatsby", "--steps", 3, *SMALL, "-o", tmp_path / "my run.zarr"]
-    said = trajstore_cli(*call).stdout.splitlines()
-    assert re.match(r"Recorded 4 rows to .* in [\d.]+ m?s \([\d.e+]+ steps per second\): ", said[0])
-    typed = [line.split("   ")[0] for line in said[2:]]
-    assert len(typed) == 3
-    for command in typed[:2]:
-        trajstore_cli(*shlex.split(command)[1:])
 
 
 @pytest.mark.nightly
@@ -125,14 +106,135 @@ def test_a_closed_output_does_not_end_a_training(tmp_path: Path) -> None:
     assert "Recorded 4 rows" in done.stdout
 
 
-def test_advice_is_given_before_while_and_after(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
+def test_a_recording_ends_with_its_pace_advice_and_what_to_type_next(
+    trajstore_cli: Cli, tmp_path: Path
 ) -> None:
     call = ["--preset", "gatsby", "--steps", 2, *SMALL]
     said = "Note: exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
-    path = tmp_path / "run.zarr"
+    path = tmp_path / "my run.zarr"
     assert said in trajstore_cli("record", *call, "--dry-run").stdout
-    assert trajstore_cli("record", *call, "-o", path).stderr.count(said) == 1
+    done = trajstore_cli("record", *call, "-o", path)
+    assert done.stderr.count(said) == 1
+    lines = done.stdout.splitlines()
+    pace = r"Recorded 3 rows to .* in [\d.]+ m?s \([\d.e+]+ steps per second\): "
+    assert re.match(pace, lines[0])
+    typed = [line.split("   ")[0] for line in lines[2:]]
+    assert len(typed) == 3
+    for command in typed[:2]:
+        trajstore_cli(*shlex.split(command)[1:])
     assert said in trajstore_cli("info", path).stdout
     sound = ["--set", "model.dtype=float32", "-o", tmp_path / "sound.zarr"]
     assert "Note" not in trajstore_cli("record", *call, *sound).stderr
+
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("story") / "gatsby.zarr"
+    # Native products take four times as long on processors without bfloat16 units.
+    changes = ("recording.block_rows=8", "training.device=cpu", "training.products=float32")
+    settings = [word for change in changes for word in ("--set", change)]
+    options = ("--steps", STEPS, "--memory", "64MiB", *settings, "-o", path)
+    done = trajstore_cli("record", "--preset", "gatsby", *options)
+    assert "gatsby stand-in (embedded)" in done.stderr
+    assert f"step {STEPS}/{STEPS}" in done.stderr
+    assert f"Recorded {STEPS + 1} rows" in done.stdout
+    return path
+
+
+def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
+    ds = xr.open_zarr(gatsby)
+    assert ds.step.values.tolist() == list(range(STEPS + 1))
+    dead = ds.is_dead.values
+    assert dead.sum() == 51
+    assert (ds.token_count.values[dead] == 0).all()
+    assert float(ds.loss[1]) == pytest.approx(math.log(128), abs=0.001)
+    assert float(ds.loss[-1]) < 4.4
+    logits = ds.logits[1].values
+    assert logits.max() == logits.min()
+    norms = np.linalg.norm(ds.grad[1].values, axis=-1)
+    assert norms[dead].mean() == pytest.approx(6.17e-2, rel=0.02)
+    assert norms[dead].std() < 1e-3 * norms[dead].mean()
+    assert norms[~dead].max() > 1
+    for name in ("grad", "logits", "loss", "lr", "grad_norm", "clip_coef"):
+        assert np.isnan(ds[name][0].values).all(), name
+    assert (ds.exp_avg[0].values == 0).all()
+    assert (ds.exp_avg_sq[0].values == 0).all()
+    np.testing.assert_allclose(ds.lr[1:], 1e-3 * (1 - np.arange(STEPS) / STEPS))
+    assert ds.lr.dtype == "float64"
+
+
+def test_all_tokens_start_near_one_point_and_the_dead_move_as_one(gatsby: Path) -> None:
+    ds = xr.open_zarr(gatsby)
+    start = ds.W[0].values
+    assert np.linalg.norm(start.mean(0)) == pytest.approx(1, abs=0.002)
+    assert np.linalg.norm(start - start.mean(0), axis=-1).max() < 0.01
+    assert (ds.traj.coherence("dead") > 0.99).all()
+    assert (ds.traj.coherence("live") < 0.9).all()
+
+
+def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -> None:
+    facts = json.loads(trajstore_cli("info", gatsby, "--json").stdout)
+    assert facts["status"] == "complete"
+    assert facts["committed_rows"] == STEPS + 1
+    assert facts["steps"] == {"first": 0, "last": STEPS}
+    assert facts["arrays"]["W"]["native_dtype"] == "bfloat16"
+    assert facts["arrays"]["W"]["bytes_native"] == (STEPS + 1) * 128 * 64 * 2
+    assert facts["config"]["data"]["target_offset"] == 2
+    assert facts["optimizer"]["class"] == "torch.optim.adamw.AdamW"
+    assert facts["optimizer"]["hyperparameters"]["weight_decay"] == 0.01
+    assert facts["provenance"]["corpus"]["bytes"] == 265_905
+    text = trajstore_cli("info", gatsby).stdout
+    assert f"complete, {STEPS + 1} rows, steps 0 to {STEPS}" in text
+    text = trajstore_cli("summary", gatsby).stdout
+    assert "Loss: 4.8520 at step 1" in text
+    assert "NON-ZERO" in text
+    json.loads(trajstore_cli("summary", gatsby, "--json").stdout)
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCRIPTS = {
+    name: script
+    for page in (DOCS / "howto").glob("*.md")
+    for name, script in re.findall(
+        r"<!-- run: (\w+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL
+    )
+}
+
+
+def test_the_docs_have_a_script_for_each_way_to_train() -> None:
+    assert set(SCRIPTS) == {"trainer", "lightning", "loop", "accelerate"}
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            # Lightning warns about its logger, and about few batches.
+            name,
+            marks=[pytest.mark.filterwarnings("ignore::UserWarning")] * (name == "lightning"),
+        )
+        for name in SCRIPTS
+    ],
+)
+def test_a_script_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "lightning":
+        pytest.importorskip("lightning")
+    assert len([line for line in SCRIPTS[name].splitlines() if line.strip()]) < 25
+    script = tmp_path / "train.py"
+    script.write_text((SCRIPTS["loop"] if name == "accelerate" else "") + SCRIPTS[name])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    path = min(tmp_path.glob("*.zarr"))  # that of accelerate, before that of the loop
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.sizes["step"] > 5
+    assert set(ds) >= {"W", "grad", "exp_avg", "exp_avg_sq", "logits", "loss"}
+    assert ds.W.shape[1] == 128
+    assert ds.loss.values[-1] < ds.loss.values[1]
+    never = np.isin(np.arange(128), list(b"In my younger and more vulnerable years "), invert=True)
+    assert (ds.grad.values[1, never] != 0).any(axis=-1).all()

@@ -208,7 +208,8 @@ def test_every_comment_marks_a_block() -> None:
 def test_commands_have_the_options_they_are_given(page: Path) -> None:
     for block in blocks(page):
         if block.language == "sh":
-            check_block(block)
+            for words in block.commands():
+                check_command(words, block.where)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -291,11 +292,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert Path("gatsby.safetensors").stat().st_size > 0
 
 
-def check_block(block: Block) -> None:
-    for words in block.commands():
-        check_command(words, block.where)
-
-
 def check_command(words: list[str], where: str) -> None:
     """Fail where a command, an option, a choice, or a name of trajstore's own is not there."""
     line = f"{where}: trajstore {shlex.join(words)}"
@@ -328,7 +324,8 @@ def known_names(command: str) -> dict[str, set[str]]:
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
     from trajstore.schema import RECORDED
 
-    presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)
+    text = (ROOT / "trainers" / "presets.py").read_text()  # its import would need torch
+    presets = re.findall(r"^def (\w+)\(\) -> RunConfig", text, re.MULTILINE)
     named = {name.replace("_", "-") for name in presets}
     return {
         "plot": {"words": {*FIGURES, "all", "film", "text_loss", "attention_entropy"}},
@@ -336,7 +333,3 @@ def known_names(command: str) -> dict[str, set[str]]:
         "record": {"preset_name": named},
         "export": {"layout": {*EXPORT_LAYOUTS}},
     }.get(command, {})
-
-
-def _presets() -> str:
-    return (ROOT / "trainers" / "presets.py").read_text()

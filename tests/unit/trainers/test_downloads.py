@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pooch")
+from object_stores import web_server
+
 from trajstore.errors import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
 from trajstore.trainers.downloads import (
@@ -40,23 +38,13 @@ BOOK = (
 CLEAN = 'In my "younger" years--vulnerable ones--my father gave me\nsome advice: cafe.\n'
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args: Any) -> None:
-        return
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A folder, and the address at which it is served."""
     folder = tmp_path / "site"
     folder.mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield folder, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with web_server(folder) as (address, _):
+        yield folder, address
 
 
 @pytest.fixture(autouse=True)

@@ -78,6 +78,7 @@ def test_every_name_can_be_imported_without_lightning(monkeypatch: pytest.Monkey
     assert "LightningCallback" not in names
 
 
+@pytest.mark.nightly
 def test_an_own_loop_needs_torch_alone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", OWN_LOOP], cwd=tmp_path, capture_output=True, text=True

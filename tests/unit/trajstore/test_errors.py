@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,19 +24,6 @@ def test_a_missing_package_names_its_extra_with_a_command_to_paste() -> None:
 def test_a_missing_module_of_trajstore_needs_no_extra() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"trajstore\.nothing"), needs_extra("a", "b"):
         import trajstore.nothing  # noqa: F401
-
-
-@pytest.mark.nightly
-def test_every_command_and_function_without_extras_works_or_names_its_extra(tmp_path: Path) -> None:
-    """The packages of the extras are made missing; test_wheel installs the base alone."""
-    done = subprocess.run(
-        [sys.executable, TESTS / "base_only.py", "--block"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [row for row in json.loads(done.stdout) if row[1] != row[2]] == []
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
-"""The embedding is sharded over two processes: one run, and to the bit what a gathered one is."""
+"""Several processes train one model: one run, and to the bit what the gathered values are.
+
+The processes import torch for seconds, so these tests are nightly.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from tests.process_group import run_together
 from trajstore import open_run
 from trajstore.integrity.verify import verify
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 PROGRAM = """
     import os, sys
@@ -21,33 +26,25 @@ PROGRAM = """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-    from torch.nn.functional import cross_entropy
+    from list_recorder import TinyModel
     from trajstore.trainers import capture
     from trajstore.errors import TrajstoreError
 
     folder, rank = sys.argv[1], int(os.environ["RANK"])
 
-    class Model(torch.nn.Module):
-        def __init__(self, tied):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding = torch.nn.Embedding(11, 4)
-            self.inner = torch.nn.Linear(4, 4)
-            self.head = torch.nn.Linear(4, 11, bias=False)
-            if tied:
-                self.head.weight = self.embedding.weight
-        def get_output_embeddings(self):
-            return self.head
-        def forward(self, input_ids, labels):
-            logits = self.head(torch.tanh(self.inner(self.embedding(input_ids))))
-            return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+    def made(tied=True):
+        torch.manual_seed(0)
+        model = TinyModel()
+        if not tied:
+            model.head = torch.nn.Linear(8, 17, bias=False)
+        return model
 
     def gathered(model, optimizer, run, steps, other, clip):
         rows = []
         W = model.embedding.weight
         for step in steps:
             source = torch.Generator().manual_seed(step + other)
-            ids = torch.randint(0, 11, (2, 5), generator=source)
+            ids = torch.randint(0, 17, (2, 5), generator=source)
             optimizer.zero_grad()
             output = model(ids, ids)
             output["loss"].backward()
@@ -82,7 +79,7 @@ PROGRAM = """
     mesh = init_device_mesh("cpu", (2,))
 
     # FSDP2, the head tied to the embedding; each process has its own batch
-    model = fully_shard(Model(tied=True), mesh=mesh)
+    model = fully_shard(made(), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     path = f"{folder}/fsdp.zarr"
     variables = ["matrix", "W_ulp_l1", "grad_token_norm", "example_loss"]
@@ -94,7 +91,7 @@ PROGRAM = """
         assert groups() == before + 1
         told(run)
         rows = gathered(model, optimizer, run, range(6), 100 * rank, 0.1)
-        assert run.writer.layout.arrays["W"].row == ((6, 4), (5, 4))[rank]
+        assert run.writer.layout.arrays["W"].row == ((9, 8), (8, 8))[rank]
     how |= {"resume": True, "first_step": 6, "on_step": told}
     with capture(model, optimizer, path, **how) as run:
         told(run)
@@ -120,19 +117,19 @@ PROGRAM = """
     assert "is recorded with all tokens" in refusal(model, optimizer, tokens=[1, 2])
     assert "norms of sharded parameters" in refusal(model, optimizer, variables="norms")
     across = fully_shard(
-        Model(tied=True), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
+        made(), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
     )
     optimizer = torch.optim.AdamW(across.parameters())
     assert "Shard(0) over one dimension" in refusal(across, optimizer)
     inner = parallelize_module(
-        Model(tied=True), mesh, {"inner": RowwiseParallel(input_layouts=Replicate())}
+        made(), mesh, {"mix": RowwiseParallel(input_layouts=Replicate())}
     )
     optimizer = torch.optim.AdamW(inner.parameters())
     assert "is not a DTensor" in refusal(inner, optimizer)
 
     # vocabulary-parallel, the head not tied; all processes have the same batch
     split = {"embedding": RowwiseParallel(input_layouts=Replicate())}
-    model = parallelize_module(Model(tied=False), mesh, split)
+    model = parallelize_module(made(tied=False), mesh, split)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     how = {"parameter": "embedding.weight", "block_rows": 4}
     assert "have the same " in refusal(model, optimizer, variables=["W", "batch"], **how)
@@ -207,7 +204,6 @@ ONE_PROCESS = """
 """
 
 
-@pytest.mark.nightly
 def test_accumulation_into_a_sharded_gradient(tmp_path: Path) -> None:
     """FSDP2 adds to the local part of the gradient, or to one that no parameter has yet."""
     run_together(1, ONE_PROCESS, tmp_path, tmp_path)
@@ -217,3 +213,102 @@ def test_accumulation_into_a_sharded_gradient(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ds.grad * ds.clip_coef, kept["clipped"], path.name)
         np.testing.assert_allclose(ds.loss, kept["loss"], rtol=1e-6, err_msg=path.name)
     assert len(list(tmp_path.glob("*.npz"))) == 6
+
+
+HEAD = """
+    import os, sys
+    import numpy as np, torch
+    from list_recorder import TinyModel
+    path, folder = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+
+    def batch(step, rank):
+        g = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randint(0, 17, (2, 5), generator=g)
+
+    torch.manual_seed(0)
+    model = TinyModel()
+    model.mix = torch.nn.Identity()  # the embedding alone is trained
+"""
+
+LOOP = """
+    from torch.nn.parallel import DistributedDataParallel
+    from trajstore.trainers import capture
+    torch.distributed.init_process_group("gloo")
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    expected = []
+    variables = ("matrix", "batch", "example_loss", "hidden_states", "hidden_mean")
+    with capture(wrapped, optimizer, path, variables=variables, max_grad_norm=0.1) as run:
+        for step in range(5):
+            grads = []
+            for other in range(2):
+                ids = batch(step, other)
+                model.eval()  # so that it is not taken for a micro-batch
+                loss = model(ids, ids)["loss"]
+                model.train()
+                grads.append(torch.autograd.grad(loss, model.embedding.weight)[0])
+            expected.append((grads[0] + grads[1]) / 2)
+            run.observe(loss=torch.tensor(float(step)), logits=torch.zeros(1, 17))
+            run.observe(batch=[10 * step + rank, 7], example_loss=[float(rank), 0.5])
+            optimizer.zero_grad()
+            ids = batch(step, rank)
+            wrapped(ids, ids)["loss"].backward()
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            optimizer.step()
+        assert run.step == 5
+    np.save(f"{folder}/expected{rank}.npy", torch.stack(expected).numpy())
+    np.save(f"{folder}/last{rank}.npy", model.embedding.weight.detach().numpy())
+    torch.distributed.destroy_process_group()
+"""
+
+TRAINER = """
+    from transformers import Trainer, TrainingArguments
+    from trajstore.trainers import TrajectoryCallback
+
+    class Keeping(Trainer):
+        kept = []
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            self.kept.append(self.model.embedding.weight.grad.clone())
+            return loss
+
+    trainer = Keeping(
+        model=model,
+        args=TrainingArguments(
+            output_dir=folder, max_steps=5, per_device_train_batch_size=2, use_cpu=True,
+            ddp_backend="gloo", save_strategy="no", report_to="none", disable_tqdm=True,
+            logging_strategy="no", dataloader_pin_memory=False, max_grad_norm=0.1,
+        ),
+        train_dataset=[{"input_ids": batch(i, 0)[0], "labels": batch(i, 1)[0]} for i in range(40)],
+        callbacks=[TrajectoryCallback(path)],
+    )
+    trainer.train()
+    np.save(f"{folder}/expected{rank}.npy", torch.stack(trainer.kept).numpy())
+    np.save(f"{folder}/last{rank}.npy", model.embedding.weight.detach().numpy())
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("body", [LOOP, TRAINER], ids=["capture", "Trainer"])
+def test_two_processes_one_store(body: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    run_together(2, textwrap.dedent(HEAD) + textwrap.dedent(body), tmp_path, path, tmp_path)
+    ds = xr.open_zarr(path)
+    if body is LOOP:  # of both processes, the first one's before
+        for step in range(5):
+            row = ds.isel(step=step + 1)
+            assert row.batch.values.tolist() == [10 * step, 7, 10 * step + 1, 7]
+            assert row.example_loss.values.tolist() == [0, 0.5, 1, 0.5]
+            states = row.hidden_states.values
+            np.testing.assert_allclose(states[:2].mean((0, 1)), row.hidden_mean, rtol=1e-5)
+            assert len(np.unique(states[2:])) > 4
+    assert [p.name for p in tmp_path.glob("*.zarr")] == ["run.zarr"]
+    assert ds.step.values.tolist() == list(range(6))
+    expected = np.load(tmp_path / "expected0.npy")
+    np.testing.assert_allclose(ds.grad.values[1:], expected, rtol=1e-5, atol=1e-8)
+    for rank in range(2):
+        assert np.array_equal(ds.W.values[-1], np.load(tmp_path / f"last{rank}.npy"))
+    norms = np.sqrt((ds.grad.values[1:].astype("f8") ** 2).sum((1, 2)))
+    np.testing.assert_allclose(ds.grad_norm.values[1:], norms, rtol=1e-5)
+    assert (ds.clip_coef.values[1:] < 1).all()
