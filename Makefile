@@ -39,12 +39,12 @@ newest:  ## Test without torch, with the newest versions of everything
 
 .PHONY: flips
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be detected or harmless
-	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/unit/trajstore/integrity/test_verify_flips.py
+	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/property/test_damaged_runs.py -k flipped
 
 .PHONY: fuzz
 fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each command: errors or runs
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_metadata_fuzz.py
+	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_damaged_runs.py -k metadata_are_errors
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
 
 .PHONY: objects

@@ -1,50 +1,100 @@
-"""Damage done to runs, for tests of who finds and mends it."""
+"""Damage of runs: one way to describe it, for tests of who notices, mends, or is misled.
+
+A `Damage` has a name, and a function of a run that does it; those below make such functions. They
+replace each file that they change, so a copy of hard links can be damaged.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import zarr
 
 from trajstore import RunWriter
-from trajstore.codec.block import digest_of
+from trajstore.codec.block import LABEL, BlockLabel, digest_of
+from trajstore.codec.chunk import checksum
 from trajstore.integrity.metadata_checks import check_metadata
+
+METADATA_KEY = "zarr.json"
+
+Act = Callable[[Path], object]
+Change = Callable[[dict[str, Any]], object]
+Copies = Literal["own", "root", "both"]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One way to damage a run.
+
+    Attributes
+    ----------
+    name : str
+        With its kind, before a colon.
+    act : callable
+        Given the run.
+    told : str
+        Pattern of what `verify` says.
+    misled : tuple of {'plain', 'ours'}
+        Readers, plain `xr.open_zarr` or `open_run`, that give other numbers then, because nothing
+        that they read says so. The others raise, or give the right numbers.
+    """
+
+    name: str
+    act: Act
+    told: str = ""
+    misled: tuple[str, ...] = ()
+
+
+# Files.
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file, which others may share by a hard link."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
 
 
 def flip(path: Path, bit: int) -> None:
     """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
+    write(path, data)
 
 
 def cut(path: Path, size: int) -> None:
     """Cut a file short; a negative size counts from its end."""
-    path.write_bytes(path.read_bytes()[:size])
+    write(path, path.read_bytes()[:size])
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit(path: Path, change: Change) -> None:
     """Change a JSON document."""
     metadata = json.loads(path.read_bytes())
     change(metadata)
-    path.write_text(json.dumps(metadata))
+    write(path, json.dumps(metadata, indent=1).encode())
 
 
 def put(metadata: Any, place: str, value: Any) -> None:
-    """Set a member of a metadata file, or remove it with ``...``."""
+    """Set a member of a metadata file, remove it with ``...``, or change it by a function."""
     *way, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
     for part in way:
         metadata = metadata[part]
     if value is ...:
         del metadata[last]
     else:
-        metadata[last] = value
+        metadata[last] = value(metadata[last]) if callable(value) else value
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -54,6 +104,99 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def arrays_of(root: dict[str, Any]) -> dict[str, Any]:
+    """Metadata of the arrays in the root."""
+    found: dict[str, Any] = root["consolidated_metadata"]["metadata"]
+    return found
+
+
+# What makes damage.
+
+
+def all_of(*acts: Act) -> Act:
+    return lambda run: [act(run) for act in acts]
+
+
+def lost(key: str) -> Act:
+    """A file or a folder goes."""
+    return lambda run: shutil.rmtree(run / key) if (run / key).is_dir() else (run / key).unlink()
+
+
+def changed(key: str, change: Callable[[bytes], bytes]) -> Act:
+    return lambda run: write(run / key, change((run / key).read_bytes()))
+
+
+def copied(key: str, to: str) -> Act:
+    return lambda run: write(run / to, (run / key).read_bytes())
+
+
+def swapped(one: str, other: str) -> Act:
+    def act(run: Path) -> None:
+        first, second = (run / one).read_bytes(), (run / other).read_bytes()
+        write(run / one, second)
+        write(run / other, first)
+
+    return act
+
+
+def taken(source: str, *keys: str) -> Act:
+    """Files of a run beside this one."""
+    return lambda run: [
+        write(run / key, (run.with_name(source) / key).read_bytes()) for key in keys
+    ]
+
+
+def root(place: str, value: Any) -> Act:
+    """A member of the root; its copies stay as they are."""
+    return lambda run: edit(run / METADATA_KEY, lambda metadata: put(metadata, place, value))
+
+
+def root_of(source: str, place: str) -> Act:
+    """A member of the root of a run beside this one."""
+
+    def act(run: Path) -> None:
+        value: Any = json.loads((run.with_name(source) / METADATA_KEY).read_bytes())
+        for part in place.split("."):
+            value = value[part]
+        root(place, value)(run)
+
+    return act
+
+
+def member(array: str, place: str, value: Any, copies: Copies = "both") -> Act:
+    """A member of an array's own metadata file, of its copy in the root, or of both."""
+
+    def act(run: Path) -> None:
+        if copies != "root":
+            edit(run / array / METADATA_KEY, lambda metadata: put(metadata, place, value))
+        if copies != "own":
+            root(f"consolidated_metadata.metadata.{array}.{place}", value)(run)
+
+    return act
+
+
+def attribute(name: str, value: Any) -> Act:
+    """An attribute of the root, also where `step` has a copy of it."""
+
+    def in_copy(text: str) -> str:
+        copy = json.loads(text)
+        if value is not ... or name in copy:
+            put(copy, name, value)
+        return json.dumps(copy)
+
+    return all_of(
+        root(f"attributes.{name}", value), member("step", "attributes.root_attributes", in_copy)
+    )
+
+
+def codec(array: str, name: str, value: Any) -> Act:
+    """A setting of the one codec of an array."""
+    return member(array, f"codecs.0.configuration.{name}", value)
+
+
+# Shards.
 
 
 def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int, int]]]:
@@ -75,17 +218,61 @@ def write_shard(
     with stored.opened(block, 0) as shard:
         label = shard.tail.label
     tail = stored.form.tail(index, replace(label, digest=digest))
-    (run / stored.key(block, 0)).write_bytes(chunks + tail)
+    write(run / stored.key(block, 0), chunks + tail)
+
+
+def taken_apart(data: bytes, chunks: int = 2) -> tuple[list[bytes], BlockLabel]:
+    """Chunks and label of an object."""
+    size = 16 * chunks + 4
+    index = np.frombuffer(data[-size:-4], "<u8").reshape(-1, 2).tolist()
+    label = BlockLabel.unpack(data[-size - LABEL : -size], data[-size:-4])
+    return [data[at : at + length] for at, length in index], label
+
+
+def put_together(pieces: list[bytes], label: BlockLabel | None) -> bytes:
+    """An object of these chunks, with this label or none; its checksums fit."""
+    ends = np.cumsum([0, *map(len, pieces)])
+    entries = [(int(at), len(piece)) for at, piece in zip(ends, pieces, strict=False)]
+    packed = np.array(entries, "<u8").tobytes()
+    tail = b"" if label is None else label.pack(packed)
+    return b"".join(pieces) + tail + packed + checksum(packed)
+
+
+def relabeled(data: bytes, chunks: int = 2, **fields: Any) -> bytes:
+    pieces, label = taken_apart(data, chunks)
+    return put_together(pieces, replace(label, **fields))
+
+
+def reversed_chunks(data: bytes) -> bytes:
+    """The chunks in another order, and a label that says so."""
+    pieces, label = taken_apart(data)
+    digest = digest_of(hashlib.sha256(piece).digest() for piece in pieces[::-1])
+    return put_together(pieces[::-1], replace(label, digest=digest))
+
+
+def index_swapped(data: bytes) -> bytes:
+    """The two inner chunks change places; the label and its checksum stay as they were."""
+    body, index = data[:-36], data[-36:-4]
+    return body + index[16:] + index[:16] + checksum(index[16:] + index[:16])
+
+
+# Runs to damage.
+
+
+@contextmanager
+def block_plan(**limits: Any) -> Iterator[None]:
+    """Runs that are created meanwhile have blocks of other sizes, to be small and divided."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(f"trajstore.store.metadata.block_plan.{name}", value)
+        yield
 
 
 def wide_run(path: Path, rows: int = 11) -> Path:
     """A run of several chunks a shard, in blocks of 4 rows, as training makes it."""
     rng = np.random.default_rng(7)
     tokens = 300
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "trajstore.store.metadata.block_plan._CHUNK", 1 << 10
-        )  # to have several chunks a shard
+    with block_plan(_CHUNK=1 << 10):
         writer = RunWriter.create(
             path,
             token=np.arange(tokens),
@@ -109,3 +296,434 @@ def wide_run(path: Path, rows: int = 11) -> Path:
                 loss=np.float32(1 / row if row else np.nan),
             )
     return path
+
+
+ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
+TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}
+SERIES = ("step", *TYPES)
+COORDINATES = ("token", "is_dead", "token_count", "token_text")
+RUNS = ("run.zarr", "shorter.zarr", "before.zarr", "other.zarr")
+
+
+def write_runs(folder: Path) -> Path:
+    """The run that is tampered with; beside it are those that other objects come from.
+
+    It is complete, with 10 rows in blocks of 4, W and grad in two parts of two inner chunks each.
+    ``shorter.zarr`` is the same run when it was complete with 9 rows; ``before.zarr``, before its
+    rows from the fourth on were recorded again, with other values; ``other.zarr``, another run.
+    """
+    run, shorter, before, other = (folder / name for name in RUNS)
+    _record(run, seed=1)
+    shutil.copytree(run, before)
+    with RunWriter.resume(run, rows=4) as writer:
+        _append(writer, range(4, 9), seed=2)
+    shutil.copytree(run, shorter)
+    with RunWriter.resume(run) as writer:
+        _append(writer, range(9, 10), seed=3)
+    _record(other, seed=5)
+    return run
+
+
+def _record(path: Path, seed: int) -> None:
+    with block_plan(_FEWEST_TOKENS=3, _LARGEST_OBJECT=BLOCK * HIDDEN * 4 * 6, _CHUNK=150):
+        writer = RunWriter.create(
+            path,
+            token=np.arange(TOKENS) * 7 + seed,
+            hidden=HIDDEN,
+            variables=TYPES,
+            is_dead=(np.arange(TOKENS) + seed) % 3 == 0,
+            token_count=(np.arange(TOKENS) + seed) % 3 * 5,
+            token_text=[f"«{number + seed}»" for number in range(TOKENS)],
+            config={"seed": seed},
+            block_rows=BLOCK,
+        )
+    with writer:
+        _append(writer, range(ROWS), seed)
+
+
+def _append(writer: RunWriter, rows: Iterable[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for row in rows:
+        for name, place in writer.next_row().items():
+            # Finite numbers, a zero among them.
+            bits = rng.integers(1, 1 << 14, place.shape)
+            place[...] = bits << 16 if name == "loss" else bits
+            if place.size > 1:
+                place.flat[0] = 0
+        writer.commit_row(row * 2)
+
+
+def key(name: str, block: int, part: int = 0) -> str:
+    return f"{name}/c.{block}" + f".{part}.0" * (name in ("W", "grad"))
+
+
+def objects(names: Iterable[str] = SERIES, blocks: Iterable[int] = range(3)) -> list[str]:
+    return [
+        key(name, block, part)
+        for block in blocks
+        for name in names
+        for part in range(2 if name in ("W", "grad") else 1)
+    ]
+
+
+_ENTRIES = "consolidated_metadata.metadata"
+
+
+def _renamed(metadata: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if name == old else name: value for name, value in metadata.items()}
+
+
+# Copies of the metadata of `wide_run`: `verify` names the damaged one, `repair` restores it.
+
+_OF_W: tuple[tuple[str, Any, str], ...] = (
+    ("attributes.units", "furlong", "attributes.units"),
+    ("shape.0", 10, "shape.0|10 along step"),
+    ("attributes.native_dtype", "float32", "native_dtype"),
+    ("shape.1", 299, "shape.1|299 along token"),
+    ("codecs.0.name", "sharding", "codecs|in its own way"),
+    ("fill_value", ..., "fill_value"),
+)
+_OF_THE_ROOT: tuple[tuple[str, Any, str], ...] = (
+    ("attributes.committed_rows", 10, "committed_rows is 10, expected 11, the rows of its arrays"),
+    ("attributes.updated", "2026-01-01 00:00:00", "updated"),
+    ("attributes.updated", ..., "updated is missing"),
+    ("attributes.created", "2020-01-01T00:00:00+00:00", "created differs from its copy"),
+    ("attributes.config.why", "a tess", "config.why"),
+    ("attributes.config", ..., "attribute config differs"),
+    ("attributes.trajstore_format", 9, "trajstore_format"),
+    ("attributes.segments", [{"step": 0, "config": {}}], "segments is missing in its copy"),
+    ("attributes.notes", [{"note": "x"}], "notes"),
+    ("attributes", lambda old: _renamed(old, "created", "creatdd"), "creatdd"),
+    (_ENTRIES, lambda old: _renamed(old, "W", "V"), "V: .*no variable"),
+    (f"{_ENTRIES}.grad", ..., "grad: its copy in the root"),
+    (f"{_ENTRIES}.step.attributes.root_attributes", "{}", "its copy"),
+    *((f"{_ENTRIES}.W.{place}", value, told) for place, value, told in _OF_W),
+)
+COPIES = (
+    Damage("root: missing", lost(METADATA_KEY), "it is missing"),
+    Damage("root: cut", changed(METADATA_KEY, lambda data: data[:500]), "not the JSON document"),
+    Damage("own: step is missing", lost("step/zarr.json"), "it is missing"),
+    Damage("own: token is missing", lost("token/zarr.json"), "it is missing"),
+    *(Damage(f"root: {place}", root(place, value), told) for place, value, told in _OF_THE_ROOT),
+    *(Damage(f"own: {place}", member("W", place, v, "own"), told) for place, v, told in _OF_W),
+)
+
+
+# Tampering, with the runs of `write_runs`: no damage by accident is like these. `verify` notices
+# all of them.
+
+
+def exchanged(run: Path) -> None:
+    """W under the name of grad, and the other way round."""
+    (run / "W").rename(run / "x")
+    (run / "grad").rename(run / "W")
+    (run / "x").rename(run / "grad")
+
+    def of(arrays: dict[str, Any]) -> dict[str, Any]:
+        return arrays | {"W": arrays["grad"], "grad": arrays["W"]}
+
+    root(_ENTRIES, of)(run)
+
+
+def with_zarr(name: str, where: Any, values: Any) -> Act:
+    """Write values with zarr itself: every checksum fits, the metadata files stay."""
+
+    def act(run: Path) -> None:
+        for path in (path for path in (run / name).iterdir() if path.is_file()):
+            write(path, path.read_bytes())
+        zarr.open_array(run / name, mode="r+")[where] = values
+
+    return act
+
+
+def metadata_of(source: str) -> Act:
+    """All metadata files are those of a run beside this one."""
+
+    def act(run: Path) -> None:
+        names = (path.parent.name for path in run.glob("*/zarr.json"))
+        taken(source, METADATA_KEY, *(f"{name}/zarr.json" for name in names))(run)
+
+    return act
+
+
+def _added(**attributes: Any) -> Act:
+    return member("W", "attributes", lambda old: old | attributes)
+
+
+_W0, _W1 = key("W", 0), key("W", 1)
+_LAST = objects(blocks=[2])
+_NOBODY = [[0, "0" * 32]]
+_BYTES_OF_0 = base64.b64encode(struct.pack("<d", 0.0)).decode()
+_GRID, _SCALE = "chunk_grid.configuration.chunk_shape", "attributes.scale_factor"
+_OTHER_W = taken("other.zarr", "W/zarr.json", *objects(["W"]))
+
+
+def _with_rows(at: str) -> Callable[[bytes], bytes]:
+    chunks = 2 if at.startswith(("W", "grad")) else 1
+    return lambda data: relabeled(data, chunks, rows=4)
+
+
+def forged_chunks(run: Path) -> None:
+    """Inner chunks of another block, and the label of this one."""
+    (chunks, _), (_, label) = (taken_apart((run / name).read_bytes()) for name in (_W0, _W1))
+    write(run / _W1, put_together(chunks, label))
+
+
+_SAFE: dict[str, Act] = {
+    "swapped: two blocks of W": swapped(_W0, _W1),
+    "swapped: two parts of a block": swapped(_W1, key("W", 1, 1)),
+    "swapped: a block of W and of grad": swapped(_W1, key("grad", 1)),
+    "swapped: the folders of W and grad, and their metadata files in the root": exchanged,
+    "swapped: the folders of W and grad, each with its metadata files under its new name": all_of(
+        exchanged, codec("W", "array", "W"), codec("grad", "array", "grad")
+    ),
+    "duplicated: a block of W": copied(_W0, _W1),
+    "duplicated: a block of all arrays": all_of(
+        *map(copied, *(objects(blocks=[b]) for b in (0, 1)))
+    ),
+    "of another run: all blocks": taken("other.zarr", *objects()),
+    "of another run: W with its own metadata file": _OTHER_W,
+    "of another run: the root": taken("other.zarr", METADATA_KEY),
+    "of another run: all metadata files": metadata_of("other.zarr"),
+    "of another run: the metadata file of step": taken("other.zarr", "step/zarr.json"),
+    "brought back: the shorter last block": taken("shorter.zarr", *_LAST),
+    "brought back: all metadata files of 9 rows": metadata_of("shorter.zarr"),
+    "brought back: all of 9 rows but the root": taken(
+        "shorter.zarr", *_LAST, *(f"{name}/zarr.json" for name in SERIES)
+    ),
+    "brought back: the fingerprint": root_of("shorter.zarr", "attributes.fingerprint"),
+    "brought back: the root of before rows were recorded again": taken("before.zarr", METADATA_KEY),
+    "missing or cut: an object": lost(_W1),
+    "missing or cut: the folder of W": lost("W"),
+    "missing or cut: an array, also from the root": all_of(
+        lost("grad"), root(f"{_ENTRIES}.grad", ...)
+    ),
+    "missing or cut: an array, from the root only": root(f"{_ENTRIES}.grad", ...),
+    "missing or cut: the last byte": changed(_W1, lambda data: data[:-1]),
+    "missing or cut: nothing: a byte more": changed(_W1, lambda data: data + b"\0"),
+    "missing or cut: the metadata file of W": lost("W/zarr.json"),
+    "missing or cut: the root": lost(METADATA_KEY),
+    "missing or cut: the root's list of arrays": root("consolidated_metadata", ...),
+    "forged: an object without its label": changed(
+        _W1, lambda data: put_together(taken_apart(data)[0], None)
+    ),
+    "forged: the rows of all last blocks": all_of(*(changed(at, _with_rows(at)) for at in _LAST)),
+    "forged: inner chunks swapped in the index": changed(_W1, index_swapped),
+    "attributes added: _Unsigned of W": _added(_Unsigned="true"),
+    "attributes added: coordinates of W": _added(coordinates="grad"),
+    "attributes added: another native_dtype": _added(native_dtype="float16"),
+    "attributes added: scale_factor in W's own metadata file": member("W", _SCALE, 2.0, "own"),
+    "described otherwise: int32 for float32": all_of(
+        member("W", "data_type", "int32"), member("W", "fill_value", 0)
+    ),
+    "described otherwise: more tokens": member("W", "shape.1", 12),
+    "described otherwise: fewer rows": member("W", "shape.0", 8),
+    "described otherwise: fewer rows in all arrays": all_of(
+        *(member(name, "shape.0", 7) for name in SERIES), root("attributes.committed_rows", 7)
+    ),
+    "described otherwise: other tokens and hidden, as many bytes": all_of(
+        member("W", "shape", [ROWS, 5, 6]), member("W", _GRID, [4, 3, 6])
+    ),
+    "described otherwise: other parts": member("W", _GRID, [4, 3, HIDDEN]),
+    "described otherwise: other inner chunks": codec("W", "chunk_shape", [2, 6, HIDDEN]),
+    "described otherwise: token and hidden exchanged": member(
+        "W", "dimension_names", ["step", "hidden", "token"]
+    ),
+    "described otherwise: a fill value of 0": member("W", "fill_value", 0.0),
+    "described otherwise: the shuffle": codec("W", "shuffle", "shuffle"),
+    "described otherwise: float16 for bfloat16, also as attribute": all_of(
+        codec("W", "native_dtype", "float16"), _added(native_dtype="float16")
+    ),
+    "described otherwise: no differences": all_of(
+        codec("W", "kind", "plain"), codec("W", "native_dtype", "float32")
+    ),
+    "described otherwise: the name of the array": codec("W", "array", "grad"),
+    "described otherwise: blocks without labels, and swapped": all_of(
+        codec("W", "runs", None), swapped(_W0, _W1)
+    ),
+    "described otherwise: another run": codec("W", "runs", _NOBODY),
+    "described otherwise: one run more": codec("W", "runs", lambda runs: _NOBODY + runs),
+    "described otherwise: a configuration that nobody knows": codec("W", "more", 1),
+    "the root, and its copy: config": attribute("config", {"seed": 5}),
+    "the root, and its copy: runs": attribute("runs", _NOBODY),
+    "the root, and its copy: runs, and in all codecs": all_of(
+        attribute("runs", _NOBODY), *(codec(name, "runs", _NOBODY) for name in SERIES)
+    ),
+    "the root, and its copy: another format": attribute("trajstore_format", 1),
+    "the root, and its copy: another format, and blocks swapped": all_of(
+        attribute("trajstore_format", 1),
+        *(attribute(name, ...) for name in ("runs", "content_digest", "fingerprint")),
+        swapped(_W0, _W1),
+    ),
+    "the root, and its copy: committed_rows": root("attributes.committed_rows", 9),
+    "the root, and its copy: no digests": all_of(
+        root("attributes.content_digest", ...), root("attributes.fingerprint", ...)
+    ),
+    "coordinates: another length": member("token", "shape.0", 8),
+}
+_MISLEADS_PLAIN: dict[str, Act] = {
+    "of another run: W with both metadata files": all_of(
+        _OTHER_W, root_of("other.zarr", f"{_ENTRIES}.W")
+    ),
+    "missing or cut: a coordinate": lost("is_dead/c.0"),
+    "attributes added: scale_factor of W": _added(scale_factor=2.0),
+    "attributes added: _FillValue of W": _added(_FillValue=_BYTES_OF_0),
+    "attributes added: units of time of W": _added(units="days since 2000-01-01"),
+    "attributes added: dtype of W": _added(dtype="bool"),
+    "attributes added: scale_factor of step": member("step", _SCALE, 2),
+    "attributes added: scale_factor in the root's copy": member("W", _SCALE, 2.0, "root"),
+    "described otherwise: a dimension renamed": member("W", "dimension_names.2", "head"),
+}
+_MISLEADS_BOTH: dict[str, Act] = {
+    "of another run: all coordinates": taken(
+        "other.zarr", *(f"{name}/c.0" for name in COORDINATES)
+    ),
+    "brought back: a block of all arrays that was recorded again": taken(
+        "before.zarr", *objects(blocks=[1])
+    ),
+    "forged: another block, its label changed": all_of(
+        copied(_W0, _W1), changed(_W1, lambda data: relabeled(data, block=1))
+    ),
+    "forged: inner chunks of another block, the label kept": forged_chunks,
+    "forged: inner chunks swapped, label and index anew": changed(_W1, reversed_chunks),
+    "forged: numbers written with zarr": with_zarr("W", slice(4), 1),
+    "coordinates: tokens in another order": with_zarr(
+        "token", ..., np.arange(TOKENS)[::-1] * 7 + 1
+    ),
+    "coordinates: a token twice": with_zarr("token", ..., 0),
+}
+TAMPERINGS = (
+    *(Damage(name, act) for name, act in _SAFE.items()),
+    *(Damage(name, act, misled=("plain",)) for name, act in _MISLEADS_PLAIN.items()),
+    *(Damage(name, act, misled=("plain", "ours")) for name, act in _MISLEADS_BOTH.items()),
+)
+
+
+# Metadata files that are damaged at random: wrong types, missing members, broken texts.
+
+SCALARS: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 7, 1.5, 1e300, 1 << 31, 1 << 40, 1 << 63, 1 << 64, 10**30, "",
+    "x", "0", "NaN", "W", "a/b", "..", "\x00", "\ud800", "é" * 300, "days since 2000-01-01",
+)  # fmt: skip
+COLLECTIONS: tuple[Callable[[], Any], ...] = (
+    list, dict, lambda: [None], lambda: [[]], lambda: [-1], lambda: [1 << 40], lambda: {"a": 1},
+    lambda: {"name": "x"}, lambda: {"name": None, "configuration": []}, lambda: [0, 1, 2, 3],
+)  # fmt: skip
+
+
+def other_value(value: Any, rng: random.Random) -> Any:
+    """Something in the place of a value."""
+    kind = rng.randrange(6)
+    if kind == 0:
+        return rng.choice(COLLECTIONS)()
+    if kind == 1:
+        return rng.choice(([value], {"a": value}, [value, value], {"name": value}))
+    if kind == 2:
+        return str(value)
+    if kind == 3 and type(value) is int:
+        return rng.choice((-value, value + 1, value - 1, value * 2, value << 40, value / 2))
+    if kind == 4:
+        deep = value
+        for _ in range(rng.choice((3, 90, 110))):
+            deep = [deep] if rng.random() < 0.5 else {"a": deep}
+        return deep
+    return rng.choice(SCALARS)
+
+
+def places(value: Any, rng: random.Random) -> list[tuple[Any, Any]]:
+    """A way into a metadata file, as container and key, that ends anywhere."""
+    found: list[tuple[Any, Any]] = []
+    while isinstance(value, dict | list) and value:
+        key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        found.append((value, key))
+        value = value[key]
+    return found
+
+
+def _change_one(metadata: Any, rng: random.Random) -> None:
+    """Change one member of a metadata file in its place."""
+    found = places(metadata, rng)
+    if not found:
+        return
+    container, key = rng.choice(found)
+    kind = rng.randrange(8)
+    if kind == 0:
+        del container[key]
+    elif kind == 1 and isinstance(container, dict):
+        container[rng.choice(("x", "", "..", "a/b", "configuration", "name"))] = container[key]
+    elif kind == 1:
+        container.insert(key, container[key])
+    elif kind == 2 and isinstance(container, dict):
+        container[f"{key}x"] = container.pop(key)
+    elif kind == 3:
+        # Of another place of the metadata file.
+        elsewhere = places(metadata, rng)
+        other, name = rng.choice(elsewhere)
+        container[key] = json.loads(json.dumps(other[name]))
+    else:
+        container[key] = other_value(container[key], rng)
+
+
+def broken_text(data: bytes, rng: random.Random) -> bytes:
+    """Bytes that are no metadata file, or hardly one."""
+    at = rng.randrange(len(data))
+    kind = rng.randrange(10)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    if kind == 2:
+        return data[:at] + b"\xff\xfe\x80" + data[at:]
+    if kind == 3:
+        return data.decode().encode(rng.choice(("utf-16", "utf-8-sig", "utf-32")))
+    if kind == 4:  # a member twice
+        return data.replace(b"{", b'{"attributes": {}, "shape": [1], "attributes": 1, ', 1)
+    if kind == 5:
+        return rng.choice((b"", b"null", b"[]", b"{}", b"1", b'"x"', b"[" * 10000, b"\x00" * 9))
+    if kind == 6:
+        return data[:at] + data[at:].replace(b"3", b"9" * 5000, 1)
+    if kind == 7:
+        return data[:at] + data[at:].replace(b"null", b"NaN", 1).replace(b"1", b"Infinity", 1)
+    if kind == 8:
+        return data[:at] + data[at + rng.choice((1, 8, 64)) :]
+    return data + data[at:]
+
+
+def claim_length(run: Path, rng: random.Random) -> None:
+    """Have all metadata files claim a length that nobody stored, in the same way."""
+    dim, length = rng.choice(("step", "token", "hidden")), 1 << rng.choice((20, 31, 40, 47))
+    blocks = rng.random() < 0.4
+    if dim == "step":
+        root("attributes.committed_rows", length)(run)
+        if blocks:
+            root("attributes.block_rows", length)(run)
+    for name, array in arrays_of(json.loads((run / METADATA_KEY).read_bytes())).items():
+        for at in (at for at, each in enumerate(array["dimension_names"]) if each == dim):
+            member(name, f"shape.{at}", length)(run)
+            if blocks:
+                member(name, f"chunk_grid.configuration.chunk_shape.{at}", length)(run)
+
+
+def damage_metadata(run: Path, rng: random.Random) -> None:
+    """Damage a metadata file of a run, or several; of an array sometimes both, in the same way."""
+    if rng.random() < 0.04:
+        claim_length(run, rng)
+    names = ["", "", "", *sorted(path.parent.name for path in run.glob(f"*/{METADATA_KEY}"))]
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        name = rng.choice(names)
+        path = run / name / METADATA_KEY
+        if rng.random() < 0.12:
+            data = path.read_bytes()
+            write(path, broken_text(data, rng) if data else b"{}")
+            continue
+        both, seed = name and rng.random() < 0.6, rng.randrange(1 << 32)
+        # Damaged before, a file may be no JSON, or have no such member.
+        with suppress(ValueError, RecursionError, LookupError, TypeError):
+            edit(path, lambda metadata, seed=seed: _change_one(metadata, random.Random(seed)))
+            if both:
+                edit(
+                    run / METADATA_KEY,
+                    lambda whole, name=name, seed=seed: _change_one(
+                        arrays_of(whole)[name], random.Random(seed)
+                    ),
+                )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from bits_and_calls import random_bits
+from damage import block_plan
 
 from trajstore import RunWriter
 from trajstore.codec.block import BlockForm, encoded_chunks, shard_parts
@@ -46,9 +46,7 @@ def divided_run(path: Path, *, large: bool) -> np.ndarray:
     If `large`, it is stored as large rows are: in two chunks along step, and token by token.
     """
     bits = random_bits((11, 300, 3), 21)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (PARTS | {"_SMALL_ROW": 0} if large else PARTS).items():
-            patch.setattr(f"trajstore.store.metadata.block_plan.{name}", value)
+    with block_plan(**PARTS | {"_SMALL_ROW": 0} if large else PARTS):
         recorded(path, bits)
     return bits
 

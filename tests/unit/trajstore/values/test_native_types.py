@@ -29,6 +29,7 @@ from trajstore.values.native_types import (
 )
 
 EVERY = np.arange(1 << 16, dtype=np.uint16)
+BFLOAT16 = (EVERY.astype(np.uint32) << 16).view(np.float32)
 SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -63,11 +64,15 @@ def test_nan_and_zero_are_found_from_their_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), SIXTEEN.items())
-def test_widening_agrees_with_the_numeric_cast(name: str, dtype: type) -> None:
-    cast = EVERY.view(dtype).astype(np.float32)
-    wide = widen(EVERY, native_type(name))
-    np.testing.assert_array_equal(wide, cast)  # NaN equals NaN here
-    assert (np.signbit(wide) == np.signbit(cast)).all()
+def test_widening_is_the_numeric_cast_and_keeps_every_bit_pattern(name: str, dtype: type) -> None:
+    native = native_type(name)
+    wide, expected = widen(EVERY, native), EVERY.view(dtype).astype(np.float32)
+    np.testing.assert_array_equal(wide, expected)  # NaN equals NaN here
+    assert (np.signbit(wide) == np.signbit(expected)).all()
+    bits, changed = convert(wide, native, NATIVE_TYPES["float32"])
+    assert (bits == wide.view(np.uint32)).all()
+    assert changed == 0
+    assert (narrow(wide, native) == EVERY).all()
 
 
 def test_as_bits_takes_each_form_of_the_same_values() -> None:
@@ -77,6 +82,10 @@ def test_as_bits_takes_each_form_of_the_same_values() -> None:
     for form in (values, expected, values.astype(np.float32)):
         assert (as_bits(form, native, "W") == expected).all()
     assert as_bits(0.5, native, "W") == expected[0]
+    native = native_type("float32")
+    assert as_bits(np.float32(2), native, "loss").shape == ()
+    strided = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    assert (as_bits(strided, native, "W").view(np.float32) == strided).all()
 
 
 @pytest.mark.parametrize(
@@ -99,34 +108,12 @@ def test_as_bits_refuses_what_it_would_have_to_round(value: object, type_name: s
         as_bits(value, native_type(type_name), "W")
 
 
-def test_as_bits_keeps_the_shape_of_scalars_and_strided_arrays() -> None:
-    native = native_type("float32")
-    assert as_bits(np.float32(2), native, "loss").shape == ()
-    strided = np.arange(12, dtype=np.float32).reshape(3, 4).T
-    assert (as_bits(strided, native, "W").view(np.float32) == strided).all()
-
-
 def test_an_unknown_type_names_the_known_ones() -> None:
     with pytest.raises(InvalidArgument, match=re.escape(", ".join(NATIVE_TYPES))):
         native_type("float8")
 
 
-EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_widening_keeps_every_bit_pattern(name: str) -> None:
-    native, wide = NATIVE_TYPES[name], NATIVE_TYPES["float32"]
-    stored = widen(EVERY_16_BITS, native)
-    bits, changed = convert(stored, native, wide)
-    assert (bits == stored.view(np.uint32)).all()
-    assert changed == 0
-    assert (narrow(stored, native) == EVERY_16_BITS).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), SIXTEEN.items())
 def test_rounding_is_to_nearest_even_and_counted(name: str, dtype: type) -> None:
     random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
     ties = ((np.arange(1 << 16, dtype=np.uint32)) << 16) | 0x8000
@@ -155,19 +142,15 @@ def test_float64_is_rounded_to_float32_and_counted() -> None:
 
 
 def test_one_value_that_is_not_bfloat16_is_found() -> None:
-    wide = widen(EVERY_16_BITS, NATIVE_TYPES["bfloat16"]).view(np.uint32).reshape(256, 256)
+    wide = widen(EVERY, NATIVE_TYPES["bfloat16"]).view(np.uint32).reshape(256, 256)
     assert is_bfloat16(wide)
-    assert (as_bfloat16(wide).ravel() == EVERY_16_BITS).all()
+    assert (as_bfloat16(wide).ravel() == EVERY).all()
     wide = wide.copy()
     wide[255, 255] |= 1
     assert not is_bfloat16(wide)
     native = NATIVE_TYPES["bfloat16"]
     with pytest.raises(InvalidArgument, match="1 of 65536"):
         convert(wide.view(np.float32), native, native)
-
-
-PATTERNS = np.arange(1 << 16, dtype=np.uint16)
-BFLOAT16 = (PATTERNS.astype(np.uint32) << 16).view(np.float32)
 
 
 def test_spacing_of_every_bfloat16_is_the_distance_to_its_larger_neighbor():
@@ -182,40 +165,31 @@ def test_spacing_of_every_bfloat16_is_the_distance_to_its_larger_neighbor():
     assert spacing(np.zeros(1, np.float32), "bfloat16")[0] == np.float32(2.0**-133)
 
 
-def test_spacing_of_every_float16_is_that_of_numpy():
-    values = PATTERNS.view(np.float16)
-    values = values[np.abs(values) < np.finfo(np.float16).max]  # numpy needs a next value
-    # At negative powers of two, numpy means the neighbor nearer to zero.
-    expected = np.spacing(np.abs(values)).astype(np.float32)
-    np.testing.assert_array_equal(spacing(values.astype(np.float32), "float16"), expected)
-
-
-@pytest.mark.parametrize("name", ["float32", "float64"])
-def test_spacing_of_wide_types_is_that_of_numpy(name):
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+def test_spacing_is_that_of_numpy(name):
     width = np.dtype(name).itemsize
-    patterns = np.random.default_rng(0).integers(0, 2 ** (8 * width - 1), 10_000, f"u{width}")
-    values = patterns.view(name)
-    values = values[np.abs(values) < np.finfo(name).max]
-    values = np.append(values, np.array([0, 1, np.finfo(name).tiny / 2], name))
-    np.testing.assert_array_equal(spacing(values, name), np.abs(np.spacing(values)))
+    values = EVERY.view(np.float16)
+    if width > 2:
+        patterns = np.random.default_rng(0).integers(0, 2 ** (8 * width - 1), 10_000, f"u{width}")
+        values = np.append(patterns.view(name), np.array([0, 1, np.finfo(name).tiny / 2], name))
+    values = values[np.abs(values) < np.finfo(name).max]  # numpy needs a next value
+    # At negative powers of two, numpy means the neighbor nearer to zero.
+    expected = np.spacing(np.abs(values))
+    stored = values.astype(np.float32) if width == 2 else values
+    np.testing.assert_array_equal(spacing(stored, name), expected)
 
 
-def test_ordinals_of_every_bfloat16_count_the_values_in_order():
-    finite = np.isfinite(BFLOAT16)
-    distinct = np.unique(BFLOAT16[finite].astype(np.float64))  # −0 and +0 are one
-    rank = np.searchsorted(distinct, BFLOAT16[finite].astype(np.float64))
-    got = ordinal(BFLOAT16[finite], "bfloat16")
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_ordinals_count_the_values_in_order(name):
+    values = widen(EVERY, native_type(name))
+    finite = values[np.isfinite(values)]
+    rank = np.searchsorted(np.unique(finite), finite)  # −0 and +0 are one
+    got = ordinal(finite, name)
     np.testing.assert_array_equal(got - got.min(), rank)
-    assert ordinal(np.float32([0.0, -0.0]), "bfloat16").tolist() == [0, 0]
-    assert (np.diff(ordinal(BFLOAT16[0x7F7E:0x7F82], "bfloat16")) == 1).all()  # inf, then NaN
-
-
-def test_ordinals_of_every_float16_count_the_values_in_order():
-    values = PATTERNS.view(np.float16)
-    values = values[np.isfinite(values)]
-    rank = np.searchsorted(np.unique(values.astype(np.float64)), values.astype(np.float64))
-    got = ordinal(values.astype(np.float32), "float16")
-    np.testing.assert_array_equal(got - got.min(), rank)
+    assert ordinal(np.float32([0.0, -0.0]), name).tolist() == [0, 0]
+    infinity = native_type(name).infinity_bits
+    last = values[infinity - 2 : infinity + 2]  # to infinity, then NaN
+    assert (np.diff(ordinal(last, name)) == 1).all()
 
 
 def test_ordinals_of_float32_follow_nextafter():
@@ -231,3 +205,24 @@ def test_a_type_without_a_lattice_is_named():
         spacing(np.zeros(1, np.float32), "int8")
     with pytest.raises(InvalidArgument, match="64-bit"):
         ordinal_dtype("float64")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", NATIVE_TYPES)
+def test_a_tensor_gives_its_bits(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([[0.5, -0.0], [float("nan"), float("inf")]], dtype=getattr(torch, name))
+    native = native_type(name)
+    bits = as_bits(tensor.T, native, "W")
+    assert bits.dtype == native.bits
+    signed = getattr(torch, f"int{8 * native.itemsize}")
+    assert (bits == tensor.view(signed).numpy().view(native.bits).T).all()
+
+
+@pytest.mark.torch
+def test_a_tensor_of_another_type_is_refused_unless_its_values_are_exact() -> None:
+    torch, native = pytest.importorskip("torch"), native_type("bfloat16")
+    for other in (torch.tensor([1]), torch.tensor([1.0]).half()):
+        with pytest.raises(InvalidArgument, match=r"got (int64|float16)"):
+            as_bits(other, native, "W")
+    assert as_bits(torch.tensor([1.5]), native, "W").tolist() == [0x3FC0]

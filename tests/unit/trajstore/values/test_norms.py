@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -44,37 +45,37 @@ def test_float32_is_covered_by_one_power_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beta", "share"), [(0.999, 1.0), (0.998, 0.9532), (0.997, 0.2969), (0.996, 0.0)]
+    ("native", "beta", "form", "factor", "share"),
+    [
+        ("bfloat16", 0.999, "product", 0, 1),
+        ("bfloat16", 0.998, "product", 0, 0.9532),
+        ("bfloat16", 0.997, "product", 0, 0.2969),
+        ("bfloat16", 0.996, "product", 0, 0),
+        ("bfloat16", 0.9, "lerp", 0, 0),
+        ("bfloat16", 0.0, "lerp", 2, 0),
+        ("bfloat16", 0.99, "once", 2, 0),
+        ("bfloat16", 0.999, "once", 2, 1),
+        ("bfloat16", 0.999, "product", 2, 0.9609),  # of values whose double is finite
+        ("float16", 0.999, "product", 2, 0),
+        ("float32", 0.999, "product", 2, 0),
+        ("float32", 0.999999, "once", 0, 0),
+        ("float32", 1 - 1e-8, "product", 0, 1),
+    ],
 )
-def test_the_share_of_bfloat16_values_that_cannot_decay(beta: float, share: float) -> None:
-    average = MovingAverage(native="bfloat16", beta=beta, form="product")
-    assert share_left(average, 0) == pytest.approx(share, abs=1e-4)
+def test_the_share_of_values_that_stay(
+    native: str, beta: float, form: Any, factor: float, share: float
+) -> None:
+    average = MovingAverage(native=native, beta=beta, form=form)
+    assert share_left(average, factor) == pytest.approx(share, abs=1e-4 * (0 < share < 1))
 
 
-def test_finer_types_and_smaller_betas_decay() -> None:
-    for native, beta, form in (
-        ("bfloat16", 0.9, "lerp"), ("bfloat16", 0.0, "lerp"), ("bfloat16", 0.99, "once"),
-        ("float16", 0.999, "product"), ("float32", 0.999, "product"), ("float32", 0.999999, "once"),
-    ):  # fmt: skip
-        average = MovingAverage(native=native, beta=beta, form=form)
-        assert share_left(average, 0) == share_left(average, 2) == 0
-
-
-def test_float32_also_stops_changing_and_the_shortcut_is_right() -> None:
-    assert share_left(MovingAverage(native="float32", beta=1 - 1e-8, form="product"), 0) == 1
-    # Some values remain unchanged only for a step below four spacings.
+def test_float32_is_judged_by_one_power_of_two() -> None:
+    """Some values remain unchanged only for a step below four spacings."""
     values = np.concatenate([*every_normal_value("float32")][:8])
     for form in ("lerp", "product", "once"):
         average = MovingAverage(native="float32", beta=1 - 2.0**-20, form=form)
         for target in (np.zeros_like(values), 2 * values):
             assert (average.after(values, target) != values).all()
-
-
-def test_growth_is_measured_where_the_double_is_finite() -> None:
-    average = MovingAverage(native="bfloat16", beta=0.999, form="once")
-    assert share_left(average, 2) == 1
-    average = MovingAverage(native="bfloat16", beta=0.999, form="product")
-    assert 0.95 < share_left(average, 2) < 0.97
 
 
 ORDERS = [1, 2, np.inf]
@@ -180,3 +181,53 @@ def test_distances_beyond_float64_are_infinite():
     huge = np.float64([[1.7e308]])
     assert step_norm(-huge, huge)[0] == np.inf
     assert ulp_l1(np.float64([[0.0]]), huge, "float64")[0] == np.inf
+
+
+BETAS = (0.6, 0.9, 0.998)
+
+
+def stepped(native: str, beta: float, gradient: Any, **flags: bool) -> dict[str, Any]:
+    """State of torch's AdamW after one step from every value of the type."""
+    torch = pytest.importorskip("torch")
+    every = np.concatenate([*every_normal_value(native)])
+    values = torch.from_numpy(every).to(getattr(torch, native))
+    W = torch.nn.Parameter(torch.ones_like(values))
+    optimizer = torch.optim.AdamW([W], betas=(beta, beta), **flags)
+    optimizer.state[W] = {
+        "step": torch.tensor(5.0), "exp_avg": values.clone(), "exp_avg_sq": values.clone(),
+    }  # fmt: skip
+    W.grad = torch.zeros_like(W) if gradient is None else gradient(values)
+    optimizer.step()
+    state = optimizer.state[W]
+    return {name: state[name].float().numpy() for name in ("exp_avg", "exp_avg_sq")} | {
+        "before": every, "W.grad": W.grad.float().numpy(),
+    }  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("native", ["bfloat16", "float16"])
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("flags", [{"foreach": False}, {"fused": True}], ids=str)
+def test_the_average_of_torch_without_a_gradient(
+    native: str, beta: float, flags: dict[str, bool]
+) -> None:
+    after = stepped(native, beta, None, **flags)
+    forms = {"exp_avg": "lerp", "exp_avg_sq": "once" if "fused" in flags else "product"}
+    for name, form in forms.items():
+        left = (after[name] == after["before"]).mean()
+        assert left == share_left(MovingAverage(native=native, beta=beta, form=form), 0)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("native", ["bfloat16", "float16"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_average_of_torch_with_any_gradient(native: str, beta: float) -> None:
+    after = stepped(native, beta, lambda values: values.flip(0), foreach=False)
+    for name, form, power in (("exp_avg", "lerp", 1), ("exp_avg_sq", "product", 2)):
+        average = MovingAverage(native=native, beta=beta, form=form)
+        with np.errstate(over="ignore", under="ignore"):
+            target = after["W.grad"] ** power
+        expected = average.after(after["before"], target)
+        # torch multiplies (1 − β)·g by g, which rounds differently from (1 − β)·g².
+        finite = np.isfinite(target) & (target > 1e-30) & np.isfinite(expected)
+        assert (after[name] == expected)[finite].mean() > 0.999

@@ -1,0 +1,453 @@
+"""Damage of any kind: `verify` notices it or it changes nothing, and no command fails unnamed.
+
+`make flips` flips 300 bits instead of 60. ``TRAJSTORE_METADATA=5000`` tries that many runs with
+damaged metadata files with each command instead of a few; with ``pytest -s`` each prints its row of
+``benchmarks/results/metadata-fuzz.md``. This file is also the script that a process of its own
+runs: ``test_damaged_runs.py COMMAND TRIES [FIRST]`` prints as JSON what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import xarray as xr
+from bits_and_calls import nightly_but
+from checkpoints import write_checkpoint
+from compact_runs import sample_part
+from damage import (
+    COORDINATES,
+    RUNS,
+    TAMPERINGS,
+    Damage,
+    damage_metadata,
+    flip,
+    metadata_of,
+    wide_run,
+    write,
+    write_runs,
+)
+from golden_runs import unpack
+
+from trajstore import RunWriter, open_run, repair, verify
+from trajstore.cli.main import main as command
+from trajstore.codec.computed_rows import cache as computed
+from trajstore.errors import FormatError, TrajstoreError
+from trajstore.store.writing.create import annotate_run
+
+FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "60"))
+
+
+def kinds(run: Path) -> dict[str, list[Path]]:
+    """Files of a run, by kind, so that small kinds get their share of flips."""
+    coordinates = (*COORDINATES, "parameter")
+    chunks = sorted(run.glob("*/c.*"))
+    return {
+        "shard": [path for path in chunks if path.parent.name not in coordinates],
+        "coordinate": [path for path in chunks if path.parent.name in coordinates],
+        "metadata file of an array": sorted(run.glob("*/zarr.json")),
+        "root": [run / "zarr.json"],
+        "checkpoint": sorted(run.with_suffix(".ckpt").iterdir()),
+    }
+
+
+def values(opener: Callable[[Path], xr.Dataset], run: Path) -> dict[str, Any]:
+    """Every variable as a reader gets it; None where it gets an error."""
+    try:
+        ds = opener(run)
+    except Exception:  # whatever xarray and zarr raise
+        return {}
+    found: dict[str, Any] = {}
+    for name in ds.variables:
+        try:
+            array = ds[name].values
+            found[str(name)] = array.tobytes() if array.dtype.kind in "bif" else array.tolist()
+        except Exception:  # likewise
+            found[str(name)] = None
+    return found
+
+
+def harmless(before: bytes, after: bytes) -> bool:
+    """Whether a metadata file has the same values, but for a digit of the last commit's time."""
+    old, new = json.loads(before), json.loads(after)
+    if "updated" in old["attributes"]:
+        new["attributes"]["updated"] = old["attributes"]["updated"]
+    return json.dumps(new) == json.dumps(old)
+
+
+def longer(before: bytes, after: bytes) -> bool:
+    """Whether an array's own metadata file has got more rows, and nothing else has changed."""
+    old, new = json.loads(before), json.loads(after)
+    ahead = new["shape"][0] > old["shape"][0]
+    return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return wide_run(tmp_path / "run.zarr")
+
+
+@pytest.fixture(params=["delta", "compact"])
+def either(request: pytest.FixtureRequest, run: Path, sample: Path) -> Iterator[Path]:
+    """Run of either encoding, without rows that were computed before."""
+    path = run
+    if request.param == "compact":
+        computed.clear(most=0)
+        path = sample_part(sample, run.with_name("replay.zarr"))
+    write_checkpoint(path.with_suffix(".ckpt") / "step-00000008.safetensors")
+    yield path
+    computed.clear()
+
+
+@pytest.mark.nightly
+def test_every_flipped_bit_is_found_or_harmless(either: Path) -> None:
+    run = either
+    clean = verify(run)
+    assert clean.clean
+    assert clean.notes == ()
+    readers = (open_run, xr.open_zarr)
+    good = {reader: values(reader, run) for reader in readers}
+    rng = random.Random(f"flips of {run.name}")
+    for number in range(FLIPS):
+        kind, paths = list(kinds(run).items())[number % 5]
+        path = rng.choice(paths)
+        before = path.read_bytes()
+        bit = rng.randrange(8 * len(before))
+        flip(path, bit)
+        where = f"bit {bit} of {path}"
+        found = verify(run)
+        if not found.clean:
+            assert any(
+                path in (problem.path, problem.path / "zarr.json") or path.suffix == ".json"
+                for problem in found.problems
+            ), where
+        elif found.notes:
+            assert kind == "metadata file of an array", where
+            assert longer(before, path.read_bytes()), where
+        else:
+            assert kind in ("root", "metadata file of an array"), where
+            assert harmless(before, path.read_bytes()), where
+        if kind in ("shard", "coordinate"):
+            for reader in readers:
+                for name, got in values(reader, run).items():
+                    assert got is None or got == good[reader][name], f"{where}: {name}"
+        flip(path, bit)
+    assert verify(run) == clean
+    assert {reader: values(reader, run) for reader in readers} == good
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("zarr.json", b'"updated": "20', b'"updated": "30'),
+        ("zarr.json", b"1.5e-05", b"1.5E-05"),
+        ("W/zarr.json", b"\n  11,", b"\n  15,"),
+    ],
+)
+def test_each_harmless_change_is_what_it_is_said_to_be(
+    run: Path, file: str, old: bytes, new: bytes
+) -> None:
+    """The list in docs/reference/integrity.md, one by one."""
+    before = (run / file).read_bytes()
+    after = before.replace(old, new, 1)
+    assert after != before
+    write(run / file, after)
+    found = verify(run)
+    assert found.clean
+    if file == "zarr.json":
+        assert harmless(before, after)
+    else:
+        assert longer(before, after)
+        assert found.notes[0].startswith("W is 4 rows ahead")
+
+
+OPENERS: dict[str, Callable[[Path], xr.Dataset]] = {"plain": xr.open_zarr, "ours": open_run}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_runs(tmp_path_factory.mktemp("tampering"))
+
+
+@pytest.fixture(scope="module")
+def truth(originals: Path) -> xr.Dataset:
+    return xr.open_zarr(originals).load()
+
+
+@pytest.fixture
+def copy(originals: Path, tmp_path: Path) -> Path:
+    """A copy to tamper with, of hard links, beside the other runs."""
+    for name in RUNS[1:]:
+        (tmp_path / name).symlink_to(originals.with_name(name))
+    return Path(shutil.copytree(originals, tmp_path / RUNS[0], copy_function=os.link))
+
+
+def is_misled(opened: Callable[[Path], xr.Dataset], path: Path, truth: xr.Dataset) -> bool:
+    """Whether any values are others than were recorded, and no error; fewer rows are none."""
+    try:
+        ds = opened(path)
+    except Exception:  # whatever zarr and xarray raise
+        return False
+    for name in (*truth.data_vars, "step", *COORDINATES):
+        try:
+            values = ds[name].values
+        except Exception:  # an error is no wrong number, whoever raises it; the next may be one
+            continue
+        expected = truth[name][: len(values)] if "step" in truth[name].dims else truth[name]
+        if ds[name].dims != expected.dims or values.dtype != expected.dtype:
+            return True
+        if values.tolist() != expected.values.tolist():
+            return True
+    return False
+
+
+def is_noticed(path: Path) -> bool:
+    """Whether `verify` finds something, or refuses the run as one of another format."""
+    try:
+        return not verify(path, threads=1).clean
+    except FormatError as error:
+        return "has store format 1" in str(error)
+
+
+FIRST = {item.name.partition(":")[0]: item for item in reversed(TAMPERINGS)}.values()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("item", nightly_but(TAMPERINGS, *FIRST), ids=lambda item: item.name)
+def test_verify_notices_each_tampering_and_readers_are_misled_as_documented(
+    item: Damage, copy: Path, truth: xr.Dataset
+) -> None:
+    item.act(copy)
+    assert is_noticed(copy)
+    assert item.misled == tuple(
+        name for name, opened in OPENERS.items() if is_misled(opened, copy, truth)
+    )
+
+
+def test_the_runs_are_sound_and_others_would_mislead(originals: Path, truth: xr.Dataset) -> None:
+    for name in RUNS:
+        path = originals.with_name(name)
+        assert verify(path).clean
+        misled = {is_misled(opened, path, truth) for opened in OPENERS.values()}
+        assert misled == {name in ("before.zarr", "other.zarr")}
+
+
+def test_an_older_run_as_a_whole_is_the_older_run(originals: Path) -> None:
+    """Nothing in a run can say that there was a later one; who kept its fingerprint knows."""
+    paths = originals, originals.with_name("shorter.zarr")
+    assert len({xr.open_zarr(path).attrs["fingerprint"] for path in paths}) == 2
+
+
+def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continues(
+    copy: Path,
+) -> None:
+    metadata_of("shorter.zarr")(copy)
+    assert any("older metadata" in str(item) for item in verify(copy).problems)
+    with RunWriter.resume(copy, rows=9) as writer:
+        assert verify(copy).clean
+        writer.close("interrupted")
+    assert verify(copy).clean
+
+
+MOST_SECONDS = 10
+MOST_SPACE = 3 << 30
+"""Bytes of addresses that a try may take; each thread takes many and uses few."""
+
+GOLDEN = ("delta.zarr", "parts.zarr")
+
+
+class Hang(BaseException):
+    """A try has taken too long."""
+
+
+def _opened(run: Path) -> None:
+    ds = open_run(run)
+    assert ds.sizes["step"] == len(ds["step"])
+    ds.isel(step=slice(-1, None)).load()
+
+
+def _resumed(run: Path) -> None:
+    with RunWriter.resume(run, commit_every=None) as writer:
+        rows = writer.rows
+    assert rows == open_run(run, chunks=None).sizes["step"]
+    # Own metadata files that say other things than the root are replaced with the next row only.
+    lost = [problem for problem in verify(run).problems if problem.remedy == "cut"]
+    assert not lost, f"resumed, and not sound: {lost[0]}"
+
+
+def _annotated(run: Path) -> None:
+    annotate_run(run, token_text=["v", "w", "x", "y"], overwrite=True)
+    open_run(run, chunks=None).load()
+
+
+def _repaired(run: Path) -> None:
+    _command("repair", str(run))
+    found = verify(run)
+    if found.clean:
+        open_run(run, chunks=None).load()
+    else:
+        # What the fingerprint finds it finds once all else is sound.
+        assert repair(run, dry_run=True).unrepaired, f"repaired, and not sound: {found.problems[0]}"
+
+
+def _command(*arguments: str) -> None:
+    with suppress(SystemExit):
+        command(["--debug", *arguments], prog_name="trajstore", standalone_mode=False)
+
+
+COMMANDS: dict[str, Callable[[Path], None]] = {
+    "open_run": _opened,
+    "resume": _resumed,
+    "verify": lambda run: _command("verify", str(run)),
+    "repair": _repaired,
+    "annotate": _annotated,
+    "info": lambda run: _command("info", str(run)),
+}
+
+
+def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
+    """Try a command on so many damaged runs; what it came to."""
+    run = Path(tempfile.mkdtemp(prefix="metadata files-")) / "run.zarr"
+    classes: Counter[str] = Counter()
+    raw: dict[str, str] = {}
+    hangs = 0
+    slowest = 0.0
+    folder = unpack(run.parent)
+    sound = {each: folder / each for each in GOLDEN}
+    for place in sound.values():
+        COMMANDS[name](_fresh(place, run))  # what is loaded is no memory of a try
+    start = _memory("VmRSS")
+    space = _memory("VmSize") + MOST_SPACE
+    Path("/proc/self/clear_refs").write_text("5")
+    resource.setrlimit(resource.RLIMIT_AS, (space, resource.RLIM_INFINITY))
+    for number in range(first, first + tries):
+        rng = random.Random(f"{name} {number}")
+        damage_metadata(_fresh(sound[GOLDEN[number % 2]], run), rng)
+        begun = time.monotonic()
+        try:
+            with _limited():
+                COMMANDS[name](run)
+            classes["done"] += 1
+        except TrajstoreError as error:
+            classes[type(error).__name__] += 1
+        except Hang:
+            hangs += 1
+            raw.setdefault(f"hang: {_where()}", f"{number}")
+        except Exception as error:
+            classes["raw"] += 1
+            text = f"{type(error).__name__} at {_where()}: {str(error)[:200]}"
+            raw.setdefault(text, f"{number}")
+        slowest = max(slowest, time.monotonic() - begun)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    peak = _memory("VmHWM") - start
+    shutil.rmtree(run.parent)
+    return {"command": name, "tries": tries, "classes": dict(classes), "hangs": hangs,
+            "raw": raw, "peak": peak, "seconds": usage.ru_utime + usage.ru_stime,
+            "slowest": slowest}  # fmt: skip
+
+
+def _where() -> str:
+    frames = traceback.extract_tb(sys.exc_info()[2])
+    own = [frame for frame in frames if "trajstore" in frame.filename] or list(frames)
+    last = [own[-1], frames[-1]]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise Hang
+
+
+def _fresh(sound: Path, run: Path) -> Path:
+    """Copy of a run, of links: writers and damage replace files, and write into none."""
+    shutil.rmtree(run, ignore_errors=True)
+    return Path(shutil.copytree(sound, run, copy_function=os.link))
+
+
+def _memory(of: str) -> int:
+    """Bytes that this process has (VmRSS, VmSize), or had at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{of}:")[2].split()[0]) << 10
+
+
+TRIES = int(os.environ.get("TRAJSTORE_METADATA", "40"))
+MOST_MEMORY = 100 << 20
+
+
+def row(found: dict[str, Any]) -> str:
+    classes = found["classes"]
+    errors = ", ".join(
+        f"{name} {count:,}"
+        for name, count in sorted(classes.items())
+        if name not in ("done", "raw")
+    )
+    return (
+        f"| {found['command']} | {found['tries']:,} | {classes.get('done', 0):,} | {errors or '—'} "
+        f"| {classes.get('raw', 0)} | {found['hangs']} | {found['peak'] / (1 << 20):.0f} MiB "
+        f"| {found['slowest']:.1f} s |"
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="measures the memory as Linux tells it")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_damaged_metadata_are_errors(command: str) -> None:
+    arguments = [sys.executable, __file__, command, str(TRIES)]
+    kits = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        arguments,
+        env=os.environ | {"PYTHONPATH": kits},
+        capture_output=True,
+        text=True,
+        timeout=7200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    print(f"\n{row(found)}")
+    assert found["raw"] == {}
+    assert found["hangs"] == 0
+    assert found["peak"] < MOST_MEMORY
+    # Some damage is harmless to who does not read it; some must be noticed.
+    classes = found["classes"]
+    assert classes["done"] > 0
+    assert command in ("verify", "repair") or classes["FormatError"] > TRIES / 4
+
+
+def main() -> None:
+    """Try, and print what it came to."""
+    signal.signal(signal.SIGALRM, _too_long)
+    os.fsync = lambda descriptor: None  # no try loses its power
+    result = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2) if "-v" not in sys.argv else None
+    found = fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    os.write(result, json.dumps(found, indent=1).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
