@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
-from trajstore.store.storage import lock as lock_module
 from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
 from trajstore.store.writing.create import check_file_target, check_target
 
@@ -184,25 +183,22 @@ def look_at(run: Path) -> int:
     return looking
 
 
-def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+def test_a_look_at_the_lock_delays_a_writer_and_a_lasting_one_is_reported(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looking = look_at(run)
-    waits = itertools.count(1)
+    waits: list[float] = []
 
-    def wait(_: float) -> None:
-        if next(waits) == 30:  # it was put to sleep while it looked
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 30:  # it was put to sleep while it looked
             os.close(looking)
 
     monkeypatch.setattr(time, "sleep", wait)
+    looking = look_at(run)
     with RunLock.acquire(run):
         assert is_written_to(run) is True
-    assert next(waits) == 31
-
-
-def test_a_lasting_shared_lock_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(waits) == 30
     looking = look_at(run)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
     os.close(looking)
@@ -230,13 +226,12 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    monkeypatch.setattr(lock_module, "_warned", set())
     with RunLock.acquire(run):
         with pytest.raises(RunLocked):
             RunLock.acquire(run)
         assert is_written_to(run) is True
     run.with_name(f".{run.name}.lock").write_text(
-        json.dumps({"host": lock_module.socket.gethostname(), "process": 2**30})
+        json.dumps({"host": socket.gethostname(), "process": 2**30})
     )
     assert is_written_to(run) is False
     RunLock.acquire(run).release()
