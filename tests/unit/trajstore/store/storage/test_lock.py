@@ -61,18 +61,7 @@ def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
 
 
 def test_another_process_holds_it_until_it_is_killed(run: Path) -> None:
-    with (
-        held_by_another(run) as process,
-        pytest.raises(RunLocked, match=f"process {process} on .* wait for it"),
-    ):
-        RunLock.acquire(run)
-    left = run.with_name(f".{run.name}.lock")
-    assert json.loads(left.read_text())["process"] == process, "killed, it could not tidy up"
-    RunLock.acquire(run).release()
-    assert not left.exists()
-
-
-def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path) -> None:
+    """Whether the run exists does not matter: it is locked before."""
     run.mkdir()
     with RunLock.acquire(run), pytest.raises(RunExists):  # of this process: see acquire
         check_target(run)
@@ -80,6 +69,12 @@ def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path)
         for overwrite in (False, True):
             with pytest.raises(RunLocked, match=f"process {process} on"):
                 check_target(run, overwrite=overwrite)
+        with pytest.raises(RunLocked, match=f"process {process} on .* wait for it"):
+            RunLock.acquire(run)
+    left = run.with_name(f".{run.name}.lock")
+    assert json.loads(left.read_text())["process"] == process, "killed, it could not tidy up"
+    RunLock.acquire(run).release()
+    assert not left.exists()
 
 
 def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +197,6 @@ def test_a_look_at_the_lock_delays_a_writer_and_a_lasting_one_is_reported(
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
     os.close(looking)
-
-
-def test_a_lock_that_was_dropped_is_let_go(run: Path) -> None:
-    RunLock.acquire(run)
-    with RunLock.acquire(run):
-        pass
 
 
 def test_the_lock_of_the_dead_is_named(run: Path) -> None:

@@ -211,22 +211,6 @@ def test_the_timer_calls_again_after_the_returned_time() -> None:
     assert commits == [10.0, 34.0]
 
 
-def test_the_timer_commits_until_it_is_stopped() -> None:
-    asked = threading.Semaphore(0)
-
-    def commit() -> bool:
-        asked.release()
-        return True
-
-    timer = CommitTimer(1e-6, commit)
-    timer.start()
-    assert all(asked.acquire(timeout=30) for _ in range(3))
-    assert timer._thread.daemon
-    timer.stop()
-    assert not timer._thread.is_alive()
-    timer.stop()
-
-
 def test_its_thread_ends_when_there_is_no_writer_any_more() -> None:
     timer = CommitTimer(1e-6, lambda: None)
     timer.start()
@@ -493,10 +477,11 @@ def test_a_real_timer_commits_until_the_run_is_closed(
 ) -> None:
     monkeypatch.undo()
     with create(tmp_path / "run.zarr", commit_every=1e-3) as run:
-        run.append(0, **row(0))
-        while not run.committed_rows:
-            pass
-        check(run.path, 1)
+        for step in range(3):
+            run.append(step, **row(step))
+            while run.committed_rows <= step:
+                pass
+        check(run.path, 3)
         timer = run._blocks._timer
     assert timer is not None
     assert not timer._thread.is_alive()

@@ -385,9 +385,7 @@ def test_a_branch_and_a_cut_run_keep_them(tmp_path: Path) -> None:
     wider = EXAMPLE_TYPES | {"W": "float32"}
     branch_run(path, branch, 7, types=wider, attributes={}, memory="1GiB")
     agree(branch, slice(0, 7))
-    assert verify(branch).clean
     next((branch / "hidden_states").glob("c.1.*")).unlink()
-    assert not verify(branch).clean
     repair(branch)
     agree(branch, slice(0, 4))
 
