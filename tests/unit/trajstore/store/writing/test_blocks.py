@@ -478,9 +478,10 @@ def test_a_real_timer_commits_until_the_run_is_closed(
     monkeypatch.undo()
     with create(tmp_path / "run.zarr", commit_every=1e-3) as run:
         for step in range(3):
+            committed = threading.Event()
+            run.on_commit = lambda *_, committed=committed: committed.set()
             run.append(step, **row(step))
-            while run.committed_rows <= step:
-                pass
+            assert committed.wait(timeout=30)
         check(run.path, 3)
         timer = run._blocks._timer
     assert timer is not None

@@ -572,6 +572,8 @@ def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> Non
     zarr.consolidate_metadata(path)
     (path / "W" / "c.copy").write_bytes(b"mine")
     (path / "W" / "c.9.bak").write_bytes(b"mine")
+    of_the_dead = path / "W" / ".c.2.0.0.7.partial"
+    of_the_dead.write_bytes(b"half")
     with RunWriter.resume(path, rows=6) as run:
         run.append(6, **row(6))
     assert zarr.open_array(path / "mask")[...].tolist() == [7, 8, 9]
@@ -579,6 +581,7 @@ def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> Non
     assert (path / "W" / "c.copy").exists()
     assert (path / "W" / "c.9.bak").exists()
     assert not (path / "W" / "c.2.0.0").exists()
+    assert not of_the_dead.exists()
 
 
 def test_committed_rows_survive_a_loss_of_power(
