@@ -132,7 +132,8 @@ started.wait()
 
 def test_a_recording_outlives_the_main_thread(tmp_path: Path) -> None:
     """Pools take no more work then, and the caller's thread writes behind the writing thread."""
-    subprocess.run([sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr"], check=True)
+    command = [sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr"]
+    subprocess.run(command, check=True, timeout=120)
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.attrs["status"] == "complete"
     assert ds.step.values.tolist() == list(range(96))
