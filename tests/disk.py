@@ -7,6 +7,9 @@ is as large and as old as it was then; a folder, as long as it holds the same na
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,40 @@ class Writes:
             raise OSError(28, "No space left on device")
         self.targets.append(Path(target))
         self._move(source, target)
+
+
+@contextmanager
+def moves(call: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Have `call` put every object in its place meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", call)
+        yield
+
+
+@contextmanager
+def held_moves() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Events of the moves: one waits; all may go on, as they do at the end at the latest."""
+    waits, go_on, move = threading.Event(), threading.Event(), os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        waits.set()
+        assert go_on.wait(timeout=60)
+        move(source, target)
+
+    with moves(replace):
+        try:
+            yield waits, go_on
+        finally:
+            go_on.set()
+
+
+@contextmanager
+def identity(name: str = "5a" * 16) -> Iterator[None]:
+    """Give it to every run that is made meanwhile, so that their objects can be compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Not uuid4: dask names its arrays by it.
+        patch.setattr("trajstore.store.writing.new_run.new_identity", lambda: name)
+        yield
 
 
 def objects_of(run: Path) -> dict[str, bytes]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -84,19 +86,23 @@ def compare_rows(path: Path, stop: Any, result: Connection) -> None:
     poll(path, stop, result, compare, restarts=True)
 
 
-@pytest.fixture(scope="module", params=["gatsby"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Preset, text, and the run that was never killed."""
-    folder = tmp_path_factory.mktemp(request.param)
-    corpus = folder / "text.txt"
-    corpus.write_text(TEXT)
-    assert not killed(train, folder / "whole.zarr", request.param, corpus, [], None)
-    assert xr.open_zarr(folder / "whole.zarr").sizes["step"] == STEPS + 1
-    return request.param, corpus, folder
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder with the text and the run of a preset that was never killed, made once."""
+
+    @cache
+    def train_once(preset: str) -> Path:
+        folder = tmp_path_factory.mktemp(preset)
+        (folder / "text.txt").write_text(TEXT)
+        assert not killed(train, folder / "whole.zarr", preset, folder / "text.txt", [], None)
+        assert xr.open_zarr(folder / "whole.zarr").sizes["step"] == STEPS + 1
+        return folder
+
+    return train_once
 
 
 @pytest.mark.parametrize(
-    ("whole", "changes"),
+    ("preset", "changes"),
     # One preset trains with the Trainer, the other in a loop of ours.
     [
         ("gatsby", CHECKPOINTS),
@@ -106,13 +112,13 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ("gatsby-adam", EVERYTHING),
     ],
     ids=["by steps", "compact", "without checkpoints", "by time", "from the last row"],
-    indirect=["whole"],
 )
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_killed_training_ends_as_if_it_had_not_been(
-    whole: Any, seed: int, changes: list[str]
+    trained: Callable[[str], Path], preset: str, seed: int, changes: list[str]
 ) -> None:
-    preset, corpus, folder = whole
+    folder = trained(preset)
+    corpus = folder / "text.txt"
     rng = random.Random(seed)
     path = folder / f"run-{seed}-{len(changes)}.zarr"
     with Reader(path, compare_rows) as reader:

@@ -1,11 +1,11 @@
-"""The form of the root: what cannot be is named with its place, wherever a run is opened."""
+"""The form of the metadata: what cannot be is named with its place, wherever a run is opened."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
-import uuid
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 from bits_and_calls import random_bits
-from damage import put
+from damage import edit, put
+from disk import identity
 from golden_runs import golden_metadata
 
 from trajstore import RunWriter, open_run, verify
@@ -31,6 +33,7 @@ from trajstore.store.metadata.metadata_form import (
     segments_attribute,
     trained_segments,
 )
+from trajstore.store.metadata.zarr_json import array_faults, facts_of, metadata_of
 
 ROOT = golden_metadata()
 
@@ -199,6 +202,11 @@ def test_equal_content_has_one_digest_and_each_run_its_own_fingerprint(tmp_path:
     assert verify(one).clean
 
 
+@pytest.fixture(scope="module")
+def content_of_ten(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return content(recorded(tmp_path_factory.mktemp("ten") / "run.zarr", 10))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -214,21 +222,23 @@ def test_equal_content_has_one_digest_and_each_run_its_own_fingerprint(tmp_path:
         {"variables": TYPES | {"W": "float16"}},
     ],
 )
-def test_any_difference_changes_the_digest(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert content(recorded(tmp_path / "1", 10)) != content(recorded(tmp_path / "2", 10, **options))
+def test_any_difference_changes_the_digest(
+    tmp_path: Path, content_of_ten: str, options: dict[str, Any]
+) -> None:
+    assert content(recorded(tmp_path / "run.zarr", 10, **options)) != content_of_ten
 
 
 def test_a_configuration_is_no_content_but_in_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID("5a" * 16))
     monkeypatch.setattr(
         "trajstore.store.writing.new_run.utc_now", lambda: "2026-01-01T00:00:00+00:00"
     )
-    one, same, other = (
-        recorded(tmp_path / str(number), 3, config={"lr": lr})
-        for number, lr in enumerate((0.1, 0.1, 0.2))
-    )
+    with identity():
+        one, same, other = (
+            recorded(tmp_path / str(number), 3, config={"lr": lr})
+            for number, lr in enumerate((0.1, 0.1, 0.2))
+        )
     assert digests(one) == digests(same)
     assert content(other) == content(one)
     assert digests(other)[1] != digests(one)[1]
@@ -248,9 +258,9 @@ def history(path: Path, rows: int) -> list[Digests]:
 def test_each_row_has_its_digests_however_the_run_came_to_it(tmp_path: Path) -> None:
     """Recorded at once, resumed after each row, or cut to it."""
     path = tmp_path / "run.zarr"
-    had = history(path, 10)
-    assert len(set(had)) == 11
-    for rows in (10, 9, 4, 0):
+    had = history(path, 6)
+    assert len(set(had)) == 7
+    for rows in (6, 5, 4, 0):
         assert content(recorded(tmp_path / f"{rows}.zarr", rows)) == had[rows][0]
         run = RunWriter.resume(path, rows=rows)
         assert digests(path) == had[rows]  # while it is being recorded again, too
@@ -263,24 +273,6 @@ def branch(source: Path, rows: int, **types: str) -> Path:
     path = source.with_name(f"branch-{rows}.zarr")
     branch_run(source, path, rows, types=TYPES | types, attributes={}, memory="64MiB")
     return path
-
-
-@pytest.mark.parametrize("rows", [3, 8])
-def test_a_branch_has_the_content_and_an_identity_of_its_own(tmp_path: Path, rows: int) -> None:
-    source = recorded(tmp_path / "source.zarr", 10)
-    before = digests(source)
-    path = branch(source, rows)
-    assert content(path) == content(recorded(tmp_path / "cut.zarr", rows))
-    assert digests(source) == before
-    assert digests(path)[1] != digests(cut(source, rows))[1]
-    with RunWriter.resume(path) as run:
-        for step in range(rows, 10):
-            run.append(**row(step))
-    assert content(path) == before[0]
-    runs = json.loads((path / "zarr.json").read_bytes())["attributes"]["runs"]
-    assert len(runs) == 2
-    assert runs[-1][0] == -(-rows // BLOCK)
-    assert verify(path).clean
 
 
 def cut(path: Path, rows: int) -> Path:
@@ -305,6 +297,9 @@ def test_a_branch_of_a_branch_knows_all_whose_blocks_it_has(tmp_path: Path) -> N
     assert len({run for _, run in runs[2]}) == 3
     assert content(second) == content(recorded(tmp_path / "whole.zarr", 12))
     assert verify(second).clean
+    third = branch(source, 6 - BLOCK)
+    assert content(third) == content(cut(source, 6 - BLOCK))
+    assert digests(third)[1] != digests(source)[1]
 
 
 def test_the_digest_of_a_block_is_of_all_its_shards() -> None:
@@ -355,3 +350,116 @@ def test_only_what_is_trained_with_begins_a_segment() -> None:
         "step": 5,
         "config": changed,
     }
+
+
+# The metadata file of an array is that of its facts, or the member that differs is refused.
+
+
+Small = tuple[Path, dict[str, np.ndarray]]
+
+GOLDEN = ROOT["consolidated_metadata"]["metadata"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_metadata_of_a_recorder_is_that_of_its_facts(name: str) -> None:
+    facts = facts_of(name, GOLDEN[name])
+    assert json.dumps(metadata_of(facts)) == json.dumps(GOLDEN[name])
+    assert list(array_faults(facts, GOLDEN[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ("shape", None, "shape is None, expected 3 lengths"),
+        ("shape.0", 1 << 48, "expected 3 lengths"),
+        ("shape.2", 9, "shape is [7, 4, 9], expected lengths that blocks of [3, 4, 3] cover"),
+        ("node_type", "group", 'node_type is \'group\', expected "array"'),
+        ("chunk_grid", "regular", "chunk_grid.configuration.chunk_shape is missing, expected 3"),
+        ("chunk_grid.configuration", ..., "chunk_grid.configuration.chunk_shape is missing"),
+        ("chunk_grid.configuration.chunk_shape.0", 0, "is [0, 4, 3], expected 3 positive"),
+        ("more", {"must_understand": True}, "more is {'must_understand': True}, expected"),
+        ("codecs", {}, "codecs is {}, expected a list of objects"),
+        ("codecs.0", [], "codecs is [[]], expected a list of objects with name and configuration"),
+        ("codecs.0", "trajstore.block", "codecs.0.configuration is missing, expected an object"),
+        ("codecs.0.configuration", 1, "codecs.0.configuration is 1, expected an object"),
+        ("codecs.0.configuration.array", "grad", "configuration.array is 'grad', expected \"W\""),
+        ("codecs.0.configuration.runs", [[0, 1]], "runs is [[0, 1]], expected a list of [block"),
+        ("codecs.0.configuration", {"array": "W", "runs": [[0, "5a"]], "chunk_shape": [3, 4, 3],
+         **{str(number): 0 for number in range(99)}}, "expected the settings of a codec"),
+        ("codecs.0.configuration.chunk_shape", 3, "configuration.chunk_shape is 3, expected 3"),
+        ("attributes.units", {}, "attributes.units is {}, expected no attribute by which xarray"),
+        ("attributes.scale_factor", 2.0, "scale_factor is 2.0, expected no attribute by"),
+        ("attributes._FillValue", "AAAAAAAA8D8=", "._FillValue is 'AAAAAAAA8D8=', expected"),
+        ("attributes.units", "days since 2000-01-01", "expected no attribute by"),
+        ("attributes.native_dtype", "int7", "native_dtype is 'int7', expected one of bfloat16"),
+        ("dimension_names", "abc", "dimension_names is 'abc', expected ["),
+        ("storage_transformers", 7, "storage_transformers is 7, expected []"),
+    ],
+)  # fmt: skip
+def test_an_array_that_cannot_be(place: str, value: Any, told: str) -> None:
+    metadata = copy.deepcopy(GOLDEN["W"])
+    put(metadata, place, value)
+    faults = array_faults(facts_of("W", metadata), metadata)
+    assert [told in str(fault) for fault in faults] == [True]
+
+
+def change(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) -> None:
+    """Change an array's own metadata file, and its copy in the root."""
+    edit(run / name / "zarr.json", changed)
+    edit(run / "zarr.json", lambda root: changed(root["consolidated_metadata"]["metadata"][name]))
+
+
+def test_an_array_of_another_run_is_refused(small_run: Small) -> None:
+    path, _ = small_run
+    other = [[0, "0" * 32]]
+    change(path, "W", lambda d: d["codecs"][0]["configuration"].update(runs=other))
+    with pytest.raises(FormatError, match=r"metadata\.W\.codecs\.0\.configuration\.runs\.0\.1 is"):
+        open_run(path)
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_an_array_that_zarr_has_sharded_is_refused(small_run: Small) -> None:
+    """Nothing says whose blocks it holds; what is no array of a run is left to zarr."""
+    path, _ = small_run
+    group = zarr.open_group(path, mode="a", use_consolidated=False)
+    sharded = {"shape": (11, 10), "chunks": (4, 5), "shards": (4, 10), "dtype": "float32"}
+    group.create_array("mask", **sharded, dimension_names=("step", "token"))
+    zarr.consolidate_metadata(path)
+    assert open_run(path).W.shape == (11, 10, 6)
+    group.create_array(
+        "logits", **sharded, overwrite=True, dimension_names=("step", "token"),
+        attributes={"native_dtype": "float32"},
+    )  # fmt: skip
+    zarr.consolidate_metadata(path)
+    with pytest.raises(FormatError, match=r"logits\.codecs is .*, expected no shards of zarr"):
+        open_run(path)
+
+
+@pytest.mark.parametrize("name", ["token", "is_dead", "token_text"])
+def test_a_coordinate_without_values_is_refused(small_run: Small, name: str) -> None:
+    path, _ = small_run
+    (path / name / "c.0").unlink()
+    with pytest.raises(FormatError, match=f"{name}/c.0 is missing"):
+        open_run(path)
+
+
+def test_a_mask_in_a_copy_of_an_older_xarray_is_a_mask(small_run: Small, tmp_path: Path) -> None:
+    """Which has it as int8; of other numbers that attribute is still refused."""
+    path, _ = small_run
+    mask, copy = xr.open_zarr(path).is_dead.values, tmp_path / "copy.zarr"
+    shutil.copytree(path, copy)
+    shutil.rmtree(copy / "is_dead")
+    edit(copy / "zarr.json", lambda root: root.pop("consolidated_metadata"))
+    array = zarr.open_group(copy, mode="r+").create_array(
+        "is_dead", data=mask.astype("i1"), dimension_names=("token",)
+    )
+    array.attrs["dtype"] = "bool"
+    found = open_run(copy).is_dead
+    assert found.dtype == bool
+    np.testing.assert_array_equal(found, mask)
+    array.attrs["scale_factor"] = 2
+    with pytest.raises(FormatError, match=r"is_dead/.*attributes\.(dtype|scale_factor) is"):
+        open_run(copy)
+    del array.attrs["scale_factor"], array.attrs["dtype"]
+    with pytest.raises(FormatError, match=r"is_dead/.*data_type is 'int8', expected"):
+        open_run(copy)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
-from trajstore.store.storage import lock as lock_module
 from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
 from trajstore.store.writing.create import check_file_target, check_target
 
@@ -62,18 +61,7 @@ def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
 
 
 def test_another_process_holds_it_until_it_is_killed(run: Path) -> None:
-    with (
-        held_by_another(run) as process,
-        pytest.raises(RunLocked, match=f"process {process} on .* wait for it"),
-    ):
-        RunLock.acquire(run)
-    left = run.with_name(f".{run.name}.lock")
-    assert json.loads(left.read_text())["process"] == process, "killed, it could not tidy up"
-    RunLock.acquire(run).release()
-    assert not left.exists()
-
-
-def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path) -> None:
+    """Whether the run exists does not matter: it is locked before."""
     run.mkdir()
     with RunLock.acquire(run), pytest.raises(RunExists):  # of this process: see acquire
         check_target(run)
@@ -81,6 +69,12 @@ def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path)
         for overwrite in (False, True):
             with pytest.raises(RunLocked, match=f"process {process} on"):
                 check_target(run, overwrite=overwrite)
+        with pytest.raises(RunLocked, match=f"process {process} on .* wait for it"):
+            RunLock.acquire(run)
+    left = run.with_name(f".{run.name}.lock")
+    assert json.loads(left.read_text())["process"] == process, "killed, it could not tidy up"
+    RunLock.acquire(run).release()
+    assert not left.exists()
 
 
 def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,34 +178,25 @@ def look_at(run: Path) -> int:
     return looking
 
 
-def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+def test_a_look_at_the_lock_delays_a_writer_and_a_lasting_one_is_reported(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looking = look_at(run)
-    waits = itertools.count(1)
+    waits: list[float] = []
 
-    def wait(_: float) -> None:
-        if next(waits) == 30:  # it was put to sleep while it looked
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 30:  # it was put to sleep while it looked
             os.close(looking)
 
     monkeypatch.setattr(time, "sleep", wait)
+    looking = look_at(run)
     with RunLock.acquire(run):
         assert is_written_to(run) is True
-    assert next(waits) == 31
-
-
-def test_a_lasting_shared_lock_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(waits) == 30
     looking = look_at(run)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
     os.close(looking)
-
-
-def test_a_lock_that_was_dropped_is_let_go(run: Path) -> None:
-    RunLock.acquire(run)
-    with RunLock.acquire(run):
-        pass
 
 
 def test_the_lock_of_the_dead_is_named(run: Path) -> None:
@@ -230,13 +215,12 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    monkeypatch.setattr(lock_module, "_warned", set())
     with RunLock.acquire(run):
         with pytest.raises(RunLocked):
             RunLock.acquire(run)
         assert is_written_to(run) is True
     run.with_name(f".{run.name}.lock").write_text(
-        json.dumps({"host": lock_module.socket.gethostname(), "process": 2**30})
+        json.dumps({"host": socket.gethostname(), "process": 2**30})
     )
     assert is_written_to(run) is False
     RunLock.acquire(run).release()

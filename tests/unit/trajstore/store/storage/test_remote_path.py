@@ -1,19 +1,26 @@
-"""Addresses: what is like a path, and the requests that are conditional."""
+"""Addresses: what is like a path, the requests that are conditional, and locks."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import zarr
 from object_stores import faulty, s3_server, serving, to_s3
 
-from trajstore.errors import ObjectStoreError
+from trajstore import RunWriter, open_run
+from trajstore.errors import ObjectStoreError, RunLocked
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.atomic import metadata_in, opened
+from trajstore.store.storage.lock import RemoteLock, RunLock, is_written_to
 from trajstore.store.storage.remote_path import (
     ObjectReplaced,
     ReadStore,
@@ -94,7 +101,7 @@ def test_a_write_with_a_condition_fails_if_the_object_changed(place: RemotePath)
 def test_a_conditional_write_whose_answer_was_lost_succeeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request is carried out, and refused when it is tried again."""
+    """The request is carried out, and refused when it is tried again; an object may be empty."""
     lost = iter(["lose"])
 
     def fault(method: str, path: str, number: int) -> str | None:
@@ -105,13 +112,7 @@ def test_a_conditional_write_whose_answer_was_lost_succeeds(
         assert isinstance(place, RemotePath)
         tag = place.write_bytes(b"one", new=True)
         assert place.write_bytes(b"two", instead_of=tag) != tag
-    assert sum(request.startswith("PUT") for request in seen) == 3
-
-
-def test_the_end_of_an_empty_object_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server() as s3, to_s3(s3, monkeypatch):
-        place = location("s3://bucket/object")
-        assert isinstance(place, RemotePath)
+        assert sum(request.startswith("PUT") for request in seen) == 3
         place.write_bytes(b"")
         assert place.end_and_facts(5)[0] == b""
 
@@ -201,3 +202,92 @@ def test_a_refusal_is_told_as_it_is(status: int, monkeypatch: pytest.MonkeyPatch
             zarr.open_array(
                 ReadStore(place.store, root=place.root), path="W", mode="r", zarr_format=3
             )
+
+
+# Locks: who holds one, who takes one over, and who finds that out.
+
+
+def owned_by(place: RemotePath, **facts: Any) -> None:
+    owner = {"host": "elsewhere", "process": 1, "started": "then", "writer": "1"} | facts
+    place.with_name(f".{place.name}.lock").write_bytes(json.dumps(owner).encode())
+
+
+def test_one_writer_at_a_time(place: RemotePath) -> None:
+    assert is_written_to(place) is False
+    with RunLock.acquire(place) as lock:
+        assert is_written_to(place) is True
+        with pytest.raises(RunLocked, match="being written to by process"):
+            RunLock.acquire(place)
+    lock.release()
+    assert is_written_to(place) is False
+    RunLock.acquire(place).release()
+
+
+def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(place: RemotePath) -> None:
+    owned_by(place)
+    told = r"process 1 on elsewhere, which .* expires in 1[12]\d seconds, .* remove memory://paths/"
+    with pytest.raises(RunLocked, match=told):
+        RunLock.acquire(place)
+    assert is_written_to(place) is True
+    RemoteLock.acquire(place, dead_after=timedelta(seconds=-1)).release()
+
+
+def test_a_lock_of_a_dead_process_of_this_machine_is_void(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    owned_by(place, host="here", process=2**40)
+    assert is_written_to(place) is False
+    RunLock.acquire(place).release()
+
+
+def test_a_lock_is_renewed(place: RemotePath) -> None:
+    with RemoteLock.acquire(place, renew_every=0.001):
+        lock = place.with_name(f".{place.name}.lock")
+        first = lock.read_bytes()
+        while lock.read_bytes() == first:
+            pass
+        assert "renewed" in json.loads(lock.read_bytes())
+    assert not lock.exists()
+
+
+@pytest.fixture
+def two_writers(place: RemotePath) -> Iterator[tuple[RunWriter, RunWriter]]:
+    """A writer that was suspended after a row, and the one that took over its lock."""
+    options: Any = {"variables": {"W": "float32"}, "block_rows": 1, "commit_every": None}
+    first = RunWriter.create(place, token=[0, 1], hidden=2, **options)
+    first.append(0, W=np.ones((2, 2), "f4"))
+    while first.committed_rows < 1:
+        pass
+    RemoteLock.acquire(place, dead_after=timedelta(seconds=-1)).release()
+    second = RunWriter.resume(place)
+    yield first, second
+    second.close()
+    assert open_run(place).W[1, 0, 0] == 2
+    assert open_run(place).attrs["status"] == "complete"
+    with pytest.raises(RunLocked, match="took over its lock"):
+        first.close()
+
+
+def test_a_writer_without_its_lock_uploads_nothing(
+    place: RemotePath, two_writers: tuple[RunWriter, RunWriter]
+) -> None:
+    first, second = two_writers
+    before = place.below()
+    with pytest.raises(RunLocked, match="took over its lock"):
+        late(first, np.full((2, 2), 3, "f4"))
+    assert place.below() == before
+    second.append(1, W=np.full((2, 2), 2, "f4"))
+
+
+def test_an_upload_that_arrives_after_the_lock_was_taken_over_is_replaced(
+    place: RemotePath, two_writers: tuple[RunWriter, RunWriter]
+) -> None:
+    (place / "W/c.1.0.0").write_bytes(b"from the suspended writer")
+    two_writers[1].append(1, W=np.full((2, 2), 2, "f4"))
+
+
+def late(run: RunWriter, value: Any) -> None:
+    for step in range(1, 100):
+        run.append(step, W=value)
+    run.close()

@@ -206,32 +206,25 @@ def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
     assert verify(run).clean
 
 
-def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_and_what_is_there_is_replaced_only_if_asked(
+    tmp_path: Path,
+) -> None:
     run = write_steps(tmp_path / "run.zarr", is_dead=[True, False, False])
+    before = root(run)
+    for given, message in (
+        ({}, "got no coordinate"),
+        ({"token_text": ["a"]}, "got 1 values, expected 3"),
+        ({"token_count": [0, 1, 0]}, "position 2"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            annotate_run(run, **given)
     with pytest.raises(RunExists, match="already has is_dead"):
         annotate_run(run, is_dead=[False] * 3)
+    assert root(run) == before
+    assert list(tmp_path.iterdir()) == [run]
     annotate_run(run, is_dead=[False] * 3, overwrite=True)
     assert not open_run(run).is_dead.values.any()
     assert verify(run).clean
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "got no coordinate"),
-        ({"is_dead": [True]}, "got 1 values, expected 3"),
-        ({"is_dead": [True] * 3, "token_count": [0, 1, 0]}, "position 1"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_changes_nothing(
-    tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
-    run = write_steps(tmp_path / "run.zarr")
-    before = root(run)
-    with pytest.raises(InvalidArgument, match=message):
-        annotate_run(run, **given)
-    assert root(run) == before
-    assert list(tmp_path.iterdir()) == [run]
 
 
 def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from disk import moves
 
-from tests.sharing_writers import all_together
 from trajstore import RunWriter, open_run
 from trajstore.errors import InvalidArgument, RecordingError, RunExists
 from trajstore.integrity.verify import verify
 from trajstore.schema import OPTIMIZER_STATE
 from trajstore.store.metadata.metadata_form import CONTENT
 from trajstore.store.reading.run_info import information
-from trajstore.store.writing import blocks
 from trajstore.store.writing.new_run import check_encoding, compact_rule
 from trajstore.store.writing.resumed_run import TokenShare
 
@@ -87,6 +89,40 @@ def test_the_note_is_logged_once_or_passed_to_a_function(
 def test_several_processes_cannot_write_the_encoding_compact() -> None:
     with pytest.raises(InvalidArgument, match=r"several processes write.* encoding='compact'"):
         check_encoding("compact", shared=True)
+
+
+# Writers that share in a run, each in a thread of its own in place of a process.
+
+Result = TypeVar("Result")
+
+
+class Meeting:
+    """Where so many threads exchange what they say."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._said: list[Any] = [None] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+
+    def share(self, number: int) -> TokenShare:
+        """That of one of them."""
+
+        def exchange(value: Any) -> list[Any]:
+            self._said[number] = value
+            self._barrier.wait()
+            said = list(self._said)
+            self._barrier.wait()
+            return said
+
+        return TokenShare(number=number, count=self.count, exchange=exchange)
+
+
+def all_together(count: int, work: Callable[[TokenShare], Result]) -> list[Result | BaseException]:
+    """What so many threads return that do the same with their shares, or what they raise."""
+    meeting = Meeting(count)
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(work, meeting.share(number)) for number in range(count)]
+    return [future.exception() or future.result() for future in futures]
 
 
 TOKENS, HIDDEN, BLOCK = 11, 3, 4
@@ -173,23 +209,26 @@ def test_each_holds_and_writes_only_its_own(tmp_path: Path) -> None:
     assert first.bytes_written + second.bytes_written == files
 
 
-def test_all_processes_stop_when_one_cannot_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def record_with_failure(
+    path: Path, place: str, error: OSError, blocks: int
+) -> list[RunWriter | BaseException]:
+    """Record in two processes, of which one cannot put an object in its place."""
+    move = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if Path(target) == path / place:
+            raise error
+        move(source, target)
+
+    with moves(replace):
+        return all_together(2, lambda share: record(path, share, range(blocks * BLOCK)))
+
+
+def test_all_processes_stop_when_one_cannot_write(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    put_all = blocks.put_all
-
-    def failing(objects: Any, **options: Any) -> int:
-        def checked() -> Iterator[Any]:
-            for target, parts in objects:
-                if target.match("W/c.1.1.0"):  # of the second process, in the second block
-                    raise OSError(28, "No space left on device")
-                yield target, parts
-
-        return put_all(checked(), **options)
-
-    monkeypatch.setattr(blocks, "put_all", failing)
-    first, second = all_together(2, lambda share: record(path, share, range(5 * BLOCK)))
+    full = OSError(28, "No space left on device")
+    # Of the second process, in the second block.
+    first, second = record_with_failure(path, "W/c.1.1.0", full, 5)
     assert isinstance(second, OSError)
     assert second.errno == 28
     assert isinstance(first, RecordingError)
@@ -199,16 +238,9 @@ def test_all_processes_stop_when_one_cannot_write(
     assert verify(path).clean
 
 
-def test_all_processes_stop_when_the_first_cannot_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def commit(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("trajstore.store.writing.commit.Committer.put_metadata", commit)
-    first, second = all_together(
-        2, lambda share: record(tmp_path / "run.zarr", share, range(3 * BLOCK))
-    )
+def test_all_processes_stop_when_the_first_cannot_commit(tmp_path: Path) -> None:
+    broken = OSError(5, "Input/output error")
+    first, second = record_with_failure(tmp_path / "run.zarr", "zarr.json", broken, 3)
     assert isinstance(first, OSError)
     assert isinstance(second, RecordingError)
     assert "process 0: OSError" in str(second)
