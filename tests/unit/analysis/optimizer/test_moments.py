@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import dask
 import numpy as np
 import pytest
@@ -134,12 +132,6 @@ def test_skipped_steps_leave_the_moments():
         assert (exact.sel(step=5) != exact.sel(step=4)).all()
 
 
-def test_some_tokens_are_a_part_of_all():
-    ds = trained("AdamW", {}, "bfloat16")
-    whole = analysis.exact_moments(ds).isel(token=[1, 4])
-    xr.testing.assert_identical(analysis.exact_moments(ds.isel(token=[1, 4])), whole)
-
-
 def test_missing_inputs_are_reported():
     ds = trained("AdamW", {}, "bfloat16")
     for quantity in (analysis.exact_moments, analysis.moment_error, analysis.moment_stuck):
@@ -216,33 +208,3 @@ def test_zero_nan_and_no_tokens_have_their_answers():
     assert got.isel(step=slice(7, None)).isnull().to_array().all()
     one = analysis.moment_error(ds.drop_vars("is_dead"))
     assert one.population.values.tolist() == ["all"]
-
-
-def test_together_each_chunk_is_read_once():
-    ds = trained("Adam", {"weight_decay": 0.1}, "bfloat16")
-    reads: Counter = Counter()
-
-    def read(block, name, block_info):
-        if block_info:
-            reads[name, tuple(block_info[0]["chunk-location"])] += 1
-        return block
-
-    lazy = ds.chunk({"step": 6, "token": 4})  # the parameter token of chunk() has another meaning
-    names = ("W", "grad", *MOMENTS)
-    counted = {
-        name: lazy[name].copy(
-            data=lazy[name].data.map_blocks(
-                lambda block, name=name, block_info=None: read(block, name, block_info),
-                dtype=np.float32,
-                meta=np.empty((0, 0, 0), np.float32),
-                name=f"source-{name}",
-            )
-        )
-        for name in names
-    }
-    quantities = ["exact_moments", "moment_error", "moment_stuck", "freeze_cause"]
-    quantities += ["freeze", "freeze_attribution"]
-    with dask.config.set(scheduler="sync"):
-        analysis.compute(lazy.assign(counted), quantities).compute()
-    assert len(reads) == 4 * 2 * 4
-    assert set(reads.values()) == {1}

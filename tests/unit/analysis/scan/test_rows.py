@@ -12,7 +12,7 @@ from lattice_models import TYPES, hops_of, nearest, regime_of, spacing_of
 from trajstore import analysis
 from trajstore.analysis.scan.block_tasks import fold
 from trajstore.analysis.scan.rows import measure_pairs, on_lattice, regime_of_hops
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import native_type, widen
 from trajstore.values.norms import ulp_hops
 
@@ -240,32 +240,6 @@ def test_another_lattice_is_no_lattice(make_run, walk):
             quantity(ds, "fp8")
     with pytest.raises(InvalidArgument, match="fp8"):
         analysis.freeze(ds, lattice="fp8")
-
-
-def test_cells_take_the_place_of_weights_that_are_not_there(make_run):
-    W = crawling()
-    cells = W.astype(ml_dtypes.bfloat16).astype(np.float32)
-    ds = make_run(W, native="float32")
-    alone = ds.drop_vars("W").assign(
-        cells=(ds.W.dims, cells, {"native_dtype": "bfloat16", "units": "1"})
-    )
-    for quantity in (
-        lambda ds: analysis.regimes(ds, "bfloat16"),
-        lambda ds: analysis.freeze(ds, lattice="bfloat16"),
-        lambda ds: analysis.lifecycle(ds, "bfloat16"),
-        lambda ds: analysis.distinct(ds, "all", "bfloat16"),
-        lambda ds: analysis.ulp(ds, "bfloat16"),
-        lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, "bfloat16"),
-        lambda ds: analysis.lattice_displacement(ds, lattice="bfloat16"),
-    ):
-        assert quantity(alone).equals(quantity(ds))
-        assert quantity(alone.chunk(step=4, token=2)).compute().equals(quantity(ds).compute())
-    with pytest.raises(VariableNotRecorded, match="use lattice='bfloat16'"):
-        analysis.freeze(alone)
-    with pytest.raises(VariableNotRecorded, match="'float16' requires W"):
-        analysis.regimes(alone, "float16")
-    with pytest.raises(VariableNotRecorded, match="requires W"):
-        analysis.freeze(alone.drop_vars("cells"), lattice="bfloat16")
 
 
 @pytest.mark.parametrize("prepared", [False, True])
