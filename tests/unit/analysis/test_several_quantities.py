@@ -124,6 +124,9 @@ def test_cells_take_the_place_of_weights_that_are_not_there(run):
             getattr(analysis, name)(ds, lattice="bfloat16").compute() for ds in (cells, masters)
         )
         assert got.equals(expected), name
+    places = {"metric": "ordinal", "ord": 1, "lattice": "bfloat16"}
+    got = analysis.lattice_displacement(cells, **places)
+    assert got.equals(analysis.lattice_displacement(masters, **places))
     for ds, lattice, message in (
         (cells, "native", "use lattice='bfloat16'"),
         (cells, "float16", "'float16' requires W"),
@@ -202,30 +205,19 @@ def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counte
     ("names", "lattice", "read"),
     [
         (
-            [
-                "grad_norms",
-                "freeze",
-                "regimes",
-                "lifecycle",
-                "discontinuities",
-                "speed",
-                "freeze_cause",
-                "exact_moments",
-                "moment_error",
-                "moment_stuck",
-                "freeze_attribution",
-            ],
+            "grad_norms freeze regimes lifecycle discontinuities speed freeze_cause exact_moments "
+            "moment_error moment_stuck freeze_attribution",
             "native",
             ["W", "grad", "exp_avg", "exp_avg_sq"],
         ),
-        (["centroid", "coherence", "freeze"], "native", ["W"]),
-        (["freeze", "regimes", "speed", "discontinuities"], "float16", ["W"]),
+        ("centroid coherence freeze", "native", ["W"]),
+        ("freeze regimes speed discontinuities", "float16", ["W"]),
     ],
 )
 def test_each_chunk_is_read_once(names, lattice, read, run):
     ds, reads = counting(run, {"step": 8, "token": 6})
     with dask.config.set(scheduler="sync"):
-        analysis.compute(ds, names, lattice=lattice).compute()
+        analysis.compute(ds, names.split(), lattice=lattice).compute()
     assert {name for name, _ in reads} == {*read}
     assert len(reads) == 3 * 2 * len(read)
     assert set(reads.values()) == {1}
@@ -367,6 +359,7 @@ WRONG_VALUES = [
     ("explain_gradient", "denominator", 0),
     ("explain_gradient", "precision", "int8"),
     ("explain_gradient", "targets", "none"),
+    ("freeze", "lattice", "fp8"),
     ("freeze", "min_unchanged", 0),
     ("freeze", "per", "row"),
     ("freeze_attribution", "window", 0),
@@ -395,6 +388,22 @@ def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, valu
     assert option in str(reported.value)
     if (name, option, value) in WRONG_VALUES:
         assert f"got {option}={value!r}, expected" in str(reported.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "variable"),
+    [
+        ("grad_norms", {}, "grad"),
+        ("alignment", {"other": "grad"}, "grad"),
+        ("alignment", {"other": "hidden_mean"}, "hidden_mean"),
+        ("projection", {"axes": "hidden_mean"}, "hidden_mean"),
+        ("pca", {"components": 1, "first": "hidden_mean"}, "hidden_mean"),
+        ("sky", {"axis": "hidden_mean"}, "hidden_mean"),
+    ],
+)
+def test_a_variable_that_an_option_requires_is_named(name, options, variable, token_run):
+    with pytest.raises(VariableNotRecorded, match=variable):
+        getattr(analysis, name)(token_run, **options)
 
 
 def test_from_the_accessor_and_as_text(token_run):

@@ -144,13 +144,13 @@ def test_more_pairs_than_fit_in_memory_at_once(make_run) -> None:
 
 def test_steps_of_choice(make_run, walk) -> None:
     ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
-    whole = analysis.adjacency(ds).compute()
-    for steps in ([2, 10], [4], [*range(10, -1, -2)]):
-        got = analysis.adjacency(ds, steps=steps).compute()
-        xr.testing.assert_identical(got, whole.sel(step=steps))
-    xr.testing.assert_identical(analysis.adjacency(ds, steps=4).compute(), whole.sel(step=[4]))
-    with pytest.raises(StepNotFound):
-        analysis.adjacency(ds, steps=[2, 3])
+    for quantity in (analysis.adjacency, analysis.nearest_distance):
+        whole = quantity(ds).compute()
+        for steps in ([10, 2], 4):
+            got = quantity(ds, steps=steps).compute()
+            xr.testing.assert_identical(got, whole.sel(step=np.atleast_1d(steps)))
+        with pytest.raises(StepNotFound):
+            quantity(ds, steps=[2, 3])
     again = compute_named(ds, ["adjacency"], ["steps=2,10", "k=2"])
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
@@ -248,12 +248,3 @@ def test_numbers_beyond_their_type(make_run) -> None:
     np.testing.assert_array_equal(huge.distance, found.distance * 2.0**1000)
     with pytest.raises(InvalidArgument, match=r"tokens: got 11\d+ at position 0, expected whole"):
         analysis.nearest_tokens(make_run(W), tokens=2**70)
-
-
-def test_steps_of_choice_of_nearest_vectors(make_run, walk) -> None:
-    ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
-    whole = analysis.nearest_distance(ds).compute()
-    got = analysis.nearest_distance(ds, steps=[10, 2]).compute()
-    xr.testing.assert_identical(got, whole.sel(step=[10, 2]))
-    with pytest.raises(StepNotFound):
-        analysis.nearest_distance(ds, steps=[2, 3])

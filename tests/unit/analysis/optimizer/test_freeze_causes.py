@@ -85,20 +85,6 @@ def test_a_row_after_a_gap_cannot_be_explained(story):
     assert found.tolist() == ["unexplained", "learning_rate"]
 
 
-def test_lost_update_has_a_gradient(make_run, walk):
-    rng = np.random.default_rng(0)
-    shape = (10, 6, 4)
-    W = walk(1, 6, 4).repeat(10, 0)
-    tiny = rng.normal(0, 1e-3, shape).astype(np.float32)
-    ds = make_run(
-        W, grad=tiny, exp_avg=tiny, exp_avg_sq=tiny**2 + 1, lr=np.full(10, 1e-3)
-    ).assign_attrs(optimizer=ADAM)
-    cause = analysis.freeze_cause(ds)
-    assert (cause == analysis.CAUSES.index("lost_update")).all()
-    assert (analysis.grad_norms(ds) > 0).all()
-    assert (abs(analysis.adam_update(ds).adam_update_ulp) <= 0.5).all()
-
-
 ADAM = {
     "class": "torch.optim.adam.Adam",
     "hyperparameters": {"betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0},
