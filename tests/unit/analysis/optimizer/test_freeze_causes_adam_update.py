@@ -37,7 +37,17 @@ def trained_run(kind: str, options: dict, dtype: str, rows: int = 25):
     return trained(kind, options, dtype, rows, max_norm=np.inf).chunk({"step": 4, "token": 4})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    nightly_but(
+        VARIANTS,
+        "AdamW, strong decay",
+        "Adam, coupled decay",
+        "other betas and eps",
+        "amsgrad, coupled decay",
+        "maximize",
+    ),
+)
 def test_float32_updates_are_those_of_torch(variant):
     ds = trained_run(*VARIANTS[variant], "float32", rows=12)
     got = analysis.adam_update(ds)
