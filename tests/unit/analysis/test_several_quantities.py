@@ -7,7 +7,6 @@ from collections import Counter
 from functools import partial
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
@@ -56,15 +55,16 @@ def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
 
 def in_blocks_of_their_own(ds: xr.Dataset) -> xr.Dataset:
     return ds.assign(
-        W=ds.W.chunk(step=4, token=5, hidden=4),
+        W=ds.W.chunk(step=8, token=6, hidden=4),
         grad=ds.grad.chunk(step=7),
         exp_avg=ds.exp_avg.chunk(token=2),
         exp_avg_sq=ds.exp_avg_sq.chunk(step=3, hidden=2),
     )
 
 
-def test_neither_chunks_nor_the_scheduler_change_a_bit(run, alone):
-    results = results_alone(in_blocks_of_their_own(run))
+def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, alone):
+    turned = in_blocks_of_their_own(run).transpose("hidden", "token", "step")
+    results = results_alone(turned)
     assert all(
         array.chunks is not None for found in results.values() for array in found.values()
     ), "lazy"
@@ -86,14 +86,62 @@ def test_together_they_are_what_they_are_alone(run, alone, chunks):
             check_with_every_step(together[key], array)
 
 
-ON_LATTICES = ("regimes", "freeze", "lifecycle", "lattice_displacement", "ulp", "distinct")
+# Variables whose value of a token depends on other tokens. All others depend on the token alone.
+
+
+# What a token has in these also depends on other tokens, in all others on itself alone.
+OF_OTHER_TOKENS = {
+    *("cosine", "angle", "projection", "across", "scores", "latitude", "longitude"),
+    "nearest_distance",
+}
+
+
+def test_selected_tokens_have_the_values_that_they_have_in_the_whole_run(run, alone):
+    chosen = [7, 1, 4, 10, 2, 8, 5, 6, 3, 9]
+    (found,) = dask.compute(results_alone(run.isel(token=chosen)))
+    changed = {
+        key
+        for name, arrays in found.items()
+        for key, array in arrays.items()
+        if "token" in array.dims and not array.identical(alone[name][key].isel(token=chosen))
+    }
+    assert changed == OF_OTHER_TOKENS
+
+
+ON_LATTICES = [
+    name
+    for name, quantity in QUANTITIES.items()
+    if "lattice" in quantity.options and not quantity.only_native
+]
+
+
+def test_cells_take_the_place_of_weights_that_are_not_there(run):
+    W = run.W.astype(np.float64) * (1 + 2.0**-12)
+    masters = run.assign(W=W.astype(np.float32).assign_attrs(run.W.attrs, native_dtype="float32"))
+    cells = masters.drop_vars("W").assign(cells=run.W)
+    for name in set(ON_LATTICES) - {"freeze_cause"}:
+        got, expected = (
+            getattr(analysis, name)(ds, lattice="bfloat16").compute() for ds in (cells, masters)
+        )
+        assert got.equals(expected), name
+    places = {"metric": "ordinal", "ord": 1, "lattice": "bfloat16"}
+    got = analysis.lattice_displacement(cells, **places)
+    assert got.equals(analysis.lattice_displacement(masters, **places))
+    for ds, lattice, message in (
+        (cells, "native", "use lattice='bfloat16'"),
+        (cells, "float16", "'float16' requires W"),
+        (cells.drop_vars("cells"), "bfloat16", "requires W"),
+    ):
+        with pytest.raises(VariableNotRecorded, match=message):
+            analysis.freeze(ds, lattice=lattice)
 
 
 def test_a_lattice_is_of_those_that_know_of_it(run):
-    names = [*ON_LATTICES, "freeze_cause", "speed"]
-    together = analysis.compute(run.chunk(step=5, token=4), names, lattice="float16").compute()
+    run = run.isel(step=slice(9))
+    names = [*ON_LATTICES, "speed"]
+    together = analysis.compute(run.chunk(step=5, token=6), names, lattice="float16").compute()
     assert together.speed[1:].equals(analysis.speed(run))
-    for name in (*ON_LATTICES, "freeze_cause"):
+    for name in ON_LATTICES:
         alone = getattr(analysis, name)(run, lattice="float16")
         found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
         for key, array in found.items():
@@ -140,58 +188,39 @@ def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counte
     """A lazy copy, with a count of reads of each chunk."""
     reads: Counter = Counter()
 
-    def source(name: str) -> da.Array:
-        array = ds[name]
-        template = array.chunk({dim: size for dim, size in chunks.items() if dim in array.dims})
+    def counted(name: str) -> xr.DataArray:
+        def read(block, block_info):
+            if block_info:
+                reads[name, tuple(block_info[0]["chunk-location"])] += 1
+            return block
 
-        def read(block_id: tuple[int, ...], values: np.ndarray, grid) -> np.ndarray:
-            reads[name, block_id] += 1
-            starts = [np.cumsum((0, *sizes)) for sizes in grid]
-            return values[
-                tuple(slice(s[i], s[i + 1]) for s, i in zip(starts, block_id, strict=True))
-            ]
+        array = ds[name].chunk({dim: size for dim, size in chunks.items() if dim in ds[name].dims})
+        meta = np.empty((0,) * array.ndim, array.dtype)
+        source = array.data.map_blocks(read, dtype=array.dtype, meta=meta, name=f"source-{name}")
+        return array.copy(data=source)
 
-        return da.map_blocks(
-            lambda block_id=None: read(block_id, array.values, template.chunks),
-            chunks=template.chunks,
-            dtype=array.dtype,
-            meta=np.empty((0,) * array.ndim, array.dtype),
-            name=f"source-{name}",
-        )
-
-    lazy = {
-        name: (ds[name].dims, source(name), ds[name].attrs)
-        for name in ds
-        if "token" in ds[name].dims
-    }
-    return ds.assign(lazy), reads
+    return ds.assign({name: counted(name) for name in ds if "token" in ds[name].dims}), reads
 
 
-def test_each_chunk_is_read_once(run):
-    ds, reads = counting(run, {"step": 5, "token": 4})
-    names = [
-        "grad_norms",
-        "freeze",
-        "regimes",
-        "lifecycle",
-        "discontinuities",
-        "speed",
-        "freeze_cause",
-    ]
-    analysis.compute(ds, names).compute()
-    assert len(reads) == 4 * 5 * 3
-    assert set(reads.values()) == {1}
-    reads.clear()
-    analysis.compute(ds, ["centroid", "coherence", "freeze"]).compute()
-    assert {name for name, _ in reads} == {"W"}
-    assert set(reads.values()) == {1}
-
-
-def test_each_chunk_is_read_once_on_two_lattices(run):
-    ds, reads = counting(run, {"step": 5, "token": 4})
-    analysis.compute(
-        ds, ["freeze", "regimes", "speed", "discontinuities"], lattice="float16"
-    ).compute()
+@pytest.mark.parametrize(
+    ("names", "lattice", "read"),
+    [
+        (
+            "grad_norms freeze regimes lifecycle discontinuities speed freeze_cause exact_moments "
+            "moment_error moment_stuck freeze_attribution",
+            "native",
+            ["W", "grad", "exp_avg", "exp_avg_sq"],
+        ),
+        ("centroid coherence freeze", "native", ["W"]),
+        ("freeze regimes speed discontinuities", "float16", ["W"]),
+    ],
+)
+def test_each_chunk_is_read_once(names, lattice, read, run):
+    ds, reads = counting(run, {"step": 8, "token": 6})
+    with dask.config.set(scheduler="sync"):
+        analysis.compute(ds, names.split(), lattice=lattice).compute()
+    assert {name for name, _ in reads} == {*read}
+    assert len(reads) == 3 * 2 * len(read)
     assert set(reads.values()) == {1}
 
 
@@ -223,6 +252,11 @@ def test_names_are_checked(run):
         analysis.compute(run, [])
     with pytest.raises(VariableNotRecorded, match="grad"):
         analysis.compute(run.drop_vars("grad"), ["grad_norms"])
+    for names in (3, [3], [["freeze"]]):
+        with pytest.raises(InvalidArgument, match="expected names of quantities"):
+            analysis.compute(run, names)
+    with pytest.raises(InvalidArgument, match="within without steps"):
+        compute_named(run, ["freeze"], within=True)
 
 
 def test_recorded_variables_make_a_table_of_steps(run):
@@ -270,11 +304,6 @@ def test_within_a_window_there_are_no_other_rows(run):
     names = names[:-4]
     shown = analysis.compute(run, names, steps="9:17")
     xr.testing.assert_identical(shown, got[list(shown)])
-
-
-def test_within_needs_a_window(run):
-    with pytest.raises(InvalidArgument, match="within without steps"):
-        compute_named(run, ["freeze"], within=True)
 
 
 def test_quantities_of_a_single_row(run):
@@ -331,6 +360,7 @@ WRONG_VALUES = [
     ("explain_gradient", "denominator", 0),
     ("explain_gradient", "precision", "int8"),
     ("explain_gradient", "targets", "none"),
+    ("freeze", "lattice", "fp8"),
     ("freeze", "min_unchanged", 0),
     ("freeze", "per", "row"),
     ("freeze_attribution", "window", 0),
@@ -361,6 +391,22 @@ def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, valu
         assert f"got {option}={value!r}, expected" in str(reported.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "variable"),
+    [
+        ("grad_norms", {}, "grad"),
+        ("alignment", {"other": "grad"}, "grad"),
+        ("alignment", {"other": "hidden_mean"}, "hidden_mean"),
+        ("projection", {"axes": "hidden_mean"}, "hidden_mean"),
+        ("pca", {"components": 1, "first": "hidden_mean"}, "hidden_mean"),
+        ("sky", {"axis": "hidden_mean"}, "hidden_mean"),
+    ],
+)
+def test_a_variable_that_an_option_requires_is_named(name, options, variable, token_run):
+    with pytest.raises(VariableNotRecorded, match=variable):
+        getattr(analysis, name)(token_run, **options)
+
+
 def test_from_the_accessor_and_as_text(token_run):
     with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
         token_run.traj.clusters("dead", ranks="a")
@@ -384,9 +430,3 @@ def test_quantities_refuse_other_objects_than_datasets(source, token_run):
 def test_quantities_refuse_a_dataset_without_tokens(name, token_run):
     with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
         getattr(token_run.isel(token=slice(0)).traj, name)()
-
-
-@pytest.mark.parametrize("names", [3, [3], [["freeze"]]])
-def test_names_are_texts(names, token_run):
-    with pytest.raises(InvalidArgument, match="expected names of quantities"):
-        analysis.compute(token_run, names)

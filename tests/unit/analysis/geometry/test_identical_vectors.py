@@ -121,11 +121,6 @@ def test_vectors_that_differ_in_signs_are_distinct() -> None:
     assert divide(W)[0].size == 256
 
 
-def test_a_run_without_steps_has_no_clusters(make_run, walk) -> None:
-    found = analysis.clusters(make_run(walk(4, 3, 2)).isel(step=[])).compute()
-    assert (found.sizes["step"], found.sizes["token"]) == (0, 3)
-
-
 def test_clusters_on_a_lattice(make_run) -> None:
     W = np.array([[[1.0], [1.001], [1.1]]], np.float32)
     found = analysis.clusters(make_run(W, native="float32"), lattice="bfloat16")

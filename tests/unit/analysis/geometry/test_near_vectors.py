@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import itertools
@@ -12,7 +10,6 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from near_histories import near_histories
 
 from trajstore import analysis
 from trajstore.analysis.geometry.near_vectors import near_pairs
@@ -21,6 +18,25 @@ from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.native_types import ordinal
 
 pytest.importorskip("scipy")
+
+# Near each other, across zero and across a power of two; NaN and infinity.
+BITS = st.sampled_from([0, 0x8000, 1, 0x8001, 0x3F7F, 0x3F80, 0x3F81, 0x3F83, 0x7F80, 0x7FC0])
+
+
+@st.composite
+def near_histories(draw: st.DrawFn) -> xr.Dataset:
+    rows, tokens, hidden = draw(st.integers(1, 2)), draw(st.integers(1, 8)), draw(st.integers(1, 2))
+    bits = draw(arrays(np.uint16, (rows, tokens, hidden), elements=BITS))
+    W = (bits.astype(np.uint32) << 16).view(np.float32)
+    ds = xr.Dataset(
+        {"W": (("step", "token", "hidden"), W, {"native_dtype": "bfloat16"})},
+        coords={
+            "step": np.arange(rows) * 2,
+            "token": np.array(draw(st.permutations(range(tokens)))),
+            "is_dead": ("token", draw(arrays(bool, tokens))),
+        },
+    )
+    return ds.chunk({dim: draw(st.integers(1, size)) for dim, size in ds.sizes.items()})
 
 
 def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[int, tuple]]:
@@ -128,13 +144,13 @@ def test_more_pairs_than_fit_in_memory_at_once(make_run) -> None:
 
 def test_steps_of_choice(make_run, walk) -> None:
     ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
-    whole = analysis.adjacency(ds).compute()
-    for steps in ([2, 10], [4], [*range(10, -1, -2)]):
-        got = analysis.adjacency(ds, steps=steps).compute()
-        xr.testing.assert_identical(got, whole.sel(step=steps))
-    xr.testing.assert_identical(analysis.adjacency(ds, steps=4).compute(), whole.sel(step=[4]))
-    with pytest.raises(StepNotFound):
-        analysis.adjacency(ds, steps=[2, 3])
+    for quantity in (analysis.adjacency, analysis.nearest_distance):
+        whole = quantity(ds).compute()
+        for steps in ([10, 2], 4):
+            got = quantity(ds, steps=steps).compute()
+            xr.testing.assert_identical(got, whole.sel(step=np.atleast_1d(steps)))
+        with pytest.raises(StepNotFound):
+            quantity(ds, steps=[2, 3])
     again = compute_named(ds, ["adjacency"], ["steps=2,10", "k=2"])
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
@@ -232,12 +248,3 @@ def test_numbers_beyond_their_type(make_run) -> None:
     np.testing.assert_array_equal(huge.distance, found.distance * 2.0**1000)
     with pytest.raises(InvalidArgument, match=r"tokens: got 11\d+ at position 0, expected whole"):
         analysis.nearest_tokens(make_run(W), tokens=2**70)
-
-
-def test_steps_of_choice_of_nearest_vectors(make_run, walk) -> None:
-    ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
-    whole = analysis.nearest_distance(ds).compute()
-    got = analysis.nearest_distance(ds, steps=[10, 2]).compute()
-    xr.testing.assert_identical(got, whole.sel(step=[10, 2]))
-    with pytest.raises(StepNotFound):
-        analysis.nearest_distance(ds, steps=[2, 3])

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from trajstore import analysis
+from trajstore.analysis.optimizer.moment_sizes import CLASSES, quantiles_of_counts, ratio_classes
+from trajstore.errors import InvalidArgument
 
 ADAM = {
     "class": "torch.optim.adam.Adam",
@@ -83,15 +85,73 @@ def test_a_row_after_a_gap_cannot_be_explained(story):
     assert found.tolist() == ["unexplained", "learning_rate"]
 
 
-def test_lost_update_has_a_gradient(make_run, walk):
-    rng = np.random.default_rng(0)
-    shape = (10, 6, 4)
-    W = walk(1, 6, 4).repeat(10, 0)
-    tiny = rng.normal(0, 1e-3, shape).astype(np.float32)
-    ds = make_run(
-        W, grad=tiny, exp_avg=tiny, exp_avg_sq=tiny**2 + 1, lr=np.full(10, 1e-3)
-    ).assign_attrs(optimizer=ADAM)
-    cause = analysis.freeze_cause(ds)
-    assert (cause == analysis.CAUSES.index("lost_update")).all()
-    assert (analysis.grad_norms(ds) > 0).all()
-    assert (abs(analysis.adam_update(ds).adam_update_ulp) <= 0.5).all()
+ADAM = {
+    "class": "torch.optim.adam.Adam",
+    "hyperparameters": {"betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0},
+}
+
+
+def test_moment_sizes_equal_a_plain_computation(make_run, walk):
+    rng = np.random.default_rng(1)
+    shape = (9, 5, 4)
+    m, v = rng.normal(size=shape).astype("f4"), rng.random(shape).astype("f4")
+    m[:, 1, 2] = v[:, 1, 2] = 0
+    m[:, 3] = v[:, 3] = m[0] = v[0] = 0
+    ds = make_run(walk(*shape), exp_avg=m, exp_avg_sq=v, chunks=(4, 2, 3))
+    ds = ds.isel(step=[0, 1, 2, 4, 7]).assign_attrs(optimizer=ADAM)
+    t = ds.step.values[1:, None, None]
+    size = np.abs(ds.exp_avg.values[1:].astype(float)) / (1 - 0.8**t)
+    root = np.sqrt(ds.exp_avg_sq.values[1:].astype(float) / (1 - 0.9**t))
+    got = analysis.moment_sizes(ds).compute()
+    np.testing.assert_allclose(got.first_moment_size[1:], size.mean(-1))
+    np.testing.assert_allclose(got.second_moment_root[1:], root.mean(-1))
+    with np.errstate(invalid="ignore"):
+        ratio = size / root
+    np.testing.assert_allclose(
+        got.moment_ratio[1:, [0, 1, 2, 4]], np.nanmean(ratio[:, [0, 1, 2, 4]], -1)
+    )
+    assert got.moment_ratio[1:, 3].isnull().all()
+    assert all(got[name][0].isnull().all() for name in got)
+
+
+def test_skipped_steps_do_not_count(make_run, walk):
+    m = np.ones((5, 2, 3), "f4")
+    ds = make_run(walk(5, 2, 3), exp_avg=m, exp_avg_sq=m).assign_attrs(optimizer=ADAM)
+    ds["skipped"] = "step", np.array([np.nan, 0, 1, 1, 0], "f4")
+    got = analysis.moment_sizes(ds).first_moment_size
+    expected = 1 / (1 - 0.8 ** np.array([1, 1, 1, 2]))
+    np.testing.assert_allclose(got[1:], np.repeat(expected[:, None], 2, 1))
+    for part in (slice(1, None), slice(None, None, 2)):
+        with pytest.raises(InvalidArgument, match="moment_sizes requires"):
+            analysis.moment_sizes(ds.isel(step=part))
+
+
+LEVELS = np.array([0, 0.05, 0.5, 0.95, 1])
+
+
+def counted(ratios: np.ndarray) -> np.ndarray:
+    return np.bincount(ratio_classes(ratios), minlength=CLASSES)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("spread", [1e-6, 1e-2, 1.0, 1e5])
+def test_quantiles_are_right_to_a_part_of_their_distance_from_1(spread, size):
+    ratios = 1 + spread * np.random.default_rng(0).standard_normal(size)
+    got = quantiles_of_counts(counted(ratios), LEVELS) - 1
+    expected = np.quantile(ratios - 1, LEVELS, method="lower")
+    np.testing.assert_allclose(got, expected, rtol=1 / 32, atol=2.0**-24)
+
+
+def test_classes_are_in_the_order_of_the_ratios():
+    ratios = np.array([-np.inf, -1e9, -5, 0, 0.5, 1 - 2e-7, 1, 1 + 2e-7, 1.01, 30, 1e6, np.inf])
+    found = ratio_classes(ratios)
+    assert (np.diff(found) >= 0).all()
+    assert found.min() == 0
+    assert ratio_classes(np.array([np.nan])) == CLASSES - 1
+    assert found.max() < CLASSES - 1
+    representatives = [
+        float(quantiles_of_counts(counted(np.array([r])), np.array([0.5]))[0]) for r in ratios
+    ]
+    assert representatives[0] == representatives[1] == -np.inf
+    assert representatives[6] == 1
+    assert representatives[-1] == np.inf

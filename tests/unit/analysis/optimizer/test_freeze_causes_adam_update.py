@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from adam_runs import trained
+from bits_and_calls import nightly_but
 
 from trajstore import analysis, open_run
 from trajstore.errors import InvalidArgument, VariableNotRecorded
@@ -36,9 +37,19 @@ def trained_run(kind: str, options: dict, dtype: str, rows: int = 25):
     return trained(kind, options, dtype, rows, max_norm=np.inf).chunk({"step": 4, "token": 4})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    nightly_but(
+        VARIANTS,
+        "AdamW, strong decay",
+        "Adam, coupled decay",
+        "other betas and eps",
+        "amsgrad, coupled decay",
+        "maximize",
+    ),
+)
 def test_float32_updates_are_those_of_torch(variant):
-    ds = trained_run(*VARIANTS[variant], "float32")
+    ds = trained_run(*VARIANTS[variant], "float32", rows=12)
     got = analysis.adam_update(ds)
     W = ds.W.values.astype(np.float64)
     # The only difference is one rounding of W.
@@ -90,7 +101,7 @@ def recorded(path, kind, dtype, **options):
     return open_run(tiny_run(path, made, dtype=getattr(torch, dtype), steps=30, block_rows=8))
 
 
-@pytest.mark.parametrize("variant", ROUNDED)
+@pytest.mark.parametrize("variant", nightly_but(ROUNDED, "amsgrad", "float64 state"))
 def test_an_update_with_a_wider_state_rounds_to_the_next_weights(variant, tmp_path):
     kind, dtype, options = ROUNDED[variant]
     ds = recorded(tmp_path / "run.zarr", kind, dtype, **options)
@@ -120,6 +131,7 @@ def test_at_random_the_next_weights_are_a_neighbor_of_the_sum(tmp_path):
     assert 0.05 < share < 0.5
 
 
+@pytest.mark.nightly
 def test_moments_that_were_rounded_after_the_step_are_near(tmp_path):
     ds = recorded(tmp_path / "run.zarr", "RoundedAdamW", "bfloat16", state_dtype="bfloat16")
     assert wrongly_rounded(ds, "bfloat16") < 0.2

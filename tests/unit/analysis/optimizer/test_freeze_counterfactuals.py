@@ -12,7 +12,7 @@ from held_arrays import BLOCK, held_at_most, made_of_blocks
 from trajstore import analysis
 from trajstore.analysis import COUNTERFACTUALS, OUTCOMES
 from trajstore.analysis.several_quantities import compute_named
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import InvalidArgument
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -53,14 +53,6 @@ def test_attribution_equals_a_plain_computation(case):
     assert_as_by_hand(ds, got, 100)
     assert got.attribution.dims == ("counterfactual", "token")
     assert got.attribution_steps.values[:5].tolist() == [14, 6, 6, 23, 0]
-
-
-def test_a_window_ends_where_it_ends_whatever_the_chunks():
-    ds = resting("AdamW, bfloat16")
-    whole = analysis.freeze_attribution(ds, window=7).compute()
-    assert_as_by_hand(ds, whole, 7)
-    got = analysis.freeze_attribution(ds.chunk(step=2, token=2), window=7).compute()
-    xr.testing.assert_identical(got, whole)
 
 
 def test_the_counts_are_of_each_population():
@@ -149,21 +141,6 @@ def test_without_live_or_without_any_known_tokens():
     none = ds.assign_coords(is_dead=("token", np.zeros(6, bool)))
     assert_as_by_hand(none, analysis.freeze_attribution(none).compute(), 100)
     assert analysis.freeze_attribution(none).attribution_counts.sel(population="dead").sum() == 0
-
-
-def test_missing_inputs_are_reported():
-    ds = trained("AdamW", {}, "bfloat16")
-    for name in ("W", "grad", "clip_coef", "exp_avg", "exp_avg_sq", "lr"):
-        with pytest.raises(VariableNotRecorded, match=name):
-            analysis.freeze_attribution(ds.drop_vars(name))
-    with pytest.raises(
-        InvalidArgument, match=r"freeze_attribution.*step 6 is followed by step 8.*every=1"
-    ):
-        analysis.freeze_attribution(ds.drop_isel(step=7))
-    with pytest.raises(InvalidArgument, match="SGD"):
-        analysis.freeze_attribution(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
-    with pytest.raises(InvalidArgument, match="requires at least 1 row"):
-        analysis.freeze_attribution(ds.isel(step=[]))
 
 
 def test_other_lattices_are_refused():

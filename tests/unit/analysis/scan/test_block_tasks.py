@@ -223,6 +223,7 @@ def test_a_killed_worker_changes_nothing(run: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_failing_task_raises_its_error(run: Path) -> None:
     broken = open_run(run).W.map_blocks(lambda block: 1 / 0, template=open_run(run).W)
     nested = {"broken": [broken, 1]}

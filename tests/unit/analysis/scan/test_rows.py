@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
+from bits_and_calls import nightly_but
 from held_arrays import BLOCK, held_at_most, made_of_blocks
 from lattice_models import TYPES, hops_of, nearest, regime_of, spacing_of
 
 from trajstore import analysis
 from trajstore.analysis.scan.block_tasks import fold
-from trajstore.analysis.scan.rows import measure_pairs, on_lattice, regime_of_hops
-from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.values.native_types import native_type, widen
+from trajstore.analysis.scan.rows import measure_pairs, measure_rows, on_lattice, regime_of_hops
+from trajstore.errors import InvalidArgument
+from trajstore.values.native_types import NATIVE_TYPES, native_type, widen
 from trajstore.values.norms import ulp_hops
 
 
@@ -93,15 +96,26 @@ def any_bits() -> np.ndarray:
 HISTORIES = {"crawling": crawling, "oddities": oddities, "any bits": any_bits}
 
 
-@pytest.fixture(params=HISTORIES)
-def W(request):
-    values = HISTORIES[request.param]()
+def values_of(history):
+    values = HISTORIES[history]()
     # All NaN are equal here; payloads have a separate test.
     return np.where(np.isnan(values), np.float32(np.nan), values)
 
 
-@pytest.mark.parametrize("lattice", ["bfloat16", "float16", "float32"])
-def test_motion_on_another_lattice_equals_its_definition(W, lattice, make_run):
+@pytest.mark.parametrize(
+    "case",
+    nightly_but(
+        itertools.product(HISTORIES, ["bfloat16", "float16", "float32"]),
+        ("crawling", "bfloat16"),
+        ("oddities", "bfloat16"),
+        ("oddities", "float16"),
+        ("any bits", "float32"),
+    ),
+    ids=str,
+)
+def test_motion_on_another_lattice_equals_its_definition(case, make_run):
+    history, lattice = case
+    W = values_of(history)
     dead = np.arange(W.shape[1]) % 2 == 0
     ds = make_run(W, native="float32", is_dead=dead, chunks=(4, 3, -1))
     cells = nearest(W, lattice)
@@ -165,19 +179,19 @@ def test_payloads_of_nan_count_as_far_as_the_lattice_holds_them(make_run):
 @pytest.mark.parametrize(("native", "lattice"), [("bfloat16", "native"), ("float16", "bfloat16")])
 def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, make_run):
     W = crawling()
-    for ds in (make_run(W, native=native), make_run(W, native=native, chunks=(3, 2, -1))):
-        for quantity in (
-            lambda ds: analysis.regimes(ds, lattice),
-            lambda ds: analysis.freeze(ds, lattice=lattice),
-            lambda ds: analysis.lifecycle(ds, lattice),
-            lambda ds: analysis.distinct(ds, lattice=lattice),
-            lambda ds: analysis.ulp(ds, lattice),
-            lambda ds: analysis.lattice_displacement(ds, lattice=lattice),
-            lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, lattice),
-        ):
-            with pytest.raises(InvalidArgument, match=rf"native_dtype of W is {native}.*are not"):
-                quantity(ds).compute()
-        analysis.speed(ds).compute()  # does not depend on the type
+    ds = make_run(W, native=native, chunks=(3, 2, -1))
+    for quantity in (
+        lambda ds: analysis.regimes(ds, lattice),
+        lambda ds: analysis.freeze(ds, lattice=lattice),
+        lambda ds: analysis.lifecycle(ds, lattice),
+        lambda ds: analysis.distinct(ds, lattice=lattice),
+        lambda ds: analysis.ulp(ds, lattice),
+        lambda ds: analysis.lattice_displacement(ds, lattice=lattice),
+        lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, lattice),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"native_dtype of W is {native}.*are not"):
+            quantity(ds).compute()
+    analysis.speed(ds).compute()  # does not depend on the type
 
 
 @pytest.mark.parametrize(("stored", "native"), [("float16", "bfloat16"), ("bfloat16", "float16")])
@@ -233,41 +247,6 @@ def test_the_stored_summary_is_of_the_own_lattice_only(make_run, walk):
         assert got.equals(analysis.lattice_displacement(ds, ord=1, lattice=other))
 
 
-def test_another_lattice_is_no_lattice(make_run, walk):
-    ds = make_run(walk(6, 4, 3))
-    for quantity in (analysis.ulp, analysis.regimes, analysis.lifecycle):
-        with pytest.raises(InvalidArgument, match=r"lattice='fp8', expected one of 'native'"):
-            quantity(ds, "fp8")
-    with pytest.raises(InvalidArgument, match="fp8"):
-        analysis.freeze(ds, lattice="fp8")
-
-
-def test_cells_take_the_place_of_weights_that_are_not_there(make_run):
-    W = crawling()
-    cells = W.astype(ml_dtypes.bfloat16).astype(np.float32)
-    ds = make_run(W, native="float32")
-    alone = ds.drop_vars("W").assign(
-        cells=(ds.W.dims, cells, {"native_dtype": "bfloat16", "units": "1"})
-    )
-    for quantity in (
-        lambda ds: analysis.regimes(ds, "bfloat16"),
-        lambda ds: analysis.freeze(ds, lattice="bfloat16"),
-        lambda ds: analysis.lifecycle(ds, "bfloat16"),
-        lambda ds: analysis.distinct(ds, "all", "bfloat16"),
-        lambda ds: analysis.ulp(ds, "bfloat16"),
-        lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, "bfloat16"),
-        lambda ds: analysis.lattice_displacement(ds, lattice="bfloat16"),
-    ):
-        assert quantity(alone).equals(quantity(ds))
-        assert quantity(alone.chunk(step=4, token=2)).compute().equals(quantity(ds).compute())
-    with pytest.raises(VariableNotRecorded, match="use lattice='bfloat16'"):
-        analysis.freeze(alone)
-    with pytest.raises(VariableNotRecorded, match="'float16' requires W"):
-        analysis.regimes(alone, "float16")
-    with pytest.raises(VariableNotRecorded, match="requires W"):
-        analysis.freeze(alone.drop_vars("cells"), lattice="bfloat16")
-
-
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_state_passes_through_all_rows_of_each_token(prepared: bool) -> None:
     values, rows = np.arange(14).reshape(7, 2), np.arange(7)
@@ -315,3 +294,31 @@ def test_rows_of_few_tokens_are_one_task(name: str) -> None:
         for block in (whole.isel(step=slice(2)), whole)
     )
     assert many == few
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", NATIVE_TYPES)
+def test_computed_and_recorded_values_agree(name):
+    torch = pytest.importorskip("torch")
+    motion = pytest.importorskip(
+        "trajstore.trainers.recording.device_summaries", reason="no summaries are recorded here"
+    )
+    native, rng = native_type(name), np.random.default_rng(0)
+    bits = rng.integers(0, 2 * native.sign_mask, (8, 40, 33), native.bits, endpoint=False)
+    bits[:, :10] &= ~native.bits.type(1 << (native.mantissa_bits + 1))  # no infinity, no NaN
+    for row in range(1, len(bits)):
+        rest = rng.random((40, 1)) < 0.5
+        bits[row] = np.where(rest, bits[row - 1], bits[row])
+    rows = torch.from_numpy(bits.view(f"i{native.itemsize}")).view(getattr(torch, name))
+    stored = widen(bits, native)
+    with np.errstate(over="ignore"):
+        lengths = measure_rows(stored).astype(np.float32)
+        ways = measure_pairs(stored[1:], stored[:1], ("step_norm", "ulp_1"), name)
+        ways = {field: ways[field].astype(np.float32) for field in ways.dtype.names}
+    for row, (before, after) in enumerate(itertools.pairwise(rows)):
+        for got, expected in (
+            (motion.token_norm(before), lengths[row]),
+            (motion.token_norm(after, before), ways["step_norm"][row]),
+            (motion.ulp_l1(after, before), ways["ulp_1"][row]),
+        ):
+            np.testing.assert_array_equal(got.numpy().view("u4"), expected.view("u4"))
