@@ -161,7 +161,7 @@ def test_a_table_of_tokens_is_not_read_whatever_its_size(tmp_path: Path) -> None
 
 
 def test_very_many_tiny_rows_are_few_blocks(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).normal(size=(5_000, 8, 4)).astype("f4")
+    rows = np.random.default_rng(0).normal(size=(5_000, 32, 8)).astype("f4")
     np.savez(tmp_path / "x.npz", W=rows)
     done = trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
     ds = trajstore.open_run(done.path)
