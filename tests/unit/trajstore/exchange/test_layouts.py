@@ -48,9 +48,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Known]:
     token 6 never does.
     """
     folder, made = tmp_path_factory.mktemp("runs"), []
-    for name, seed, scale, values in (
-        ("a", 42, 0.01, 0), ("b", 43, 0.01, 0), ("c", 43, 0.02, 1), ("d", 43, 0.01, 1),
-    ):  # fmt: skip
+    differing = zip("abcd", (42, 43, 43, 43), (0.01, 0.01, 0.02, 0.01), (0, 0, 1, 1), strict=True)
+    for name, seed, scale, values in differing:
         initial = {"kind": "point", "sigma": scale, "seed": 42}
         changed = {"training": CONFIG["training"] | {"seed": seed}, "initialization": initial}
         bits = write_run(

@@ -276,8 +276,9 @@ def test_masks_need_names(tmp_path: Path) -> None:
 def test_numbers_go_to_the_configuration(tmp_path: Path, form: str) -> None:
     """Numbers, and arrays of one number; attributes, where the format has some."""
     plain = {
-        "learning_rate": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "n_runs": 1,
-        "init_scale": 0.02, "n_layers": 2, "motion_threshold": 0.1, "init_method_code": 1,
+        "learning_rate": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
+        "n_runs": 1, "init_scale": 0.02, "n_layers": 2, "motion_threshold": 0.1,
+        "init_method_code": 1,
     }  # fmt: skip
     arrays = {"seed": np.array([42]), "learning_rate": np.array([1e-3], "f4")}
     arrays |= {"betas": np.array([0.9, 0.999], "f4"), "eps": np.array([1e-8], "f4")}
