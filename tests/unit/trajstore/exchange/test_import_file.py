@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_files import imported, stored, truth, write
+from exchange_runs import imported, stored, truth, write
 from safetensors.numpy import save_file
 
 import trajstore

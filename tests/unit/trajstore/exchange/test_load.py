@@ -11,8 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from exchange_runs import assert_same_run, write_run
-from grammar_files import FORMATS, Truth, imported, stored, truth, write
+from exchange_runs import FORMATS, Truth, assert_same_run, imported, stored, truth, write, write_run
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists
