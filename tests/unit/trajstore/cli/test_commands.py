@@ -1,8 +1,9 @@
-"""Arguments that several commands share."""
+"""Options that commands share, `export` and `import`, and what `info` prints."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,77 +110,80 @@ COMPUTED: list[Any] = [
 TRAINED: list[Any] = [
     (
         "evaluate {run} f.py:g -o o --select step=0:9 --constructor m.py:make",
-        "trajstore.trainers.evaluate",
+        "evaluate",
         {"steps": "0:9", "constructor": "m.py:make"},
     ),
     (
         "fork {run} --at 3 -o o.zarr --no-fsync --overwrite --threads 2",
-        "trajstore.trainers.fork",
+        "fork",
         {"at": 3, "fsync": False, "overwrite": True, "settings": ["training.threads=2"]},
     ),
-    ("fork {run} --at 3 -o o.zarr --fsync", "trajstore.trainers.fork", {"fsync": True}),
+    ("fork {run} --at 3 -o o.zarr --fsync", "fork", {"fsync": True}),
     (
         "record --preset gatsby --dry-run --corpus a.txt --tokenizer b/",
-        "trajstore.trainers.plan",
+        "plan",
         {"corpus": "a.txt", "tokenizer": "b/"},
     ),
-    ("what-if {run} -o o.zarr --overwrite", "trajstore.trainers.what_if", {"overwrite": True}),
-    ("fetch gatsby --source b", "trajstore.trainers.fetch", {"source": "b"}),
-    ("fetch gatsby --sha256 a1", "trajstore.trainers.fetch", {"sha256": "a1"}),
+    ("what-if {run} -o o.zarr --overwrite", "what_if", {"overwrite": True}),
+    ("fetch gatsby --source b", "fetch", {"source": "b"}),
+    ("fetch gatsby --sha256 a1", "fetch", {"sha256": "a1"}),
 ]
 
 
 class Called(Exception):
-    """The function was called."""
+    """The function was called, with these arguments."""
 
 
-@pytest.mark.parametrize(
-    ("line", "function", "options"),
-    [*COMPUTED, *(pytest.param(*each, marks=pytest.mark.torch) for each in TRAINED)],
-)
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
+    """The arguments with which a command calls a function."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str, function: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def call(*arguments: Any, **given: Any) -> None:
+            raise Called(arguments, given)
+
+        monkeypatch.setattr(function, call, raising=False)
+        done = CliRunner().invoke(main, line.split())
+        assert isinstance(done.exception, Called), done.output + repr(done.exception)
+        return done.exception.args  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.mark.parametrize(("line", "function", "options"), COMPUTED)
 def test_an_option_reaches_the_function(
+    line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path, called: Any
+) -> None:
+    (tmp_path / "other.zarr").symlink_to(sample)
+    _, given = called(line.format(run=sample, other=tmp_path / "other.zarr"), function)
+    assert options.items() <= given.items()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("line", "function", "options"), TRAINED)
+def test_an_option_reaches_the_training(
     line: str,
     function: str,
     options: dict[str, Any],
     sample: Path,
-    tmp_path: Path,
+    called: Any,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if request.node.get_closest_marker("torch"):
-        pytest.importorskip("torch")
-        monkeypatch.setattr(
-            "trajstore.trainers.commands.training_commands._forked", lambda *given: FORKED
-        )
-
-    def call(*arguments: Any, **given: Any) -> None:
-        assert options.items() <= given.items()
-        raise Called
-
-    monkeypatch.setattr(function, call, raising=False)
-    monkeypatch.chdir(tmp_path)
-    other = tmp_path / "other.zarr"
-    other.symlink_to(sample)
-    done = CliRunner().invoke(main, line.format(run=sample, other=other).split())
-    assert isinstance(done.exception, Called), done.output + repr(done.exception)
+    pytest.importorskip("torch")
+    forked = "trajstore.trainers.commands.training_commands._forked"
+    monkeypatch.setattr(forked, lambda *given: FORKED)
+    _, given = called(line.format(run=sample), f"trajstore.trainers.{function}")
+    assert options.items() <= given.items()
 
 
 @pytest.mark.torch
-def test_options_of_the_configuration_reach_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_the_configuration_reach_it(called: Any) -> None:
     pytest.importorskip("torch")
-
-    def call(config: Any, *arguments: Any, **given: Any) -> None:
-        assert (config.recording.encoding, config.recording.every) == ("compact", 2)
-        assert config.training.seed == 3
-        raise Called
-
-    monkeypatch.setattr("trajstore.trainers.record", call, raising=False)
-    monkeypatch.chdir(tmp_path)
     line = "record --preset gatsby --encoding compact --every 2 --seed 3"
-    done = CliRunner().invoke(main, line.split())
-    assert isinstance(done.exception, Called), done.output + repr(done.exception)
+    (config, *_), _ = called(line, "trajstore.trainers.record")
+    assert (config.recording.encoding, config.recording.every) == ("compact", 2)
+    assert config.training.seed == 3
 
 
 def call(*arguments: object, rc: int = 0) -> Result:
@@ -255,14 +259,14 @@ def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no output given"),
-        (["--dry-run", "--map", "W"], "expected KIND=NAME"),
-        (["--dry-run", "--bits", "bfloat16", "--bits", "float16"], "and float16 for one variable"),
-        (["--dry-run", "--first-row", "2"], "got --first-row 2, expected 0 or 1"),
+        ("", "no output given"),
+        ("--dry-run --map W", "expected KIND=NAME"),
+        ("--dry-run --bits bfloat16 --bits float16", "and float16 for one variable"),
+        ("--dry-run --first-row 2", "got --first-row 2, expected 0 or 1"),
     ],
 )
-def test_wrong_calls_are_one_sentence(file: Path, arguments: list[str], message: str) -> None:
-    done = call(file, *arguments, rc=2)
+def test_wrong_calls_are_one_sentence(file: Path, arguments: str, message: str) -> None:
+    done = call(file, *arguments.split(), rc=2)
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
@@ -310,10 +314,12 @@ def test_what_differs_between_the_segments_of_a_run_is_shown(
 
 
 def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
+    def printed(command: str, path: Path) -> str:
+        return " ".join(CliRunner().invoke(main, [command, str(path)]).stdout.split())
+
     path = sample_part(sample, tmp_path / "run.zarr")
-    done = CliRunner().invoke(main, ["info", str(path)])
-    assert "encoding compact" in done.stdout
-    assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
+    assert "encoding compact" in printed("info", path)
+    assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in printed("info", path)
     notes: list[str] = []
     unknown = scheduled_run(tmp_path / "unknown.zarr", recorded=False, on_note=notes.append)
     stored = information(unknown)["arrays"]
@@ -323,15 +329,11 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
         f"{shares} of their uncompressed bytes; the run does not hold hyperparameters"
     ]
     for command in ("info", "summary"):
-        printed = CliRunner().invoke(main, [command, str(unknown)]).stdout
-        assert f"Note: {notes[0]}." in " ".join(printed.split())
-    without = tmp_path / "without.zarr"
-    RunWriter.create(
-        without, token=[0], hidden=1, variables={"W": "float32"}, encoding="compact"
-    ).close()
-    printed = CliRunner().invoke(main, ["info", str(without)]).stdout
-    assert "Computed from the gradient: nothing." in printed
-    assert "W as differences: the run does not name its optimizer" in printed.replace("\n", " ")
+        assert f"Note: {notes[0]}." in printed(command, unknown)
+    without, variables = tmp_path / "without.zarr", {"W": "float32"}
+    with RunWriter.create(without, token=[0], hidden=1, variables=variables, encoding="compact"):
+        pass
+    assert "Computed from the gradient: nothing." in printed("info", without)
+    assert "W as differences: the run does not name its optimizer" in printed("info", without)
     some = sample_part(path, tmp_path / "some.zarr", steps="0:22:2")
-    printed = CliRunner().invoke(main, ["info", str(some)]).stdout
-    assert "uncompressed bytes; its steps are not consecutive." in " ".join(printed.split())
+    assert "uncompressed bytes; its steps are not consecutive." in printed("info", some)
