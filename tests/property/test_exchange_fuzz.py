@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_runs import ALL, write_run
-from grammar_files import read_all, stored, truth, write
+from exchange_runs import ALL, read_all, stored, truth, write, write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,7 +212,7 @@ def test_made_up_metadata_of_a_sound_file(attributes: Any, texts: Any) -> None:
 FUZZ = """
 import random, resource, sys
 from pathlib import Path
-from grammar_files import read_all
+from exchange_runs import read_all
 from trajstore.errors import TrajstoreError
 
 good, path, most = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[5])

@@ -19,6 +19,8 @@ from trajstore import RunWriter, export, import_file, open_run
 from trajstore.arguments import Bound, Positive, checks_types, exact, exact_json, exact_step
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.store.writing.create import annotate_run
+from trajstore.strict_json import changes, metadata_bytes, parse, same
+from trajstore.units import format_bytes, format_duration, parse_bytes
 
 
 class _NotComputed:
@@ -351,3 +353,70 @@ def test_byte_order_and_final_zeros_of_texts_are_kept(tmp_path):
     np.testing.assert_array_equal(ds.W.values[0], W)
     assert ds.token_text.values.tolist() == ["\0", "a\0"]
     assert ds.attrs["config"] == {"a": [1, 2.5, None, True, {"b": "c"}]}
+
+
+def test_sizes_are_read_and_printed() -> None:
+    sizes = {"1GiB": 1 << 30, "1.5 MiB": 3 << 19, "8MB": 8_000_000, "77": 77, "1kib": 1024}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    assert [format_bytes(size) for size in (1536, 0, 5 << 30)] == ["1.5 KiB", "0 B", "5 GiB"]
+
+
+@pytest.mark.parametrize("text", [1.5, "GiB", "-1GiB", "1 apple", "inf"])
+def test_what_is_no_size_is_refused(text: Any) -> None:
+    with pytest.raises(InvalidArgument, match="got size"):
+        parse_bytes(text)
+
+
+def test_a_duration_has_its_two_largest_units() -> None:
+    texts = {
+        -3: "0 s", 0: "0 s", 0.0042: "4.2 ms", 0.5: "500 ms", 0.9999: "1.0 s", 9.96: "10 s",
+        59.4: "59 s", 59.6: "1 min", 140: "2 min 20 s", 3599.7: "1 h", 3720: "1 h 2 min",
+        86_399.9: "1 d", 360_000: "4 d 4 h",
+    }  # fmt: skip
+    assert {seconds: format_duration(seconds) for seconds in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 1}', "a name occurs twice"),
+        ("[NaN]", "NaN is not a JSON value"),
+        ('{"a": -Infinity}', "-Infinity is not a JSON value"),
+        ("{", "Expecting property name"),
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_what_json_does_not_allow_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_values_are_the_same_only_with_their_types() -> None:
+    assert same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    assert not same(1, 1.0)
+    assert not same(1, True)
+
+
+def test_differences_are_named_by_their_place() -> None:
+    one = {"a": 1, "codecs": [{"name": "x"}, {"name": "y"}], "gone": 0}
+    other = {"a": 1, "codecs": [{"name": "z"}, {"name": "y"}], "new": 0}
+    assert [place for place, *_ in changes(one, other)] == ["codecs.0.name", "gone", "new"]
+    assert changes(one, one) == []
+    assert changes({"a": [1, 2]}, {"a": [1]}) == [("a", [1, 2], [1])]
+
+
+def test_metadata_have_a_largest_size(tmp_path: Path) -> None:
+    metadata = tmp_path / "zarr.json"
+    metadata.write_text("{}")
+    assert metadata_bytes(metadata) == b"{}"
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        parse("[" * 101 + "]" * 101)
+    assert parse("[" * 100 + "]" * 100)
+    os.truncate(metadata, 1 << 40)  # a sparse file
+    with pytest.raises(ValueError, match="at most 16,777,216"):
+        metadata_bytes(metadata)
+    metadata.unlink()
+    os.mkfifo(metadata)
+    with pytest.raises(ValueError, match="not a regular file"):
+        metadata_bytes(metadata)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import trajstore
 from trajstore.cli import start, stop_signals
 from trajstore.cli.main import main
+from trajstore.cli.stop_signals import StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +51,16 @@ print([name for name in ("typing", "contextlib", "threading", "click") if name i
     assert subprocess.run(bare, capture_output=True, text=True, timeout=60).stdout == "[]\n"
 
 
-def test_a_working_command_gets_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "during"),
+    [
+        (signal.default_int_handler, [stop_signals._stop, signal.default_int_handler]),
+        (signal.SIG_IGN, [signal.SIG_IGN, signal.SIG_IGN]),  # it stays ignored
+    ],
+)
+def test_a_working_command_gets_a_keyboard_interrupt(
+    before: Any, during: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
 
     def command(**options: str) -> None:
@@ -57,16 +68,10 @@ def test_a_working_command_gets_a_keyboard_interrupt(monkeypatch: pytest.MonkeyP
         stop_signals.working()
         seen.append(signal.getsignal(signal.SIGINT))
 
+    signal.signal(signal.SIGINT, before)
     monkeypatch.setattr("trajstore.cli.main.main", command)
     start.main()
-    assert seen == [stop_signals._stop, signal.default_int_handler]
-
-
-def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    monkeypatch.setattr("trajstore.cli.main.main", lambda **options: stop_signals.working())
-    start.main()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert seen == during
 
 
 ENCODINGS = pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -75,13 +80,11 @@ Run = tuple[Path, dict[str, np.ndarray]]
 
 def printed(words: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a command whose output has that encoding; return standard output and error."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
     monkeypatch.setattr(sys, "argv", ["trajstore", *shlex.split(words)])
-    monkeypatch.setattr(sys, "stdout", streams[0])
-    monkeypatch.setattr(sys, "stderr", streams[1])
-    with pytest.raises(SystemExit):
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit):
         start.main()
-    written: Any = [stream.detach().getvalue() for stream in streams]
+    written: Any = [stream.detach().getvalue() for stream in (out, err)]
     return b"".join(written).decode(encoding)
 
 
@@ -119,3 +122,34 @@ def test_info_in_the_locale_c(small_run: Run) -> None:
     done = subprocess.run(command, capture_output=True, env=os.environ | plain, timeout=60)
     assert b"11 x 10 x 6" in done.stdout
     assert done.stderr == b""
+
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+@SIGNALS
+def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {other: signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)}
+    with StopRequest() as stop:
+        stop.begin()
+        assert not stop()
+        assert stop.number is None
+        signal.raise_signal(number)
+        assert stop()
+        assert stop.number == number
+        assert stop.exit_code == 128 + number
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert {other: signal.getsignal(other) for other in before} == before
+    assert "a second signal stops at once" in capfd.readouterr().err
+
+
+@SIGNALS
+def test_before_anything_is_done_a_signal_is_the_end(number: int) -> None:
+    with StopRequest() as stop:
+        assert not stop()
+        with pytest.raises(SystemExit) as error:
+            signal.raise_signal(number)
+    assert error.value.code == 128 + number

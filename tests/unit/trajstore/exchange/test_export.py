@@ -1,11 +1,9 @@
-"""Exports to safetensors, HDF5, Zarr and new runs."""
+"""Exports to safetensors, HDF5, Zarr, new runs and torch, and what they select."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -25,9 +23,12 @@ from trajstore.errors import (
     InvalidArgument,
     RunExists,
     RunNotFound,
+    StepNotFound,
     VariableNotRecorded,
 )
+from trajstore.exchange.selection import select
 from trajstore.store.reading.run_info import information
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import annotate_run
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
@@ -155,16 +156,7 @@ def test_what_is_exported_and_imported_survives_a_loss_of_power(
 
 
 CODECS = {"transpose", "bytes", "blosc", "zstd", "vlen-utf8"}
-READ = """
-import sys, xarray as xr
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] == 'trajstore': raise ImportError(name)
-sys.meta_path.insert(0, Hidden())
-ds = xr.open_zarr(sys.argv[1]).load()
-assert 'trajstore' not in sys.modules
-print(dict(ds.sizes), ds.W.native_dtype, str(ds.token_text.values[9]))
-"""
+TYPES = {"float32", "int64", "int32", "bool", "string"}
 
 
 def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> None:
@@ -175,13 +167,10 @@ def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_pa
     metadata = json.loads((out / "zarr.json").read_text())
     arrays = metadata["consolidated_metadata"]["metadata"]
     assert {codec["name"] for array in arrays.values() for codec in array["codecs"]} <= CODECS
+    assert {array["data_type"] for array in arrays.values()} <= TYPES
     assert arrays["W"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 10, 6]
     assert metadata["attributes"]["config"] == {"why": "a test"}
     assert not {"trajstore_format", "runs", "fingerprint"} & set(metadata["attributes"])
-    words = [sys.executable, "-W", "error", "-c", READ, str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "{'step': 11, 'token': 10, 'hidden': 6} bfloat16 é\n\n"
     tensorstore = pytest.importorskip("tensorstore")
     store = tensorstore.open(
         {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "W")}}
@@ -235,3 +224,86 @@ def test_an_export_to_zarr_is_no_run_and_only_it_is_overwritten(
     with pytest.raises(RunExists, match="is not a run"):
         trajstore.export(path, out, format="run", overwrite=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([path.name, out.name])
+
+
+@pytest.fixture(scope="module")
+def source(_small_run: SmallRun) -> TiledRun:
+    """Steps 0, 2, … 20; tokens 0, 7, … 63, every third dead."""
+    return open_tiled(_small_run[0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (None, range(0, 21, 2)), ("0:6", [0, 2, 4]), (":5", [0, 2, 4]), ("16:", [16, 18, 20]),
+        ("0:20:10", [0, 10]), ("::6", [0, 6, 12, 18]), ("2::6", [2, 8, 14, 20]),
+        ("20,4, 0:3", [0, 2, 4, 20]), (4, [4]), (np.int64(4), [4]), (slice(0, 5), [0, 2, 4]),
+        ([20, 4], [4, 20]), (np.array([8]), [8]),
+    ],
+)  # fmt: skip
+def test_steps_are_chosen_by_their_numbers(source: TiledRun, steps: Any, expected: Any) -> None:
+    rows = select(source, steps=steps).rows
+    assert source.steps[rows].tolist() == list(expected)
+
+
+def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> None:
+    ids = source.coordinates["token"]
+    chosen = {name: select(source, tokens=name).tokens for name in ("dead", "live")}
+    assert ids[chosen["dead"]].tolist() == [0, 21, 42, 63]
+    assert ids[chosen["live"]].tolist() == [7, 14, 28, 35, 49, 56]
+    assert select(source, tokens="all").tokens is None
+    listed = tmp_path / "ids.txt"
+    listed.write_text("14, 7\n63\n")
+    for tokens in ("14,7,63", [63, 14, 7], np.array([7, 14, 63, 7]), listed, str(listed)):
+        assert ids[select(source, tokens=tokens).tokens].tolist() == [7, 14, 63]
+
+
+@pytest.mark.parametrize(
+    ("selected", "error", "message"),
+    [
+        *(({"steps": steps}, InvalidArgument, "step") for steps in
+          ("", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None))),
+        *(({"tokens": tokens}, InvalidArgument, "token") for tokens in
+          ("5", "none-such.txt", [], "99999999999999999999")),
+        ({"steps": "3"}, StepNotFound, r"step 3 was not recorded; .* 0 to 20"),
+        ({"tokens": [999]}, InvalidArgument, r"token 999 was .* holds \d+ ids, from \d+ to"),
+        ({"variables": "exp_avg"}, VariableNotRecorded, "exp_avg was not recorded"),
+        ({"variables": "weights"}, InvalidArgument, "no variable 'weights'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_run_does_not_hold_is_refused(
+    source: TiledRun, selected: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        select(source, **selected)
+
+
+def test_variables_keep_the_order_of_the_schema(source: TiledRun) -> None:
+    assert select(source, variables="loss, W").variables == ("W", "loss")
+    assert select(source, variables=["grad"]).variables == ("grad",)
+
+
+@pytest.mark.torch
+def test_tensors_have_every_bit_and_own_their_memory(small_run: SmallRun) -> None:
+    torch = pytest.importorskip("torch")
+    path, bits = small_run
+    made = trajstore.to_torch(path)
+    assert made["step"].tolist() == list(range(0, 21, 2))
+    assert made["token"].tolist() == list(range(0, 70, 7))
+    for name, dtype in {"W": torch.bfloat16, "grad": torch.float16, "loss": torch.float32}.items():
+        assert made[name].dtype == dtype
+        signed = {2: torch.int16, 4: torch.int32}[made[name].itemsize]
+        assert (made[name].view(signed).numpy().view(bits[name].dtype) == bits[name]).all()
+    ds = trajstore.open_run(path).load()
+    before = ds.W.values.copy()
+    made = trajstore.to_torch(ds, steps="4:12:4", tokens="dead", variables="W")
+    assert set(made) == {"step", "token", "W"}
+    W = made["W"]
+    assert W.shape == (2, 4, 6)
+    assert W.is_contiguous()
+    # No view of something larger: a view would keep all of it alive.
+    assert W.untyped_storage().nbytes() == W.numel() * 2
+    assert (W.view(torch.int16).numpy().view("u2") == bits["W"][[2, 4]][:, [0, 3, 6, 9]]).all()
+    W.zero_()
+    assert (ds.W.values.view("u4") == before.view("u4")).all()

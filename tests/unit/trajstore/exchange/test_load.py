@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from exchange_runs import assert_same_run, write_run
-from grammar_files import Truth, imported, stored, truth, write
+from exchange_runs import FORMATS, Truth, assert_same_run, imported, stored, truth, write, write_run
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists
+from trajstore.exchange.file_rows import checked_labels, true_steps
 from trajstore.exchange.layouts import layout_of
+from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, named
+from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OF_EXAMPLES, VARIABLES
 
 KNOWN = truth()
 DEAD = np.flatnonzero(KNOWN.dead)
@@ -56,33 +59,39 @@ def test_arrays_are_mapped_by_the_user(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, arrays, map={"W": "x", "ignore": ("dW", "n")})
     assert set(ds.data_vars) == {"W"}
     assert any(note.startswith("omitted: dW, n, cs") for note in done.notes)
-    for map, message in (
-        ({"weights": "x"}, "no kind 'weights'"),
-        ({"W": "y"}, "holds no 'y'"),
-        ({"W": "x", "loss": "x"}, "got x mapped to W and to loss"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            imported(tmp_path, arrays, map=map)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"map": {"weights": "W"}}, "no kind 'weights'"),
+        ({"map": {"W": "y"}}, "holds no 'y'"),
+        ({"map": {"W": "W", "loss": "W"}}, "got W mapped to W and to loss"),
+        ({"labels": {"steps": "0,1,2,3,5,5"}}, "got 6 steps from .*, expected 6 that increase"),
+        ({"labels": {"steps": "a"}}, "got steps 'a'"),
+        ({"labels": {"steps": "0:9999999999999:1"}}, "got 9999999999999 steps"),
+        ({"labels": {"rows": "0:6"}}, "got labels of rows, expected steps"),
+        ({"first_row": 1}, "got first_row=1, but steps labels the first row as"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        imported(tmp_path, {"W": series("W"), "steps": KNOWN.steps}, **options)
 
 
 def test_labels_that_the_user_names_are_kept(tmp_path: Path) -> None:
-    for text, expected in (("0,1,2,3,5,9", [0, 1, 2, 3, 5, 9]), ("7:13", [*range(7, 13)])):
-        ds, _ = imported(tmp_path, {"W": series("W")}, labels={"steps": text})
+    counted = [0, 1, 3, 5, 7, 9]  # callbacks
+    arrays = {"W": series("W"), "steps": np.array(counted)}
+    for text, expected in (
+        ("0,1,2,3,5,9", [0, 1, 2, 3, 5, 9]),
+        ("7:13", [*range(7, 13)]),
+        ("steps", counted),
+    ):
+        ds, _ = imported(tmp_path, arrays, labels={"steps": text})
         assert ds.step.values.tolist() == expected
-    arrays = {"W": series("W"), "at": np.array([0, 1, 3, 5, 7, 9])}
-    ds, done = imported(tmp_path, arrays, labels={"steps": "at"})
-    assert ds.step.values.tolist() == [0, 1, 3, 5, 7, 9]
-    ds, done = imported(tmp_path, {"W": series("W"), "steps": arrays["at"]})
+    ds, done = imported(tmp_path, arrays)
     assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5]
     assert any("labels={'steps': 'steps'} keeps its labels" in note for note in done.notes)
-
-
-@pytest.mark.parametrize("text", ["0,1,2,3,5,5", "a", "0:9999999999999:1"])
-def test_labels_that_do_not_fit(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InvalidArgument, match="steps"):
-        imported(tmp_path, {"W": series("W")}, labels={"steps": text})
-    with pytest.raises(InvalidArgument, match="got labels of rows, expected steps"):
-        imported(tmp_path, {"W": series("W")}, labels={"rows": "0:6"})
 
 
 def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
@@ -93,26 +102,11 @@ def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
     assert ds.step.values.tolist() == [1, 2, 3, 4, 5]
     for name in ("W", "grad", "loss"):
         assert same(ds, name, KNOWN.values[name][1:])
-    arrays["steps"] = np.arange(0, 50, 10)
     with pytest.raises(FormatError, match=r"pass labels={'steps': '1:6'}"):
-        imported(tmp_path, arrays)
-    with pytest.raises(InvalidArgument, match="got first_row=1, but steps labels the first row as"):
-        imported(tmp_path, arrays, first_row=1)
+        imported(tmp_path, arrays | {"steps": np.arange(0, 50, 10)})
 
 
-def test_the_user_chooses_the_type_of_16_bits(tmp_path: Path) -> None:
-    half = KNOWN.values["W"].astype("f2")
-    ds, _ = imported(tmp_path, {"W": half.view("u2")}, bits="float16")
-    assert ds.W.attrs["native_dtype"] == "float16"
-    assert same(ds, "W", half.astype("f4"))
-    # float16 that was bfloat16 before: warned about, and taken for that on demand.
-    ds, done = imported(tmp_path, {"W": half})
-    assert ds.W.attrs["native_dtype"] == "float16"
-    assert any("bits='bfloat16'" in note for note in done.notes)
-    ds, _ = imported(tmp_path, {"W": half}, bits="bfloat16")
-    assert ds.W.attrs["native_dtype"] == "bfloat16"
-    assert same(ds, "W", half.astype("f4"))
-    # With the option, float16 that no bfloat16 equals are read as bits of bfloat16.
+def test_bits_of_bfloat16_in_float16_are_read_on_demand(tmp_path: Path) -> None:
     bits = KNOWN.values["W"].astype(ml_dtypes.bfloat16).view("f2")
     ds, done = imported(tmp_path, {"W": bits}, bits="bfloat16")
     assert same(ds, "W", KNOWN.values["W"])
@@ -123,7 +117,7 @@ def test_the_user_chooses_the_type_of_16_bits(tmp_path: Path) -> None:
 
 def test_layout_1_12a_holds_states_before_the_step_of_their_row(tmp_path: Path) -> None:
     texts = dict.fromkeys(layout_of("1.12a").texts, 1) | {"vocab_size": 7, "hidden_dim": 3}
-    arrays = {"grads": series("grad"), "loss": series("loss")}
+    arrays = {"grads": series("grad"), "loss": series("loss"), "logits": series("logits") + 1}
     for name, key in (("W", "W"), ("exp_avg", "momentum"), ("exp_avg_sq", "variance")):
         whole = series(name)
         arrays[key] = np.concatenate([whole[:1], whole[:-1]])
@@ -135,6 +129,8 @@ def test_layout_1_12a_holds_states_before_the_step_of_their_row(tmp_path: Path) 
             assert same(ds.isel(step=slice(None, -1)), name, KNOWN.values[name][:-1])
             assert np.isnan(ds[name].values[-1]).all()
         assert same(ds, "grad", KNOWN.values["grad"])
+        assert any("forward pass before the first step" in note for note in done.notes)
+        assert same(ds, "logits", KNOWN.values["logits"] + 1)
     # Without either, rows are states after their step. So they are if the user names the first row.
     labels = {"steps": np.arange(6)}  # which files of 1.12a lack
     for more, options in (
@@ -144,6 +140,7 @@ def test_layout_1_12a_holds_states_before_the_step_of_their_row(tmp_path: Path) 
     ):
         ds, _ = imported(tmp_path, arrays | more, "safetensors", **options)
         assert (ds.W.values == arrays["W"]).all()
+    del arrays["logits"]
     arrays["W"] = series("W")
     for options in ({"attributes": texts}, {"layout": "1.12a"}):
         with pytest.raises(FormatError, match=r"between rows 0 and 1, .* pass first_row=0"):
@@ -274,22 +271,38 @@ def test_masks_need_names(tmp_path: Path) -> None:
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
 
 
-def test_numbers_go_to_the_configuration(tmp_path: Path) -> None:
-    numbers = {
-        "learning_rate": np.float32(1e-3), "weight_decay": 0.01, "betas": [0.9, 0.999],
-        "eps": 1e-8, "seed": 42, "init_scale": 0.02, "n_layers": 2, "motion_threshold": 0.1,
+@pytest.mark.parametrize("form", FORMATS)
+def test_numbers_go_to_the_configuration(tmp_path: Path, form: str) -> None:
+    """Numbers, and arrays of one number; attributes, where the format has some."""
+    plain = {
+        "learning_rate": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
+        "n_runs": 1, "init_scale": 0.02, "n_layers": 2, "motion_threshold": 0.1,
         "init_method_code": 1,
     }  # fmt: skip
-    for form, listed in (("hdf5", {"seed": np.array([42])}), ("safetensors", {})):
-        ds, _ = imported(tmp_path, {"W": series("W")}, form, attributes=numbers | listed)
-        assert ds.attrs["optimizer"] == {
-            "hyperparameters": {"initial_lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999],
-                                "eps": 1e-8}
-        }  # fmt: skip
+    arrays = {"seed": np.array([42]), "learning_rate": np.array([1e-3], "f4")}
+    arrays |= {"betas": np.array([0.9, 0.999], "f4"), "eps": np.array([1e-8], "f4")}
+    given: list[dict[str, Any]] = [plain | arrays]
+    if form != "npz":
+        listed = {"seed": arrays["seed"] if form == "hdf5" else 42}
+        given.append({"attributes": plain | listed})
+    for each in given:
+        attributes = each.pop("attributes", {})
+        ds, _ = imported(tmp_path, {"W": series("W")} | each, form, attributes=attributes)
+        rule = {"initial_lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
+        assert ds.attrs["optimizer"] == {"hyperparameters": rule}
         assert ds.attrs["config"] == {
-            "training": {"seed": 42}, "model": {"layers": 2}, "scalars": {"motion_threshold": 0.1},
+            "training": {"seed": 42}, "model": {"layers": 2},
+            "scalars": {"motion_threshold": 0.1, "n_runs": 1},
             "initialization": {"sigma": 0.02, "dtype": "bfloat16"},
         }  # fmt: skip
+
+
+def test_one_beta_alone_is_kept_under_its_name(tmp_path: Path) -> None:
+    numbers = {"adam_beta2": 0.95, "learning_rate": 0.01, "seeds": np.arange(3)}
+    ds, done = imported(tmp_path, {"W": series("W")} | numbers)
+    assert ds.attrs["optimizer"]["hyperparameters"] == {"initial_lr": 0.01}
+    assert ds.attrs["config"]["scalars"] == {"adam_beta2": 0.95}
+    assert {line.name: line.kind for line in done.table}["seeds"] == ""  # of no run
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -333,6 +346,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a rate for no row": ({"learning_rate": np.ones(2, "f4")}, "learning_rate has shape"),
     "numbers": ({"lr": 0.1, "learning_rate": 0.2}, "lr is 0.1 and learning_rate is 0.2"),
     "empty": ({"W": np.zeros((6, 0, 3), "f4"), "g": None}, "without a length of 0"),
+    "more runs announced": ({"n_runs": 3}, r"n_runs is 3, but W of shape \(6, 7, 3\) has 1"),
+    "more trials": ({"num_trials": np.array([2])}, "num_trials is 2, but W"),
+    "more runs than names": (
+        {"W": None, "g": None, "run_0_W": series("W"), "run_1_W": series("W"), "n_runs": 3},
+        r"n_runs is 3, but .* 2 runs \(0, 1\)",
+    ),
+    "more seeds than runs": (
+        {"W": np.stack([series("W")] * 2), "g": None, "seeds": np.arange(3)},
+        "seeds has 3 values, but W of shape",
+    ),
     "untied gradient": ({"E": series("W")}, "belongs to E or W, which are untied"),
 }
 
@@ -392,11 +415,103 @@ def test_a_run_of_cells_comes_back(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "a.zarr", tmp_path / "b.zarr")
 
 
-def test_python_objects_are_omitted_and_reported(tmp_path: Path) -> None:
-    np.savez(tmp_path / "f.npz", W=series("W"), config=np.array({"lr": 1}, dtype=object))
-    done = trajstore.import_file(tmp_path / "f.npz", tmp_path / "run.zarr")
-    left = {line.name: line.why for line in done.table if not line.kind}
-    assert left["config"] == "it holds Python objects, which could run code and are never loaded"
+def test_an_array_of_python_objects_is_no_W(tmp_path: Path) -> None:
     np.savez(tmp_path / "f.npz", W=np.array([series("W")[0], None], dtype=object))
     with pytest.raises(FormatError, match=r"(?s)no array with a usual name of W.* W  not read: "):
         trajstore.import_file(tmp_path / "f.npz", tmp_path / "other.zarr")
+
+
+def test_no_name_has_two_roles() -> None:
+    for table in (ARRAY_KINDS, SCALARS):
+        for one, other in combinations(table.values(), 2):
+            assert not set(one.names) & set(other.names), (one.name, other.name)
+
+
+def test_every_variable_has_a_role_under_its_own_name() -> None:
+    for name, entry in VARIABLES.items():
+        known = named(name)
+        is_native = name in (*MODEL, *EVERYTHING, *INTEGERS, *OF_EXAMPLES, "hyperparameters")
+        expected = None if is_native else (name, entry.dims)  # other files have no such arrays
+        assert (known and (known.kind.name, known.kind.dims)) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "run", "matrix", "tokens"),
+    [
+        ("embedding_history", "W", None, None, "all"),
+        ("embeddings_E", "W", None, "E", "all"),
+        ("lm_head.weight", "W", None, "W", "all"),
+        ("model_state_dict.transformer.wte.weight", "W", None, "E", "all"),
+        ("run_12_momentum_W", "exp_avg", 12, "W", "all"),
+        ("run3/grad_W_history", "grad", 3, "W", "all"),
+        ("dead_grads", "grad", None, None, "dead"),
+        ("untrained_deltas", "delta", None, None, "dead"),
+        ("V", "exp_avg_sq", None, None, "all"),
+        ("delta_W", "delta", None, "W", "all"),
+        ("Losses", "loss", None, None, "all"),
+        ("untrained_indices", "dead_ids", None, None, "all"),
+    ],
+)
+def test_parsed_names(key: str, kind: str, run: object, matrix: object, tokens: str) -> None:
+    name = named(key)
+    assert name is not None
+    assert (name.kind.name, name.run, name.matrix, name.tokens) == (kind, run, matrix, tokens)
+
+
+@pytest.mark.parametrize(
+    "key", "h.0.attn.c_attn.weight h.0.mlp.weight bias foo delta_W_prime centroid dW".split()
+)
+def test_unknown_names(key: str) -> None:
+    assert named(key) is None
+
+
+def callback_labels(steps: int, epoch: int) -> np.ndarray:
+    """Labels of a counter that also counts the end of each epoch."""
+    labels, counter = [0], 1
+    for step in range(1, steps + 1):
+        labels.append(counter)
+        counter += 1
+        if step % epoch == 0:
+            counter += 1
+    return np.array(labels)
+
+
+@pytest.mark.parametrize("epoch", [1, 3, 4, 7, 10, 8306])
+@pytest.mark.parametrize("steps", [11, 12, 10_000])
+def test_callback_counts_become_steps(steps: int, epoch: int) -> None:
+    labels = callback_labels(steps, epoch)
+    found, note = true_steps(labels)
+    assert found.tolist() == list(range(steps + 1))
+    assert (note is None) == (epoch >= steps)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [0, 1, 2, 3],
+        [0, 10, 20],
+        [0, 2, 4, 6],
+        [5, 6, 8],
+        [0, 1, 2, 5],
+        [0, 1, 2, 4, 5, 7, 8, 9, 10],
+    ],
+)
+def test_other_labels_are_taken_as_they_are(labels: list[int]) -> None:
+    found, note = true_steps(np.array(labels))
+    assert found.tolist() == labels
+    assert note is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 0, 1], "f: at holds 0 after 0 in row 1"),
+        ([2, 1], "f: at holds 1 after 2 in row 1"),
+        ([-1, 0], "f: at holds -1 in row 0"),
+        ([0, 1 << 62], "f: at holds 4611686018427387904 after 0 in row 1"),
+        (np.array([0, (1 << 64) - 1], np.uint64), "18446744073709551615 after 0 in row 1"),
+    ],
+)
+def test_impossible_labels_are_refused(labels: Any, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        checked_labels("f", "at", np.array(labels))

@@ -1,0 +1,339 @@
+"""Options that commands share, `export` and `import`, and what `info` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from compact_runs import sample_part, scheduled_run
+from exchange_runs import stored, truth, write, write_run
+from growing_runs import begin, extend
+from safetensors.numpy import load_file
+
+from trajstore import RunWriter, open_run
+from trajstore.cli.command_options import SELECT, file_stem, runs_and_names
+from trajstore.cli.main import main
+from trajstore.cli.run_commands import print_information
+from trajstore.errors import InvalidArgument
+from trajstore.exchange.layouts import NAMES
+from trajstore.store.reading.run_info import information
+
+
+def test_a_quantity_before_the_run_is_called_so() -> None:
+    with pytest.raises(InvalidArgument, match=r"got freeze before the run; .*: a\.zarr freeze sky"):
+        runs_and_names(["freeze", "a.zarr", "sky"], {"freeze", "sky"})
+
+
+@pytest.mark.parametrize(
+    ("given", "runs", "stem"),
+    [
+        (["one.zarr"], ["one.zarr"], "one"),
+        (["dir/pair.zarr"], ["dir/pair.E.zarr", "dir/pair.W.zarr"], "pair"),
+        (["sweep/"], ["sweep/a.zarr", "sweep/b.zarr"], "runs"),
+        (["*.zarr"], ["a.zarr", "b.zarr"], "runs"),
+        (["*.zarr"], ["a.zarr"], "a"),
+        (["a.zarr", "b.zarr"], ["a.zarr", "b.zarr"], "runs"),
+    ],
+)
+def test_the_name_of_an_output_file(
+    given: list[str], runs: list[str], stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep").mkdir()
+    assert file_stem(given, runs) == stem
+
+
+@SELECT("step", "token")
+@click.command()
+def part(selected: dict[str, str]) -> None:
+    click.echo(f"{selected}")
+
+
+def test_a_selection_becomes_keywords() -> None:
+    done = CliRunner().invoke(part, ["--select", "step=0:9:3,5", "--select", " token = dead"])
+    assert done.stdout == "{'steps': '0:9:3,5', 'tokens': 'dead'}\n"
+    assert CliRunner().invoke(part, []).stdout == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["tokens=dead"], "got --select 'tokens=dead', which names no dimension of this command "
+         "(did you mean 'token'?); expected DIM=VALUES with step or token, such as step=0:500"),
+        (["population=dead"], "expected DIM=VALUES with step or token"),
+        (["0:9"], "got --select '0:9', which names no dimension"),
+        (["step="], "got --select 'step=' without values; give step=0:500"),
+        (["step=1", "step=2"], "got --select step twice; give all values in one"),
+    ],
+)  # fmt: skip
+def test_a_selection_that_is_refused(given: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        part([word for one in given for word in ("--select", one)], standalone_mode=False)
+    assert sentence in str(error.value)
+
+
+def test_the_help_says_that_a_range_of_steps_excludes_its_end() -> None:
+    said = " ".join(CliRunner().invoke(part, ["--help"]).stdout.split())
+    assert "step=0:500 (steps 0 to 499) or step=::10" in said
+
+
+FORKED = SimpleNamespace(training=SimpleNamespace(steps=9))
+COMPUTED: list[Any] = [
+    (
+        "export {run} -o o.zarr --block-rows 64 --encoding compact",
+        "trajstore.exchange.export.export",
+        {"block_rows": 64, "encoding": "compact"},
+    ),
+    (
+        "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite",
+        "trajstore.analysis.results.report_page.write_report",
+        {"steps": "0:3", "within": True, "min_unchanged": 2, "overwrite": True},
+    ),
+    (
+        "analyze {run} {other} freeze --common-steps",
+        "trajstore.store.reading.open_run.open_runs",
+        {"join": "inner"},
+    ),
+    (
+        "plot {run} heatmap --color hop",
+        "trajstore.analysis.figures.figure.Options",
+        {"color": "hop"},
+    ),
+]
+TRAINED: list[Any] = [
+    (
+        "evaluate {run} f.py:g -o o --select step=0:9 --constructor m.py:make",
+        "evaluate",
+        {"steps": "0:9", "constructor": "m.py:make"},
+    ),
+    (
+        "fork {run} --at 3 -o o.zarr --no-fsync --overwrite --threads 2",
+        "fork",
+        {"at": 3, "fsync": False, "overwrite": True, "settings": ["training.threads=2"]},
+    ),
+    ("fork {run} --at 3 -o o.zarr --fsync", "fork", {"fsync": True}),
+    (
+        "record --preset gatsby --dry-run --corpus a.txt --tokenizer b/",
+        "plan",
+        {"corpus": "a.txt", "tokenizer": "b/"},
+    ),
+    ("what-if {run} -o o.zarr --overwrite", "what_if", {"overwrite": True}),
+    ("fetch gatsby --source b", "fetch", {"source": "b"}),
+    ("fetch gatsby --sha256 a1", "fetch", {"sha256": "a1"}),
+]
+
+
+class Called(Exception):
+    """The function was called, with these arguments."""
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
+    """The arguments with which a command calls a function."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str, function: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def call(*arguments: Any, **given: Any) -> None:
+            raise Called(arguments, given)
+
+        monkeypatch.setattr(function, call, raising=False)
+        done = CliRunner().invoke(main, line.split())
+        assert isinstance(done.exception, Called), done.output + repr(done.exception)
+        return done.exception.args  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.mark.parametrize(("line", "function", "options"), COMPUTED)
+def test_an_option_reaches_the_function(
+    line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path, called: Any
+) -> None:
+    (tmp_path / "other.zarr").symlink_to(sample)
+    _, given = called(line.format(run=sample, other=tmp_path / "other.zarr"), function)
+    assert options.items() <= given.items()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("line", "function", "options"), TRAINED)
+def test_an_option_reaches_the_training(
+    line: str,
+    function: str,
+    options: dict[str, Any],
+    sample: Path,
+    called: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    forked = "trajstore.trainers.commands.training_commands._forked"
+    monkeypatch.setattr(forked, lambda *given: FORKED)
+    _, given = called(line.format(run=sample), f"trajstore.trainers.{function}")
+    assert options.items() <= given.items()
+
+
+@pytest.mark.torch
+def test_options_of_the_configuration_reach_it(called: Any) -> None:
+    pytest.importorskip("torch")
+    line = "record --preset gatsby --encoding compact --every 2 --seed 3"
+    (config, *_), _ = called(line, "trajstore.trainers.record")
+    assert (config.recording.encoding, config.recording.every) == ("compact", 2)
+    assert config.training.seed == 3
+
+
+def call(*arguments: object, rc: int = 0) -> Result:
+    done = CliRunner().invoke(main, ["import", *map(str, arguments)])
+    assert done.exit_code == rc, done.output
+    return done
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    known = truth()
+    arrays = {"x": stored(known.values["W"], "uint16"), "nll": stored(known.values["loss"], "f4"),
+              "centroid": np.zeros((6, 3)), "dead_ids": np.flatnonzero(known.dead)}  # fmt: skip
+    return write(tmp_path / "mine.npz", "npz", arrays)
+
+
+def test_without_a_file_it_lists_what_it_understands() -> None:
+    printed = call().stdout
+    for word in ("safetensors", "embedding_matrix", "untrained_mask", "adam_beta1", *NAMES):
+        assert word in printed
+    facts = json.loads(call("--json").stdout)
+    assert "w" in facts["kinds"]["W"]["names"]
+    assert facts["scalars"]["seed"]["goes_to"] == "config.training.seed"
+
+
+def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
+    options = "--map W=x --labels steps=0:60:10 --bits W=bfloat16".split()
+    printed = call(file, "--dry-run", *options, "--map", "loss=nll").stdout
+    lines = {line.split()[0]: line for line in reversed(printed.splitlines()) if line.split()}
+    assert "uint16" in lines["x"]
+    assert "bits of bfloat16" in lines["x"]
+    assert "omitted" in lines["centroid"]
+    assert "unknown name" in lines["centroid"]
+    assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
+    assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
+    facts = json.loads(call(file, "--dry-run", "--json", *options).stdout)
+    assert {line["name"]: line["kind"] for line in facts["table"]}["x"] == "W"
+    assert (facts["path"], facts["tokens"], facts["others"]) == (None, 7, [])
+    printed = call(file, "-o", file.with_name("run.zarr"), *options, "--map", "ignore=nll").stdout
+    assert f"Imported {file.with_name('run.zarr')}: 6 rows" in printed
+
+
+def test_the_printed_layout_is_edited_and_passed(file: Path) -> None:
+    """It says what the options said, so the edited text replaces them."""
+    options = "--map W=x --labels steps=0:60:10 --bits W=float16".split()
+    printed = call(file, "--dry-run", *options).stdout
+    layout = file.with_name("mine.toml")
+    layout.write_text(printed.partition("FILE.toml:\n")[2] + 'nll = "loss"\n')
+    run = file.with_name("run.zarr")
+    call(file, "--layout", layout, "-o", run)
+    ds = open_run(run)
+    assert ds.step.values.tolist() == [0, 10, 20, 30, 40, 50]
+    assert (ds.W.attrs["native_dtype"], "loss" in ds) == ("float16", True)
+    assert np.flatnonzero(ds.is_dead.values).tolist() == np.load(file)["dead_ids"].tolist()
+
+
+def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
+    for number in (10, 2):
+        write_run(
+            tmp_path / f"runs/{number}.zarr", {"W": "bfloat16"}, rows=2, tokens=3, hidden=number
+        )
+    arguments = ["export", str(tmp_path / "runs"), "-o", str(tmp_path / "f.csv")]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert "unknown extension .csv of" in done.stderr
+    assert "or --format safetensors, hdf5" in done.stderr
+    done = CliRunner().invoke(main, [*arguments, "--layout", "flannel-3"])
+    assert done.exit_code == 0, done.output
+    held = load_file(tmp_path / "f.csv")
+    assert [held[f"run_{at}_embeddings"].shape[-1] for at in (0, 1)] == [2, 10]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "no output given"),
+        ("--dry-run --map W", "expected KIND=NAME"),
+        ("--dry-run --bits bfloat16 --bits float16", "and float16 for one variable"),
+        ("--dry-run --first-row 2", "got --first-row 2, expected 0 or 1"),
+    ],
+)
+def test_wrong_calls_are_one_sentence(file: Path, arguments: str, message: str) -> None:
+    done = call(file, *arguments.split(), rc=2)
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        config = {"training": {"seed": seed}}
+        with begin(tmp_path / f"{seed}.zarr", config=config) as run:
+            extend(run, range(4))
+    done = CliRunner().invoke(main, ["info", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "final loss" in done.stdout
+    assert done.stdout.count("4.7000") == 2
+    (tmp_path / "none.zarr").mkdir()
+    done = CliRunner().invoke(main, ["info", f"{tmp_path}/*.zarr", "--json"])
+    assert done.exit_code == 1, "one of them is no run"
+    assert "none.zarr" in done.stderr
+    first, second = json.loads(done.stdout)
+    assert second["differing_settings"] == {"config.training.seed": 2}
+    assert first["committed_rows"] == 4
+    done = CliRunner().invoke(main, ["info", str(tmp_path / "1.zarr"), str(tmp_path / "3.zarr")])
+    assert (done.exit_code, done.stderr) == (
+        1, f"trajstore: there is no run at {tmp_path / '3.zarr'}; "
+        f"runs in {tmp_path}: 1.zarr, 2.zarr\n",
+    )  # fmt: skip
+    assert "1.zarr" in done.stdout
+
+
+def test_what_differs_between_the_segments_of_a_run_is_shown(
+    small_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = information(small_run[0])
+    last = facts["steps"]["last"]
+    segments = [
+        {"step": step, "config": {"training": {"steps": steps, "seed": 42}}}
+        for step, steps in ((0, 1), (1, last), (last, 2 * last))
+    ]
+    print_information("run.zarr", facts | {"config": {"seed": 42}, "segments": segments})
+    printed = capsys.readouterr().out.splitlines()
+    begin = printed.index("segments")
+    assert printed[begin + 1 :] == [
+        "  steps 1 to 1: training.steps = 1",
+        f"  steps 2 to {last}: training.steps = {last}",
+    ]
+
+
+def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
+    def printed(command: str, path: Path) -> str:
+        return " ".join(CliRunner().invoke(main, [command, str(path)]).stdout.split())
+
+    path = sample_part(sample, tmp_path / "run.zarr")
+    assert "encoding compact" in printed("info", path)
+    assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in printed("info", path)
+    notes: list[str] = []
+    unknown = scheduled_run(tmp_path / "unknown.zarr", recorded=False, on_note=notes.append)
+    stored = information(unknown)["arrays"]
+    shares = ", ".join(f"{1 / stored[name]['ratio']:.0%}" for name in ("W", "exp_avg"))
+    assert notes == [
+        "not all rows of W, exp_avg could be computed from the rows before, so these arrays take "
+        f"{shares} of their uncompressed bytes; the run does not hold hyperparameters"
+    ]
+    for command in ("info", "summary"):
+        assert f"Note: {notes[0]}." in printed(command, unknown)
+    without, variables = tmp_path / "without.zarr", {"W": "float32"}
+    with RunWriter.create(without, token=[0], hidden=1, variables=variables, encoding="compact"):
+        pass
+    assert "Computed from the gradient: nothing." in printed("info", without)
+    assert "W as differences: the run does not name its optimizer" in printed("info", without)
+    some = sample_part(path, tmp_path / "some.zarr", steps="0:22:2")
+    assert "uncompressed bytes; its steps are not consecutive." in printed("info", some)
