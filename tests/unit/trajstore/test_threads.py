@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,6 @@ print(default_threads(), len(started))
 def test_at_most_eight_threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(200)), raising=False)
     assert default_threads() == 8
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert default_threads() == 1
 
 
 def test_results_come_in_the_order_of_the_jobs() -> None:
@@ -189,13 +186,9 @@ def doubled(loop: CompiledLoop, dtype: str = "f8") -> bool:
 
 
 def test_a_loop_is_compiled_after_enough_elements(loop: CompiledLoop) -> None:
+    pytest.importorskip("numba")
     assert not loop.is_worth(999)
     assert loop.is_worth(1)
-
-
-def test_a_loop_is_compiled_at_its_first_call(loop: CompiledLoop) -> None:
-    pytest.importorskip("numba")
-    assert loop.is_worth(1_000)
     assert "doubling" not in sys.modules
     assert doubled(loop)
     assert "doubling" in sys.modules
@@ -243,29 +236,38 @@ def test_a_loop_is_compiled_after_an_interruption(loop: CompiledLoop, tmp_path: 
     assert doubled(loop)
 
 
-def never(loop: CompiledLoop) -> None:
-    """It is neither run nor tried again, and there is one warning only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not loop.is_worth(1_000)
-
-
-def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def never(loop: CompiledLoop, message: str | None) -> None:
+    """It is not run. A warning says why, if there is a reason; it is not tried again."""
+    with pytest.warns(RuntimeWarning, match=message) if message else nullcontext():
         assert not doubled(loop)
-    never(loop)
+    assert not loop.is_worth(1_000)
 
 
-def test_a_numba_that_cannot_be_used_is_reported_once(
-    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+TOO_OLD = 'raise ImportError("Numba needs NumPy 2.3 or less")'
+SWITCHED_OFF = "class config:\n    DISABLE_JIT = True"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, None),
+        (TOO_OLD, r"^numba failed.*2\.3 or less.*NUMBA_DISABLE_JIT"),
+        (SWITCHED_OFF, None),
+    ],
+)
+def test_without_numba_no_python_loop_runs(
+    loop: CompiledLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: str | None,
+    message: str | None,
 ) -> None:
-    (tmp_path / "numba.py").write_text('raise ImportError("Numba needs NumPy 2.3 or less")')
-    monkeypatch.delitem(sys.modules, "numba", raising=False)
-    with pytest.warns(RuntimeWarning, match=r"^numba failed.*2\.3 or less.*NUMBA_DISABLE_JIT"):
-        assert not doubled(loop)
-    never(loop)
+    if source is None:
+        monkeypatch.setitem(sys.modules, "numba", None)
+    else:
+        (tmp_path / "numba.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
+    never(loop, message)
 
 
 def test_a_damaged_cache_of_numba_is_reported(loop: CompiledLoop, tmp_path: Path) -> None:
@@ -275,19 +277,7 @@ def test_a_damaged_cache_of_numba_is_reported(loop: CompiledLoop, tmp_path: Path
     assert kept
     for path in kept:
         path.write_bytes(path.read_bytes()[:300])
-    again = CompiledLoop("doubling", "double")
-    with pytest.warns(RuntimeWarning, match=r"truncated.*is damaged, delete it: \*\.nbi"):
-        assert not doubled(again)
-    never(again)
-
-
-def test_without_jit_no_python_loop_runs(
-    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numba = pytest.importorskip("numba")
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    assert not doubled(loop)
-    never(loop)
+    never(CompiledLoop("doubling", "double"), r"truncated.*is damaged, delete it: \*\.nbi")
 
 
 def test_a_loop_is_compiled_without_a_cache(
