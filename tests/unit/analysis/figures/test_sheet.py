@@ -65,18 +65,22 @@ def together(run):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_titled_figure_shows_the_same_alone_and_with_all(name, run, together):
-    alone = sheet([run], name)
+def test_a_figure_shows_the_same_alone_and_with_all(name, run, together):
+    assert sheet([run], name).data[name][0].identical(together.data[name][0])
+
+
+def test_all_figures_have_titles_and_labels(together):
     assert together.figures == figures_named(["all"])
-    assert alone.data[name][0].identical(together.data[name][0])
-    (ax,) = titled(draw_sheet(alone))
-    assert "W 11 × 6, AdamW, bfloat16" in ax.get_title("left")
-    assert ax.get_xlabel()
-    assert ax.get_ylabel()
+    canvas = draw_sheet(together)
+    assert "W 11 × 6, AdamW, bfloat16" in canvas.get_suptitle()
+    axes = titled(canvas)
+    titles = [ax.get_title("left").replace("\n", " ") for ax in axes]
+    assert titles == [FIGURES[name].title for name in ALONE]
+    assert all(ax.get_xlabel() and ax.get_ylabel() for ax in axes)
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_missing_variables_and_rows_are_named_and_few_rows_are_drawn(name, run):
+def test_missing_variables_and_rows_are_named(name, run):
     figure, missing = FIGURES[name], NEEDS.get(name, "W")
     with pytest.raises(VariableNotRecorded, match=rf"\b{missing}\b"):
         figure(run.drop_vars(missing))
@@ -85,7 +89,12 @@ def test_missing_variables_and_rows_are_named_and_few_rows_are_drawn(name, run):
         message = f"{name} needs at least {rows} rows, and the run has {few}"
         with pytest.raises(InvalidArgument, match=message):
             figure(run.isel(step=slice(few)))
-    drawn(name, run.isel(step=slice(rows)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_run_that_has_just_begun_is_drawn(rows, run):
+    figures = [FIGURES[name] for name in ALONE if FIGURES[name].computation.rows == rows]
+    draw_sheet(collect([run.isel(step=slice(rows))], figures, Options()), style="dark")
 
 
 @pytest.mark.nightly
@@ -211,10 +220,11 @@ def test_the_first_figure_of_a_notebook_leaves_it_interactive(run, monkeypatch):
 @pytest.fixture
 def several(run):
     """Make runs of two seeds of each setting, the gradients of each multiplied by a number."""
+    small = run[["W", "grad", "loss", "exp_avg", "exp_avg_sq"]]
 
     def make(*factors: float, settings: int = 2) -> list[xr.Dataset]:
         return [
-            run.assign(grad=run.grad * factor).assign_attrs(
+            small.assign(grad=small.grad * factor).assign_attrs(
                 config={
                     "training": {"seed": number % 2},
                     "data": {"sigma": None if number // 2 % settings else 0.1},
