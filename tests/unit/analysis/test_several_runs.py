@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import xarray as xr
 
 from trajstore import RunWriter, analysis, open_run, open_runs
 from trajstore.analysis.several_quantities import compute_named
-from trajstore.analysis.several_runs import differences
+from trajstore.analysis.several_runs import differences, each_run
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
@@ -44,28 +43,37 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
-def test_against_its_definition_and_compare(paths: list[Path]) -> None:
-    ds = open_runs(paths)
-    lazy = analysis.divergence(ds)
+@pytest.fixture(scope="module")
+def three(paths: list[Path]) -> xr.Dataset:
+    return open_runs(paths)
+
+
+def test_against_its_definition_and_compare(three: xr.Dataset) -> None:
+    lazy = analysis.divergence(three)
     assert all(array.chunks is not None for array in lazy.data_vars.values())
     got = lazy.compute()
-    W = ds.W.values.astype("float64")
+    W = three.W.values.astype("float64")
     norms = np.sqrt(((W - W[0]) ** 2).sum(-1))
     for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
         part = got.sel(population=name)
         expected = np.sqrt((norms[:, :, group] ** 2).sum(-1))
         np.testing.assert_allclose(part.distance, expected, rtol=1e-13)
         np.testing.assert_allclose(part.mean_distance, norms[:, :, group].mean(-1), rtol=1e-13)
-    assert not got.isel(run=0).distance.any()
-    for number in (1, 2):
-        compared = analysis.compare(open_run(paths[0]), open_run(paths[number]))
-        distance = compared.distance.sel(variable="W")
-        np.testing.assert_allclose(got.distance[number].sel(population="all"), distance, rtol=1e-13)
-        assert got.first_difference[number] == compared.first_difference.sel(variable="W")
+    first, second = each_run(three)[:2]
+    compared = analysis.compare(first, second).sel(variable="W")
+    whole = got.isel(run=1).sel(population="all")
+    np.testing.assert_allclose(whole.distance, compared.distance, rtol=1e-13)
+    assert whole.first_difference == compared.first_difference
+    without = three.drop_vars("is_dead").traj.divergence()
+    assert without.population.values.tolist() == ["all"]
+    same = analysis.divergence(first, first).compute()
+    assert same.first_difference == -1
+    assert not same.distance.any()
+    assert not same.differing.any()
 
 
-def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
-    one = open_run(paths[0])
+def test_two_runs_from_a_common_start(three: xr.Dataset) -> None:
+    one = each_run(three)[0]
     W = one.W.values.copy()
     W[4:, 0, 1] += 1
     W[6:, 3:, :] = -W[6:, 3:, :]  # −0 and 0 differ in a bit, but have distance 0
@@ -91,65 +99,45 @@ def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
     xr.testing.assert_identical(one.traj.divergence(other).compute(), got)
 
 
-def test_what_two_runs_must_share(paths: list[Path]) -> None:
-    one, two = open_run(paths[0]), open_run(paths[1])
-    with pytest.raises(InvalidArgument, match="open all runs together"):
-        analysis.divergence(open_runs(paths), one)
-    with pytest.raises(InvalidArgument, match="token has length 6 and 4"):
-        analysis.divergence(one, two.isel(token=slice(0, 4)))
-    with pytest.raises(InvalidArgument, match="different dead tokens"):
-        analysis.divergence(one, two.assign_coords(is_dead=~two.is_dead))
-    with pytest.raises(InvalidArgument, match="no common step"):
-        analysis.divergence(one.isel(step=[0]), two.isel(step=[1]))
-    same = analysis.divergence(one, one).compute()
-    assert same.first_difference == -1
-    assert not same.distance.any()
-    assert not same.differing.any()
-
-
-def test_without_populations_or_W(paths: list[Path]) -> None:
-    ds = open_runs(paths)
-    assert ds.drop_vars("is_dead").traj.divergence().population.values.tolist() == ["all"]
+def test_what_two_runs_must_share(three: xr.Dataset) -> None:
+    one, two = each_run(three)[:2]
+    for first, other, message in (
+        (three, one, "open all runs together"),
+        (one, None, r"open_runs\('runs"),
+        (one, two.isel(token=slice(0, 4)), "token has length 6 and 4"),
+        (one, two.assign_coords(is_dead=~two.is_dead), "different dead tokens"),
+        (one.isel(step=[0]), two.isel(step=[1]), "no common step"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            analysis.divergence(first, other)
     with pytest.raises(VariableNotRecorded, match="W"):
-        ds.drop_vars("W").traj.divergence()
+        three.drop_vars("W").traj.divergence()
 
 
-@pytest.fixture
-def two_paths(example_run: Path, tmp_path: Path) -> list[Path]:
-    return [example_run, shutil.copytree(example_run, tmp_path / "two.zarr")]
-
-
-@pytest.mark.parametrize("name", ["freeze_cause", "clusters"])
-def test_the_results_are_those_of_each_run(name: str, two_paths: list[Path]) -> None:
-    got = getattr(open_runs(two_paths).traj, name)()
-    expected = getattr(analysis, name)(open_run(two_paths[0]))
-    xr.testing.assert_identical(got.isel(run=1, drop=True).load(), expected.load())
-
-
-def test_several_quantities_of_several_runs(two_paths: list[Path]) -> None:
-    ds = open_runs(two_paths)
-    got = compute_named(ds, ["speed", "freeze"])
-    xr.testing.assert_equal(
-        got.isel(run=0, drop=True).load(),
-        analysis.compute(open_run(two_paths[0]), ["speed", "freeze"]).load(),
-    )
-    bands = compute_named(ds, ["speed"], by_population=True)
+def test_the_results_are_those_of_each_run(example_run: Path) -> None:
+    one = open_run(example_run)
+    several = xr.concat([one, one], "run", data_vars="all", combine_attrs="override")
+    for name in ("freeze_cause", "clusters"):
+        expected = getattr(analysis, name)(one)
+        got = getattr(several.traj, name)().isel(run=1, drop=True)
+        xr.testing.assert_identical(got.load(), expected.load())
+    names = ["speed", "freeze"]
+    got = compute_named(several, names).isel(run=0, drop=True)
+    xr.testing.assert_equal(got.load(), analysis.compute(one, names).load())
+    bands = compute_named(several, ["speed"], by_population=True)
     assert bands["mean"].dims == ("run", "step", "population")
 
 
-def test_wrong_calls_with_several_runs_are_errors(two_paths: list[Path]) -> None:
-    one, several = open_run(two_paths[0]), open_runs(two_paths)
+def test_wrong_calls_with_several_runs_are_errors(three: xr.Dataset) -> None:
     with pytest.raises(InvalidArgument, match="got several runs, expected one"):
-        analysis.speed(several)
-    with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
-        analysis.divergence(one)
+        analysis.speed(three)
     with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
-        compute_named(one, ["divergence"])
+        compute_named(three.isel(run=0), ["divergence"])
     with pytest.raises(InvalidArgument, match="cannot be combined"):
-        compute_named(several, ["divergence", "speed"])
-    sizes = iter((3, 4))
+        compute_named(three, ["divergence", "speed"])
+    sizes = iter((3, 4, 5))
     with pytest.raises(InvalidArgument, match="cannot be joined"):
-        several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
+        three.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
 
 
 @pytest.fixture

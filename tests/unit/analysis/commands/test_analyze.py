@@ -36,6 +36,12 @@ def recorded(path: Path, **options: Any) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ten rows, which is only read."""
+    return recorded(tmp_path_factory.mktemp("runs") / "run.zarr")
+
+
 def test_the_codec_info_verify_and_a_small_export_wait_for_no_xarray(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -59,69 +65,54 @@ def test_the_codec_info_verify_and_a_small_export_wait_for_no_xarray(tmp_path: P
 def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) -> None:
     run = begin(tmp_path / "run.zarr", attributes={"recording": {"parameter": "lm_head.weight"}})
     extend(run, range(4))
-    printed = call("info", tmp_path / "run.zarr").stdout
+    printed = call("info", run.path).stdout
     assert "run.zarr: recording, 4 rows" in printed
     assert "Recorded parameter: lm_head.weight." in printed
     run._lock.release()  # as the system does if a process dies
-    assert "recording, but its process is gone, 4 rows" in call("info", run.path).stdout
+    for runs in ([run.path], [run.path, run.path]):
+        assert "recording, but its process is gone" in call("info", *runs).stdout
     assert json.loads(call("info", run.path, "--json").stdout)["written_to"] is False
-    assert "recording, but its process is gone" in call("info", run.path, run.path).stdout
 
 
 @pytest.fixture
-def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def columns(monkeypatch: pytest.MonkeyPatch) -> int:
     """Columns of the terminal."""
-    columns: int = request.param
-    monkeypatch.setattr(output.out, "width", columns)
-    return columns
+    monkeypatch.setattr(output.out, "width", 80)
+    return 80
 
 
-@pytest.mark.parametrize("width", [80], indirect=True)
-def test_info_fits_80_columns_and_cuts_no_name(tmp_path: Path, width: int) -> None:
+def test_info_fits_80_columns_and_cuts_no_name(tmp_path: Path, columns: int) -> None:
     names = ["W", "grad", "grad_token_norm", "W_step_norm", "exp_avg_sq"]
-    path = recorded_names(tmp_path / "run.zarr", names)
-    lines = call("info", path).stdout.splitlines()
+    shapes = {name: (TOKENS,) if name.endswith("_norm") else (TOKENS, 3) for name in names}
+    with begin(tmp_path / "run.zarr", variables=dict.fromkeys(names, "float32")) as run:
+        run.append(step=0, **{name: np.zeros(shape, "f4") for name, shape in shapes.items()})
+    lines = call("info", run.path).stdout.splitlines()
     table = lines[[line.split()[:1] == ["array"] for line in lines].index(True) :]
     for name in (*names, "token_text", "text"):
         assert any(name in line.split() for line in table), name
-    assert max(len(line.rstrip()) for line in table if "×" in line) <= width
+    assert max(len(line.rstrip()) for line in table if "×" in line) <= columns
     assert "…" not in "".join(lines)
 
 
-def recorded_names(path: Path, names: list[str]) -> Path:
-    run = begin(path, variables=dict.fromkeys(names, "float32"))
-    shapes = {name: (TOKENS,) if name.endswith("_norm") else (TOKENS, 3) for name in names}
-    run.append(step=0, **{name: np.zeros(shape, "f4") for name, shape in shapes.items()})
-    run.close()
-    return path
-
-
-@pytest.mark.parametrize("width", [80, 200], indirect=True)
-def test_texts_of_others_do_no_harm(tmp_path: Path, width: int) -> None:
+def test_texts_of_others_do_no_harm(tmp_path: Path, columns: int) -> None:
     hostile = {text: {text: text} for text in (*HOSTILE[:3], "[bold red]x[/bold red]")}
     path = recorded(tmp_path / "\x1b[31m[red]run\u202e.zarr", config=hostile)
-    for name in ("info", "summary"):
+    for name in ("summary", "info"):
         printed = call(name, path).stdout
         assert not [sign for sign in printed if not sign.isprintable() and sign != "\n"]
-    printed = call("info", path).stdout
     assert r"\x1b[31mred\x1b]0;title" in printed
     assert "<script>alert(1)</script>" in printed
     assert "[bold red]x[/bold red] = " in printed.replace("[bold red]x[/bold red].", "")
-    missing = call("info", tmp_path / "\x1b[2Jnothing", rc=2)
-    assert "\x1b" not in missing.stderr
+    assert "\x1b" not in call("info", tmp_path / "\x1b[2Jnothing", rc=2).stderr
 
 
-def test_a_summary_leaves_out_a_population_without_tokens(tmp_path: Path) -> None:
-    path = recorded(tmp_path / "run.zarr", is_dead=np.ones(TOKENS, bool))
+@pytest.mark.parametrize("all_dead", [True, False])
+def test_a_summary_leaves_out_a_population_without_tokens(all_dead: bool, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", is_dead=np.full(TOKENS, all_dead))
     printed = call("summary", path).stdout
-    assert "live (0)" not in printed
-    assert "nan" not in printed
-    assert f"dead ({TOKENS})" in printed
-    path = recorded(tmp_path / "live.zarr", is_dead=np.zeros(TOKENS, bool))
-    printed = call("summary", path).stdout
-    assert "dead (0)" not in printed
-    assert "nan" not in printed
-    assert "There are no dead tokens" in printed
+    assert (f"dead ({TOKENS})" in printed) == all_dead
+    assert ("There are no dead tokens" in printed) != all_dead
+    assert not any(text in printed for text in ("dead (0)", "live (0)", "nan"))
 
 
 def test_analyze_lists_its_quantities() -> None:
@@ -145,54 +136,52 @@ def test_populations_have_a_line_each_and_a_note_if_they_are_empty(tmp_path: Pat
     assert note in printed
 
 
-def test_a_population_name_without_a_definition_is_refused(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run.zarr")
-    for command in (["summary", run], ["analyze", run, "clusters"]):
-        reported = call(*command, "--population", "dead", rc=2).stderr
-        assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE" in reported
-        assert reported.endswith("with --select population=dead\n")
-    reported = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
-    assert "got 'population', expected an option of clusters" in reported
-    reported = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
-    assert reported.endswith("record it with --variables matrix,batch\n")
+TWO = ("centroid", "--population", "two=token < 2", "--select")
 
 
-def test_other_vectors_take_the_place_of_w(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run.zarr")
+@pytest.mark.parametrize(
+    ("words", "rc", "sentence"),
+    [
+        (("clusters", "--population", "dead"), 2, "expected NAME=EXPRESSION or NAME=FILE"),
+        (("clusters", "--population", "dead"), 2, "with --select population=dead\n"),
+        (("clusters", "--set", "population"), 2, "got 'population', expected an option of"),
+        (("crossings", "--set", "quantity=batch"), 1, "record it with --variables matrix,batch\n"),
+        (("displacement", "--vectors", "centre"), 2, "(did you mean 'centroid'?), expected one of"),
+        (("speed", "--min-unchanged", 1), 2, "min_unchanged=1 for speed; only these have it: fre"),
+        ((*TWO, "population=twos"), 2, "no population 'twos' (did you mean 'two'?); choose from"),
+        (("speed", "--select", "population=dead"), 2, "this result has no populations"),
+    ],
+)
+def test_wrong_words_of_analyze_are_answered(
+    words: tuple[Any, ...], rc: int, sentence: str, run: Path
+) -> None:
+    assert sentence in call("analyze", run, *words, rc=rc).stderr
+
+
+def test_other_vectors_take_the_place_of_w(run: Path) -> None:
     printed = call("analyze", run, "displacement", "--vectors", "centroid:all").stdout
     assert "step 10 × token 1" in printed
-    reported = call("analyze", run, "displacement", "--vectors", "centre", rc=2).stderr
-    assert "got vectors='centre' (did you mean 'centroid'?), expected one of grad" in reported
 
 
-def test_a_window_is_noted(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run.zarr")
+def test_a_window_is_noted(run: Path) -> None:
     note = "values are those of the whole run; --within uses the selected steps only"
     assert note in call("analyze", run, "freeze", "--select", "step=2:5").stdout
     assert note not in call("analyze", run, "freeze", "--select", "step=2:5", "--within").stdout
     for options, number in (((), TOKENS), (("--min-unchanged", 1), 0)):
         facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
         assert facts["frozen_since"]["flags"] == {"not_frozen": number}
-    done = call("analyze", run, "speed", "--min-unchanged", 1, rc=2)
-    assert "got min_unchanged=1 for speed; only these have it: freeze" in done.stderr
     assert f"default: {MIN_UNCHANGED}." in " ".join(call("analyze", "--help").stdout.split())
 
 
-def test_a_part_of_the_tokens_or_of_the_result_is_selected(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run.zarr")
+def test_a_part_of_the_tokens_or_of_the_result_is_selected(run: Path) -> None:
     printed = call("analyze", run, "displacement", "--select", "token=0,6").stdout
     assert "step 10 × token 2" in printed
-    centroid = ("analyze", run, "centroid", "--population", "two=token < 2")
-    facts = json.loads(call(*centroid, "--json", "--select", "population=two,all").stdout)
+    facts = json.loads(call("analyze", run, *TWO, "population=two,all", "--json").stdout)
     assert [*facts["centroid"]["populations"]] == ["two", "all"]
-    reported = call(*centroid, "--select", "population=twos", rc=2).stderr
-    assert "there is no population 'twos' (did you mean 'two'?); choose from" in reported
-    reported = call("analyze", run, "speed", "--select", "population=dead", rc=2).stderr
-    assert "this result has no populations" in reported
 
 
-def test_the_meaning_of_minus_one_is_printed(tmp_path: Path) -> None:
-    printed = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
+def test_the_meaning_of_minus_one_is_printed(run: Path) -> None:
+    printed = call("analyze", run, "clusters").stdout
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     assert "events all no_row_before 4 of 40 10.0%" in lines
     assert not any(line.startswith("cluster outside") for line in lines)
@@ -253,12 +242,11 @@ def test_the_summary_names_the_notes_of_its_runs(tmp_path: Path) -> None:
     assert f"Note: lr is NaN ({tmp_path / 'a'})." in both
 
 
-def test_a_selected_step_has_the_divergence_of_the_whole_run(tmp_path: Path) -> None:
-    runs = [recorded(tmp_path / f"{name}.zarr") for name in "ab"]
-    with begin(tmp_path / "c.zarr") as run:
-        extend(run, range(2))
-        extend(run, range(2, 10), seed=1)
-    words = (runs[0], run.path, "divergence", "--select", "step=5:8", "--json")
+def test_a_selected_step_has_the_divergence_of_the_whole_run(run: Path, tmp_path: Path) -> None:
+    with begin(tmp_path / "other.zarr") as other:
+        extend(other, range(2))
+        extend(other, range(2, 10), seed=1)
+    words = (run, other.path, "divergence", "--select", "step=5:8", "--json")
     assert json.loads(call("analyze", *words).stdout)["first_difference"]["max"] == 2
     assert json.loads(call("analyze", *words, "--within").stdout)["first_difference"]["max"] == 5
 
@@ -275,12 +263,9 @@ def test_a_used_address_and_a_missing_run_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trajstore.analysis.exploring.server.check_panel", lambda: None)
-    done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr"), "--host", "::1"])
-    assert done.exit_code == 2
-    assert "cannot listen on '::1', port 5006" in done.stderr
-    done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr"), "--port", "0"])
-    assert done.exit_code == 2
-    assert "there is no run at" in done.stderr
+    run = tmp_path / "run.zarr"
+    assert "on '::1', port 5006" in call("explore", run, "--host", "::1", rc=2).stderr
+    assert "there is no run at" in call("explore", run, "--port", 0, rc=2).stderr
 
 
 def test_the_page_is_opened_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +279,6 @@ def test_the_page_is_opened_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(f"{folder}.server.serving", serving)
     monkeypatch.setattr(f"{folder}.page.LiveRun", lambda run, report: contextlib.nullcontext(run))
     monkeypatch.setattr("webbrowser.open", opened.append)
-    done = CliRunner().invoke(main, ["explore", "run.zarr", "--port", "0", "--open"])
-    assert done.exit_code == 128 + signal.SIGTERM, done.output
+    done = call("explore", "run.zarr", "--port", "0", "--open", rc=128 + signal.SIGTERM)
     (address,) = opened
     assert f"at {address} until Ctrl-C" in done.stdout

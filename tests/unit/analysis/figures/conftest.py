@@ -16,13 +16,13 @@ def _closed() -> Iterator[None]:
     pyplot.close("all")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run(adam_run: xr.Dataset) -> xr.Dataset:
     rows = adam_run.sizes["step"]
     loss = np.linspace(3, 2, rows).astype(np.float32)
     lost = np.random.default_rng(1).random((rows, 3)).astype(np.float32)
     loss[0], lost[0] = np.nan, np.nan
-    ds = adam_run.chunk({"step": 6, "token": 4})
+    ds = adam_run.chunk({"step": 12})
     return ds.assign(
         grad=ds.grad.where(ds.step > 0),
         loss=("step", loss),

@@ -49,10 +49,7 @@ def test_each_frame_shows_its_row(run):
     assert still.any()
     np.testing.assert_allclose(np.diff(plane.get_xlim()), 1.1 * np.ptp(position[..., 0]))
     np.testing.assert_array_equal(below.lines[0].get_ydata(), run.loss.values)
-
-
-def test_dead_tokens_are_in_front(run):
-    dead, frozen_dead, live, frozen_live, _ = made(run)._fig.axes[0].lines
+    dead, frozen_dead, live, frozen_live, _ = plane.lines
     fronts = [line.zorder for line in (frozen_live, frozen_dead, live, dead)]
     assert fronts == sorted(fronts)
     assert frozen_dead.get_markersize() > dead.get_markersize(), "a ring about a moving one"
@@ -82,67 +79,61 @@ def test_windows_and_populations(run):
     assert "computed from steps 5 to 14 alone" in " ".join(within.split())
 
 
-def test_runs_without_loss_or_with_many_tokens(run, monkeypatch):
-    monkeypatch.setattr("trajstore.analysis.figures.film.LINES", 5)
-    animation = made(run.drop_vars("loss"))
-    animation._draw_frame(9)
+def test_runs_without_loss_or_with_many_tokens(make_run):
+    W = np.random.default_rng(0).normal(size=(3, 501, 2)).astype("f4")
+    animation = made(make_run(W, native="float32", is_dead=np.arange(501) < 200))
+    animation._draw_frame(2)
     (plane,) = animation._fig.axes
     assert [lines.get_segments() for lines in plane.collections] == [[], []]
 
 
-@pytest.mark.parametrize("ending", ["gif", "webp"])
-def test_moving_pictures(ending, run, tmp_path):
-    reports = []
-    path = tmp_path / f"film.{ending}"
-    animation = made(run, frames="even:5", size=(3, 3))
-    save_film(animation, path, report=lambda done, total: reports.append((done, total)))
-    with Image.open(path) as picture:
-        assert (picture.format.lower(), picture.n_frames) == (ending, 5)
-        assert picture.convert("RGB").getpixel((1, 1)) == (255, 255, 255)
-        assert picture.size == (330, 330)
-    assert reports == [(done, 5) for done in range(5)]
-    assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(RunExists, match=r"already exists; choose another path, or replace it"):
+def test_moving_pictures_frames_and_a_player(run, tmp_path):
+    animation = made(run, frames="even:3", size=(2, 2))
+    reports, path = [], tmp_path / "film.gif"
+    path.write_text("mine")
+    with pytest.raises(RunExists, match="already exists; choose another path, or replace it"):
         save_film(animation, path)
-    save_film(made(run, frames=2, size=(3, 3)), path, overwrite=True)
-    with Image.open(path) as picture:
-        assert picture.n_frames == 2
-
-
-def test_a_folder_of_frames_and_the_last_frame(run, tmp_path):
-    animation = made(run, frames="even:3", size=(3, 3))
+    assert path.read_text() == "mine"
+    for ending in ("gif", "webp"):
+        path = tmp_path / f"film.{ending}"
+        save_film(animation, path, overwrite=True, report=lambda *of: reports.append(of))
+        with Image.open(path) as picture:
+            assert (picture.format.lower(), picture.n_frames) == (ending, 3)
+            assert picture.convert("RGB").getpixel((1, 1)) == (255, 255, 255)
+            assert picture.size == (220, 220)
+    assert reports == [(done, 3) for done in range(3)] * 2
     folder, still = tmp_path / "frames", tmp_path / "film.png"
     save_film(animation, folder)
     save_film(animation, still)
-    assert sorted(path.name for path in folder.iterdir()) == ["0000.png", "0001.png", "0002.png"]
     files = (folder / "0001.png", folder / "0002.png", still)
     pictures = [np.asarray(Image.open(path)) for path in files]
     assert not np.array_equal(*pictures[:2])
     np.testing.assert_array_equal(*pictures[1:])
+    assert len(list(folder.iterdir())) == 3
     with pytest.raises(RunExists, match="is a folder; choose another path"):
         save_film(animation, folder, overwrite=True)
-
-
-def test_a_notebook_shows_a_player(run):
-    assert "<script" in made(run, frames=2, size=(2, 2))._repr_html_()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "film.gif", "film.webp", "film.png", "frames",
+    }  # fmt: skip
+    assert "<script" in animation._repr_html_()
 
 
 def test_wrong_options_and_outputs_write_no_film(run, tmp_path, monkeypatch):
-    for options, message in (
-        ({"frames": 1}, "got frames=1, expected a number from 2 to 1,000, or even:NUMBER"),
-        ({"frames": "odd:5"}, "got frames='odd:5'"),
-        ({"steps": "3"}, "film needs at least 2 rows, and the window has 1"),
-        ({"lattice": "bfloat16"}, "film has no lattice"),
-        ({"speed": 2}, "got 'speed'"),
+    for ds, options, message in (
+        (run, {"frames": 1}, "got frames=1, expected a number from 2 to 1,000, or even:NUMBER"),
+        (run, {"frames": "odd:5"}, "got frames='odd:5'"),
+        (run, {"steps": "3"}, "film needs at least 2 rows, and the window has 1"),
+        (run, {"lattice": "bfloat16"}, "film has no lattice"),
+        (run, {"speed": 2}, "got 'speed'"),
+        (run.expand_dims(run=2), {}, "film shows one run, got 2; choose one"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            film(run, **options)
-    with pytest.raises(InvalidArgument, match=r"film shows one run, got 2; choose one"):
-        film(run.expand_dims(run=2))
-    animation = made(run, frames=2)
-    with pytest.raises(InvalidArgument, match=r"extensions \.gif, .* or a folder without"):
-        save_film(animation, tmp_path / "film.avi")
+            film(ds, **options)
     monkeypatch.setattr(FFMpegWriter, "isAvailable", lambda: False)
-    with pytest.raises(InvalidArgument, match=r"ffmpeg, .* or write \.gif or \.webp"):
-        save_film(animation, tmp_path / "film.mp4")
+    for name, message in (
+        ("film.avi", r"extensions \.gif, .* or a folder without"),
+        ("film.mp4", r"ffmpeg, .* or write \.gif or \.webp"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            save_film(None, tmp_path / name)
     assert list(tmp_path.iterdir()) == []

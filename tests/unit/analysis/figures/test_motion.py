@@ -1,4 +1,4 @@
-"""Figures of motion show the numbers of the analysis."""
+"""Figures of motion and of the freeze show the numbers of the analysis."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ import numpy as np
 import pytest
 import xarray as xr
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import StepPatch
 
 from trajstore import analysis
-from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet
+from trajstore.analysis.figures import FIGURES, Options, RunStyle, collect, draw_sheet
 from trajstore.analysis.figures.axes_marks import central_range
-from trajstore.analysis.figures.motion import log_histogram, pooled_steps
-from trajstore.analysis.figures.style import POPULATION_COLORS
+from trajstore.analysis.figures.motion import _lags, log_histogram
+from trajstore.analysis.figures.style import (
+    CAUSE_COLORS,
+    POPULATION_COLORS,
+    REGIME_COLORS,
+    REGIME_MEANINGS,
+)
+from trajstore.analysis.scan.scan import Scan
 
 
-def test_discontinuities(run):
-    W = run.W.where(run.step < 12, run.W + 5)
-    run = run.assign(W=W.drop_attrs().chunk(step=6))
-    expected = analysis.discontinuities(run).compute()
-    ax = FIGURES["discontinuities"](run, Canvas().subplots())
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.discontinuity_score)
-    marks = ax.lines[-1]
-    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.discontinuity])
-    assert marks.get_xdata().size
-    assert (
-        f"discontinuities at step {marks.get_xdata()[0]}" in ax.get_legend().get_title().get_text()
-    )
+def drawn(name, ds, **options):
+    return FIGURES[name](ds, Canvas().subplots(), **options)
 
 
-QUANTITIES = {
-    "grad_norms": analysis.grad_norms,
-    "displacement": analysis.displacement,
-    "speed": analysis.speed,
-}
+def notes(ax):
+    return ax.get_legend().get_title().get_text().replace("\n", " ")
 
 
-@pytest.mark.parametrize("name", QUANTITIES)
+def labels_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def second(ax):
+    """The other axes of its figure: a second scale, or a color bar."""
+    (other,) = (each for each in ax.figure.axes if each is not ax)
+    return other
+
+
+@pytest.mark.parametrize("name", ["grad_norms", "displacement", "speed"])
 def test_means_and_quantiles(name, run):
-    expected = analysis.by_population(QUANTITIES[name](run), (0.05, 0.95)).sel(step=run.step[1:])
-    ax = FIGURES[name](run, Canvas().subplots())
+    quantity = getattr(analysis, name)(run)
+    expected = analysis.by_population(quantity, (0.05, 0.95)).sel(step=run.step[1:])
+    ax = drawn(name, run)
     assert ax.get_yscale() == ("linear" if name == "displacement" else "log"), "plateaus are seen"
     for line, band, population in zip(ax.lines, ax.collections, ("dead", "live"), strict=True):
         part = expected.sel(population=population)
@@ -51,11 +56,22 @@ def test_means_and_quantiles(name, run):
 
 
 def test_a_single_population_and_a_run_that_knows_of_none(run):
-    (line,) = FIGURES["speed"](run, Canvas().subplots(), population="all").lines
     mean = analysis.speed(run).mean("token", dtype=np.float64)
-    np.testing.assert_allclose(line.get_ydata(), mean)
-    (line,) = FIGURES["speed"](run.drop_vars("is_dead"), Canvas().subplots()).lines
-    np.testing.assert_allclose(line.get_ydata(), mean)
+    for ax in (drawn("speed", run, population="all"), drawn("speed", run.drop_vars("is_dead"))):
+        (line,) = ax.lines
+        np.testing.assert_allclose(line.get_ydata(), mean)
+
+
+def test_each_run_has_a_color_and_each_population_a_line(run):
+    ax = drawn("speed", run, other=run.isel(step=slice(0, 9)))
+    lines = ax.lines[:4]
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]
+    first, _, other, _ = colors = [line.get_color() for line in lines]
+    assert colors == [first, first, other, other]
+    assert first != other
+    np.testing.assert_array_equal(lines[2].get_ydata(), lines[0].get_ydata()[:8])
+    assert not ax.collections, "bands of several runs would hide each other"
+    assert notes(ax).count("line: mean over tokens") == 1
 
 
 def test_zeros_on_a_logarithmic_axis_are_counted(run):
@@ -63,76 +79,55 @@ def test_zeros_on_a_logarithmic_axis_are_counted(run):
     found = analysis.by_population(analysis.speed(still), (0.05,)).sel(population="dead").compute()
     low, mean = (int((found[name] == 0).sum()) for name in ("quantiles", "mean"))
     assert low >= mean >= 11
-    for canvas in (Canvas(), Canvas(layout="constrained")):
-        ax = FIGURES["speed"](still, canvas.subplots())
-        noted = ax.get_legend().get_title().get_text().replace("\n", " ")
-        assert f"5 % quantile of dead tokens at {low} of 22 steps" in noted
-        assert f"mean of dead tokens at {mean} of 22 steps" in noted
+    noted = notes(drawn("speed", still))
+    assert f"5 % quantile of dead tokens at {low} of 22 steps" in noted
+    assert f"mean of dead tokens at {mean} of 22 steps" in noted
 
 
-def test_notes_and_legends_are_below_the_axes_if_a_layout_makes_room(run):
-    for layout, below in (("constrained", True), (None, False)):
-        canvas = Canvas(layout=layout)
-        ax = FIGURES["speed"](run, canvas.subplots(), other=run)
-        canvas.draw_without_rendering()
-        legend = ax.get_legend().get_window_extent()
-        assert (legend.y1 < ax.bbox.y0) == below
-        assert ax.get_legend().get_title().get_text().count("line: mean over tokens") == 1
-        assert legend.y0 >= 0
+def test_discontinuities(run):
+    W = run.W.where(run.step < 12, run.W + 5)
+    run = run.assign(W=W.drop_attrs().chunk(step=6))
+    expected = analysis.discontinuities(run).compute()
+    ax = drawn("discontinuities", run)
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.discontinuity_score)
+    marked = ax.lines[-1].get_xdata()
+    np.testing.assert_array_equal(marked, expected.step[expected.discontinuity])
+    assert f"discontinuities at step {marked[0]}" in notes(ax)
 
 
-def test_each_run_has_a_color_and_each_population_a_line(run):
-    ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
-    drawn = ax.lines[:4]
-    assert [line.get_linestyle() for line in drawn] == ["-", "--", "-", "--"]
-    first, _, second, _ = (line.get_color() for line in drawn)
-    assert [line.get_color() for line in drawn] == [first, first, second, second]
-    assert first != second
-    np.testing.assert_array_equal(drawn[2].get_ydata(), drawn[0].get_ydata()[:8])
-    assert not ax.collections, "bands of several runs would hide each other"
-
-
-def test_speeds(run):
-    expected = analysis.bulk_thermal(run)
-    ax = FIGURES["bulk_thermal"](run, Canvas().subplots())
+def test_bulk_and_thermal_speed_of_each_step(run):
+    later = run.W.isel(step=11) + np.float32(2) * (run.step > 15)  # all at once, at step 16
+    run = run.assign(W=run.W.where(run.step < 12, later).drop_attrs())
+    expected = analysis.bulk_thermal(run).compute()
+    ax = drawn("bulk_thermal", run)
     for points, population in zip(ax.collections, ("dead", "live"), strict=True):
-        part = expected.sel(population=population).compute()
+        part = expected.sel(population=population)
         moving = (part.bulk_speed > 0) & (part.thermal_speed > 0)
         np.testing.assert_array_equal(points.get_offsets()[:, 0], part.thermal_speed[moving])
         np.testing.assert_array_equal(points.get_offsets()[:, 1], part.bulk_speed[moving])
         np.testing.assert_array_equal(points.get_array(), part.step[moving])
-
-
-def test_steps_without_a_point_are_counted(run):
-    later = run.W.isel(step=11) + np.float32(2) * (run.step > 15)  # all at once, at step 16
-    steps = run.assign(W=run.W.where(run.step < 12, later).drop_attrs())
-    found = analysis.bulk_thermal(steps, "live").compute()
-    rest = int(((found.bulk_speed == 0) & (found.thermal_speed == 0)).sum())
-    alike = int(((found.bulk_speed > 0) & (found.thermal_speed == 0)).sum())
+    rest = int(((part.bulk_speed == 0) & (part.thermal_speed == 0)).sum())
     assert rest >= 10
-    assert alike == 1
-    ax = FIGURES["bulk_thermal"](steps, Canvas().subplots())
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    expected = f"{22 - rest - alike} shown, {rest} unchanged, 1 all moving alike"
-    assert f"live tokens: {expected} of 22 steps" in labels
+    counts = f"{21 - rest} shown, {rest} unchanged, 1 all moving alike of 22 steps"
+    assert f"live tokens: {counts}" in labels_of(ax)
 
 
-@pytest.mark.parametrize("held", [1 << 28, 4 * 8 * 66])
-def test_lags_up_to_half_of_the_rows_or_as_many_as_may_be_held(held, run, monkeypatch):
-    monkeypatch.setattr("trajstore.analysis.figures.motion._HELD", held)
+def test_lags_up_to_half_of_the_rows_or_as_many_as_may_be_held(run):
     run = run.assign_coords(step=run.step * 10)
-    ax = FIGURES["autocorrelation"](run, Canvas().subplots())
-    lags = list(range(1, 12 if held > 1 << 20 else 5))
+    ax = drawn("autocorrelation", run)
+    lags = list(range(1, 12))
     expected = analysis.autocorrelation(run, lags).autocorrelation
     for line, name in zip(ax.lines, ("dead", "live"), strict=False):
         np.testing.assert_array_equal(line.get_xdata(), np.array(lags) * 10)
         np.testing.assert_array_equal(line.get_ydata(), expected.sel(population=name))
     assert ax.get_xscale() == "log"
+    large = np.broadcast_to(np.float32(0), (23, 1 << 12, 1 << 11))  # 64 MiB per row of float64
+    assert _lags(Scan(xr.Dataset({"W": (run.W.dims, large)}, {"step": range(23)}))) == [1, 2, 3, 4]
 
 
 def test_hops(run):
     length = analysis.lattice_displacement(run, ord=1).values
-    ax = FIGURES["lattice_displacement"](run, Canvas().subplots())
+    ax = drawn("lattice_displacement", run)
     for steps, members in zip(ax.patches, (run.is_dead.values, ~run.is_dead.values), strict=True):
         counts, edges, _ = steps.get_data()
         moving = length[:, members][length[:, members] > 0]
@@ -142,28 +137,20 @@ def test_hops(run):
         assert f"unchanged in {share} of {length[:, members].size}" in steps.get_label()
 
 
-def test_speed_density(run):
+def test_speeds_are_counted_at_each_step_or_at_a_few_together(run, make_run):
     pace = analysis.speed(run).values
-    ax = FIGURES["speed_density"](run, Canvas().subplots())
+    ax = drawn("speed_density", run)
     (mesh,) = ax.collections
-    shown = mesh.get_array().filled(0)
-    np.testing.assert_array_equal(shown.sum(0), (pace > 0).sum(1))
-    assert (
-        f"unchanged, not shown: {(pace == 0).mean():.1%}" in ax.get_legend().get_title().get_text()
-    )
-
-
-def test_steps_are_pooled_and_none_left_out(run, monkeypatch):
-    counts = log_histogram(analysis.speed(run).compute())["count"].sel(population="all")
-    monkeypatch.setattr("trajstore.analysis.figures.motion._COLUMNS", 5)
-    pooled, width = pooled_steps(counts)
-    assert width == 5
-    assert pooled.step.values.tolist() == [1, 6, 11, 16, 21]
-    np.testing.assert_array_equal(pooled.sum("step"), counts.sum("step"))
-    np.testing.assert_array_equal(pooled[0], counts[:5].sum("step"))
-    ax = FIGURES["speed_density"](run, Canvas().subplots())
-    bar = next(other for other in ax.figure.axes if other is not ax)
-    assert bar.get_ylabel() == "tokens × steps, 5 steps per column"
+    np.testing.assert_array_equal(mesh.get_array().filled(0).sum(0), (pace > 0).sum(1))
+    assert f"unchanged, not shown: {(pace == 0).mean():.1%}" in notes(ax)
+    moves = np.random.default_rng(0).random(2005) < 0.5  # more steps than columns
+    W = np.append(0, moves.cumsum()).astype("f4").reshape(-1, 1, 1)
+    ax = drawn("speed_density", make_run(W, native="float32"))
+    (mesh,) = ax.collections
+    pooled = np.append(moves, [0, 0]).reshape(-1, 3).sum(1)
+    np.testing.assert_array_equal(mesh.get_array().filled(0).sum(0), pooled)
+    np.testing.assert_array_equal(mesh.get_coordinates()[0, :-1, 0], range(1, 2006, 3))
+    assert second(ax).get_ylabel() == "tokens × steps, 3 steps per column"
 
 
 def test_outliers_are_beyond_the_axis_and_counted():
@@ -172,61 +159,203 @@ def test_outliers_are_beyond_the_axis_and_counted():
     assert central_range(edges, np.array([0, 20, 5000, 5000, 0, 1])) == (10, 10_000)
 
 
-def values(chunks=None):
+def test_every_token_is_counted_once():
     rng = np.random.default_rng(0)
     data = 10 ** rng.uniform(-4, 4, (5, 40))
     data[0, :6] = [0, np.nan, np.inf, -1, 1.0, 0.1]
-    da = xr.DataArray(data, dims=("step", "token"), name="length")
-    da = da.assign_coords(is_dead=("token", np.arange(40) % 3 == 0))
-    return da.chunk(chunks) if chunks else da
-
-
-@pytest.mark.parametrize("chunks", [None, {"step": 2, "token": 7}])
-def test_every_token_is_counted_once(chunks):
-    da = values(chunks)
-    found = log_histogram(da, -3, 3, 2).compute()
+    dead = np.arange(40) % 3 == 0
+    lengths = xr.DataArray(data, {"is_dead": ("token", dead)}, ("step", "token"), "length")
+    found = log_histogram(lengths.chunk(step=2, token=7), -3, 3, 2).compute()
     edges = np.append(found.lower, found.upper[-1])
     np.testing.assert_allclose(edges, np.logspace(-3, 3, 13))
-    for population, members in (
-        ("dead", da.is_dead.values),
-        ("live", ~da.is_dead.values),
-        ("all", slice(None)),
-    ):
+    for population, members in {"dead": dead, "live": ~dead, "all": slice(None)}.items():
         part = found.sel(population=population)
         for row in range(5):
-            numbers = da.values[row, members]
+            numbers = data[row, members]
             inside = numbers[np.isfinite(numbers) & (numbers > 0)]
             # The last class of NumPy's takes its upper edge as well, and nothing lies on it.
             np.testing.assert_array_equal(part["count"][row], np.histogram(inside, edges)[0])
             assert part.zero[row] == (numbers == 0).sum()
             assert part.nan[row] == np.isnan(numbers).sum()
         total = part["count"].sum("value_class") + part.zero + part.outside + part.nan
-        assert (total == da.values[0, members].size).all()
+        assert (total == data[0, members].size).all()
     assert found.outside.sel(population="all")[0] >= 2  # −1 and infinity
 
 
 def test_two_runs_from_their_first_difference_on(run):
     other = run.assign(W=run.W + (run.step >= 5) * np.float32(0.5)).isel(step=slice(0, 20))
-    ax = FIGURES["divergence"](run, Canvas().subplots(), other=other)
+    ax = drawn("divergence", run, other=other)
     found = analysis.divergence(run, other).compute()
-    (right,) = (each for each in ax.figure.axes if each is not ax)
-    for axes, name in ((ax, "distance"), (right, "differing")):
+    for axes, name in ((ax, "distance"), (second(ax), "differing")):
         for line, population in zip(axes.lines[:2], ("dead", "live"), strict=True):
             expected = found[name].sel(population=population)
             np.testing.assert_array_equal(line.get_ydata()[5:], expected[5:])
             assert np.isnan(line.get_ydata()[:5]).all()
-    assert "since step 5" in ax.get_legend().get_title().get_text()
+    assert "since step 5" in notes(ax)
+    assert "never differs" in notes(drawn("divergence", run, other=run))
 
 
 def test_several_runs_and_one_that_never_differs(run):
     others = [run.assign(W=run.W * 2), run]
     found = collect([run, *others], [FIGURES["divergence"]], Options(), labels=["a", "b", "c"])
     (ax,) = draw_sheet(found).axes
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "b", "c", "dead tokens: distance", "live tokens: distance",
-    ]  # fmt: skip
-    note = ax.get_legend().get_title().get_text()
-    assert "b: differs from run" in note
-    assert "c: never differs" in note
-    alone = FIGURES["divergence"](run, Canvas().subplots(), other=run)
-    assert "never differs" in alone.get_legend().get_title().get_text()
+    assert labels_of(ax) == ["b", "c", "dead tokens: distance", "live tokens: distance"]
+    assert "b: differs from run" in notes(ax)
+    assert "c: never differs" in notes(ax)
+
+
+@pytest.mark.parametrize("lattice", ["native", "float16"])
+def test_freeze(lattice, run):
+    expected = analysis.freeze(run, 4, lattice).compute()
+    lines = iter(drawn("freeze", run, lattice=lattice, min_unchanged=4).lines)
+    for population in ("dead", "live"):
+        part = expected.sel(population=population)
+        frozen = next(lines)
+        early = part.frozen_fraction.where(part.step <= 19)
+        np.testing.assert_array_equal(frozen.get_ydata(), early)
+        share = f"{part.frozen_fraction[-1].item():.0%}"  # all that the run knows
+        assert frozen.get_label() == f"{population} tokens: frozen ({share} at step 19)"
+        np.testing.assert_array_equal(next(lines).get_ydata(), part.unchanged_fraction)
+
+
+def shaded(ax):
+    """First and last shaded step."""
+    handles, labels = ax.get_legend_handles_labels()
+    return [
+        (part.get_x(), part.get_x() + part.get_width())
+        for part, label in zip(handles, labels, strict=True)
+        if label.startswith("last 5 steps: ")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["freeze", "last_motion", "lifecycle"])
+def test_the_steps_that_the_end_decides_are_shaded(kind, run):
+    later = kind == "freeze"  # a token is frozen after its last motion
+    for options, expected in (
+        ({}, [(17 + later, 22)]),
+        ({"steps": "4:17"}, []),
+        ({"steps": "4:20"}, [(17 + later, 19)]),
+        ({"steps": "4:20", "within": True}, [(14 + later, 19)]),
+    ):
+        ax = drawn(kind, run, min_unchanged=5, **options)
+        assert shaded(ax) == expected
+    assert ax.get_xlabel().endswith(" (computed from steps 4 to 19 alone)")
+
+
+def test_a_window_shows_what_the_whole_run_gives(run):
+    expected = analysis.freeze(run, 3).frozen_fraction.sel(step=slice(8, 14), population="live")
+    line = drawn("freeze", run, steps="8:15", min_unchanged=3).lines[2]
+    np.testing.assert_array_equal(line.get_xdata(), expected.step)
+    np.testing.assert_array_equal(line.get_ydata(), expected)
+    last = analysis.freeze(run).last_motion.values
+    before, after = ((last >= 0) & (last < 8)).sum(), (last > 14).sum()
+    noted = notes(drawn("last_motion", run, steps="8:15"))
+    assert f"{before} tokens moved last before these steps, {after} after" in noted
+
+
+def test_last_motion(run):
+    last = analysis.freeze(run).last_motion.values
+    ax = drawn("last_motion", run, min_unchanged=4)
+    dead = run.is_dead.values
+    bars = [container.patches for container in ax.containers]
+    for label, members, shown in zip(("dead", "live"), (dead, ~dead), bars, strict=True):
+        counts, _ = np.histogram(last[members][last[members] >= 0], np.arange(24))
+        np.testing.assert_array_equal([bar.get_height() for bar in shown], counts)
+        never, end = (last[members] < 0).sum(), (last[members] > 18).sum()
+        (text,) = (text for text in labels_of(ax) if label in text)
+        assert f"({members.sum()}): {never} never moved, {end} moved in the last 4 steps" in text
+    spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in (bars[0][5], bars[1][5])]
+    assert spans == [(5, 5.5), (5.5, 6)], "overlapping bars would mix their colors"
+
+
+def test_last_motion_of_several_runs_fits_the_axes(run):
+    still = run.assign(W=run.W.where(run.step < 12, run.W.isel(step=11)).chunk(step=6))
+    ax = drawn("last_motion", run, other=still)
+    highest = max(p.get_data().values.max() for p in ax.patches if isinstance(p, StepPatch))
+    assert ax.get_ylim()[1] >= highest
+
+
+def test_last_motion_without_any(run):
+    moving = np.ones(run.W.shape, np.float32) * np.arange(23)[:, None, None]
+    ax = drawn("last_motion", run.assign(W=(run.W.dims, moving)), steps="0:9")
+    assert "no token moved last at these steps" in [text.get_text() for text in ax.texts]
+    assert ax.get_ylim() == (0, 1)
+
+
+def test_lifecycle(run):
+    expected = analysis.lifecycle(run).compute()
+    lines = iter(drawn("lifecycle", run).lines)
+    for members in (run.is_dead.values, ~run.is_dead.values):
+        for name in ("last_jump", "last_local", "last_hop"):
+            line = next(lines)
+            steps = np.sort(np.maximum(expected[name].values[members], 0))
+            np.testing.assert_array_equal(np.unique(line.get_xdata()), np.unique(steps))
+            assert line.get_ydata().max() == 1
+
+
+@pytest.mark.parametrize("color", ["regime", "hop"])
+def test_a_heatmap_with_a_strip_of_dead_tokens(color, run):
+    expected = analysis.heatmap(run, color).update_size.values.T
+    ax = drawn("heatmap", run, color=color)
+    (mesh,) = ax.collections
+    np.testing.assert_array_equal(np.ma.filled(mesh.get_array(), 0), expected)
+    assert "of one token at one step" in notes(ax)
+    assert ("blank: unchanged" in notes(ax)) == (color == "hop")
+    order = np.argsort(analysis.freeze(run).last_motion.values, kind="stable")
+    (strip,) = ax.child_axes
+    np.testing.assert_array_equal(strip.collections[0].get_array()[:, 0], run.is_dead.values[order])
+    labels = labels_of(ax)
+    assert labels[0].startswith("unchanged: no element") == (color == "regime")
+    assert labels[-2:] == ["strip at the right: live tokens", "strip at the right: dead tokens"]
+    assert not drawn("heatmap", run.drop_vars("is_dead")).child_axes
+
+
+def test_the_note_gives_the_size_of_pooled_cells(run):
+    pooled = analysis.heatmap(run, most_steps=4, most_groups=3).compute()
+    ax, look = Canvas().subplots(), RunStyle()
+    FIGURES["heatmap"].draw(ax, pooled, look)
+    assert look.notes == [
+        "color: the most common regime of up to 4 tokens × up to 6 steps per cell"
+        "; strip: mixed colors where a cell holds both kinds"
+    ]
+    assert ax.get_ylim() == (0, 11)
+
+
+def heights(ax, steps):
+    """Of each stack at every step, from below."""
+    tops = [
+        dict.fromkeys(steps, 0.0)
+        | {x: max(y for at, y in layer.get_paths()[0].vertices if at == x) for x in steps}
+        for layer in ax.collections
+    ]
+    return np.array([[top[x] for x in steps] for top in tops])
+
+
+def test_regimes(run):
+    counts = analysis.regimes(run).counts.sel(population="all").compute()
+    there = [name for name in analysis.REGIMES if counts.sel(regime_name=name).any()]
+    ax = drawn("regimes", run)
+    labels = [layer.get_label() for layer in ax.collections]
+    assert [label.partition(":")[0] for label in labels] == there
+    assert labels[-1] == "jump: more than √D cells (L2), D elements"
+    assert REGIME_MEANINGS.keys() == REGIME_COLORS.keys() == {*analysis.REGIMES}
+    expected = counts.sel(regime_name=there).values.T.cumsum(0)
+    assert (expected[-1] == 11).all()
+    assert (heights(ax, counts.step.values) >= expected).all()
+    np.testing.assert_array_equal(heights(ax, counts.step.values)[-1], 11)
+    assert ax.get_ylim() == (0, 11)
+
+
+def test_causes_of_a_population(run):
+    cause = analysis.freeze_cause(run).sel(token=run.token[~run.is_dead.values]).values
+    ax = drawn("freeze_cause", run, population="live")
+    present = [name for at, name in enumerate(analysis.CAUSES) if (cause == at).any()]
+    assert [layer.get_label() for layer in ax.collections] == [
+        name.replace("_", " ") for name in present
+    ]
+    assert set(CAUSE_COLORS) == set(analysis.CAUSES)
+    assert ax.get_ylim() == (0, cause.shape[1])
+    assert "live tokens (7)" in ax.get_ylabel()
+    (rate,) = second(ax).lines
+    np.testing.assert_array_equal(rate.get_ydata(), run.lr[1:])
+    np.testing.assert_array_equal(rate.get_xdata(), run.step[1:])

@@ -11,7 +11,9 @@ from matplotlib.text import Text
 from parameter_tables import parameter_table
 
 from trajstore import analysis
-from trajstore.analysis.figures import FIGURES, figures_of
+from trajstore.analysis.figures import FIGURES, Options, RunStyle, figures_of
+from trajstore.analysis.figures.training import MOST_CELLS
+from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations import row_vectors
@@ -20,6 +22,10 @@ from trajstore.schema import EVALUATION
 
 def drawn(name, ds, **options):
     return FIGURES[name](ds, Canvas().subplots(), **options)
+
+
+def notes(ax):
+    return ax.get_legend().get_title().get_text().replace("\n", " ")
 
 
 def test_logits(run):
@@ -32,20 +38,18 @@ def test_logits(run):
     assert np.isin(expected.logit_max, heights).all()
     assert np.isin(expected.logit_min, heights).all()
     assert right.get_ylim() == (0, 1)
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels[-1] == "probability of all dead tokens"
-
-
-def test_logits_of_some_tokens_are_refused(run):
-    run = run.assign_attrs(recording={"vocabulary": 11})
-    drawn("logit_stats", run)
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == (
+        "probability of all dead tokens"
+    )
+    whole = run.assign_attrs(recording={"vocabulary": 11})
+    drawn("logit_stats", whole)
     with pytest.raises(InvalidArgument, match="all 11 tokens of the vocabulary, got 3"):
-        drawn("logit_stats", run.isel(token=slice(0, 3)))
+        drawn("logit_stats", whole.isel(token=slice(0, 3)))
 
 
 def test_moments(run):
     expected = analysis.moment_plane(run).compute()
-    ax = FIGURES["moments"](run, Canvas().subplots(), population="dead")
+    ax = drawn("moments", run, population="dead")
     mesh = ax.collections[0]
     part = expected.sel(population="dead")
     np.testing.assert_array_equal(mesh.get_array().filled(0), part["count"].values.T)
@@ -55,69 +59,60 @@ def test_moments(run):
     assert "step 22, learning rate 0.0001, dead tokens" in notes(ax)
 
 
-def notes(ax):
-    return ax.get_legend().get_title().get_text().replace("\n", " ")
-
-
 KINDS = ("attn.weight", "mlp.weight")
 
 
-@pytest.fixture
-def model() -> xr.Dataset:
-    """Norms of two kinds of five layers, in the order of a model."""
-    names = ["gpt.wte", *(f"gpt.h.{layer}.{kind}" for layer in range(5) for kind in KINDS)]
-    norms = np.arange(4 * 11, dtype="f4").reshape(4, 11)
+def model(layers):
+    """Norms of two kinds of layers, in the order of a model."""
+    names = ["gpt.wte", *(f"gpt.h.{layer}.{kind}" for layer in range(layers) for kind in KINDS)]
+    norms = np.arange(4 * len(names), dtype="f4").reshape(4, -1)
     return xr.Dataset(
         {"param_norm": (("step", "parameter"), norms)}, {"step": np.arange(4), "parameter": names}
     )
 
 
-def test_a_map_groups_layers_by_kind(model, monkeypatch):
-    ax = FIGURES["layers"](model, Canvas().subplots())
+def test_a_map_groups_layers_by_kind():
+    few = model(5)
+    ax = drawn("layers", few)
     (mesh,) = ax.collections
-    shown = mesh.get_array().reshape(11, 4)
     order = [0, *range(1, 11, 2), *range(2, 11, 2)]
-    np.testing.assert_array_equal(shown, model.param_norm.values.T[order])
+    shown = mesh.get_array().reshape(11, 4)
+    np.testing.assert_array_equal(shown, few.param_norm.values.T[order])
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels[:3] == ["wte", "h.0.attn.weight", "h.1.attn.weight"]
     assert isinstance(mesh.norm, LogNorm)
     assert [line.get_ydata()[0] for line in ax.lines] == [0.5, 5.5]
-    assert "zeros, not shown: 1 layers × steps" in ax.get_legend().get_title().get_text()
-    monkeypatch.setattr("trajstore.analysis.figures.training.NAMES", 10)
-    ax = FIGURES["layers"](model, Canvas().subplots())
-    assert [label.get_text() for label in ax.get_yticklabels()] == [
-        "wte", "h.*.attn.weight", "h.*.mlp.weight",
-    ]  # fmt: skip
-    assert ax.get_yticks().tolist() == [0, 3, 8]
+    assert "zeros, not shown: 1 layers × steps" in notes(ax)
+    ax = drawn("layers", model(20))  # too many to name each
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels == ["wte", "h.*.attn.weight", "h.*.mlp.weight"]
+    assert ax.get_yticks().tolist() == [0, 10.5, 30.5]
 
 
-def test_chosen_layers_are_curves(model):
-    ax = model.traj.plot.layers(parameters="*.3.mlp.weight, *wte", steps="1:")
+def test_chosen_layers_are_curves():
+    few = model(5)
+    ax = few.traj.plot.layers(parameters="*.3.mlp.weight, *wte", steps="1:")
     assert [line.get_label() for line in ax.lines] == ["wte", "h.3.mlp.weight"]
-    np.testing.assert_array_equal(ax.lines[1].get_ydata(), model.param_norm[1:, 8])
+    np.testing.assert_array_equal(ax.lines[1].get_ydata(), few.param_norm[1:, 8])
     assert ax.get_ylabel() == "Frobenius norm of each parameter"
     with pytest.raises(InvalidArgument, match=r"parameter=\*.9.\*, which no layer matches; .*wte"):
-        model.traj.plot.layers(parameters="*.9.*")
-    with pytest.raises(InvalidArgument, match="speed is not a figure of layers, got metric='rms'"):
-        FIGURES["speed"](model, metric="rms")
+        few.traj.plot.layers(parameters="*.9.*")
 
 
-def test_metrics_of_few_steps_without_vectors(monkeypatch):
+def test_metrics_of_few_steps_without_vectors():
     """An update, thinned; a vector has no spectral norm."""
     table = parameter_table({"w": [3, 2], "b": [4]})
-    params = np.random.default_rng(0).normal(size=(9, 10)).astype("f4")
+    params = np.random.default_rng(0).normal(size=(401, 10)).astype("f4")
     ds = xr.Dataset(
-        {"params": (("step", "element"), params)}, {"step": np.arange(9)}, {"parameters": table}
+        {"params": (("step", "element"), params)}, {"step": np.arange(401)}, {"parameters": table}
     )
-    monkeypatch.setattr("trajstore.analysis.figures.training._COLUMNS", 3)
-    ax = FIGURES["layers"](ds, Canvas().subplots(), metric="update:spectral")
+    ax = drawn("layers", ds, metric="update:spectral")
     (line,) = ax.lines
     changes = np.diff(params[:, :6].astype("f8"), axis=0).reshape(-1, 3, 2)
-    expected = [np.linalg.norm(changes[row - 1], 2) for row in (3, 6)]
+    expected = np.linalg.norm(changes[2::3], 2, (1, 2))
     np.testing.assert_allclose(line.get_ydata(), [np.nan, *expected])
-    notes = ax.get_legend().get_title().get_text()
-    assert "1 of every 3 steps" in notes
-    assert "not shown: 1 without finite values" in notes
+    assert "1 of every 3 steps" in notes(ax)
+    assert "not shown: 1 without finite values" in notes(ax)
 
 
 def test_rows_of_a_parameter_are_not_called_tokens(run):
@@ -190,22 +185,24 @@ def test_a_variable_without_a_figure_is_an_error(results):
 
 
 def test_loss(run):
-    ax = FIGURES["loss"](run, Canvas().subplots())
+    ax = drawn("loss", run)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), run.loss)
-    assert (
-        "3.000 at step 1, 2.000 at step 22" not in ax.get_legend().get_title().get_text()
-    )  # row 0 is NaN
-    assert "2.955 at step 1, 2.000 at step 22" in ax.get_legend().get_title().get_text()
+    assert "2.955 at step 1, 2.000 at step 22" in notes(ax), "row 0 is NaN"
 
 
-def test_every_parameter_at_every_step(run, monkeypatch):
-    ax = FIGURES["param_update_lost"](run, Canvas().subplots())
+def test_every_parameter_at_every_step(run):
+    ax = drawn("param_update_lost", run)
     (mesh,) = ax.collections
     shown = mesh.get_array().reshape(3, -1)
     np.testing.assert_array_equal(shown, run.param_update_lost.values[1:].T)
     assert [label.get_text() for label in ax.get_yticklabels()] == run.parameter.values.tolist()
-    monkeypatch.setattr("trajstore.analysis.figures.training.MOST_CELLS", 10)
-    ax = FIGURES["param_update_lost"](run, Canvas().subplots())
-    thinned = ax.collections[0].get_array().reshape(3, -1)
-    np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
-    assert "1 of every 7 steps" in ax.get_legend().get_title().get_text()
+    steps = MOST_CELLS // 8
+    large = xr.Dataset(
+        {"param_update_lost": (("step", "parameter"), np.broadcast_to(0.5, (steps, 20)))},
+        {"step": np.arange(steps), "parameter": [f"p.{number}" for number in range(20)]},
+    )
+    figure, look = FIGURES["param_update_lost"], RunStyle()
+    (data,) = figure.data([Scan(large)], Options())
+    assert data.step.values.tolist() == list(range(1, steps, 3))
+    figure.draw(Canvas().subplots(), data.isel(step=slice(2)), look)
+    assert look.notes == ["1 of every 3 steps"]
