@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
+from trajstore.trainers import capture  # noqa: E402
 
 VOCAB, HIDDEN, BATCH, CONTEXT = 17, 8, 3, 5
 
@@ -61,10 +62,11 @@ def steps(
     clip: float = 0,
     seed: int = 0,
     accumulate: int = 1,
+    after: Callable[[Any, int], None] = lambda model, number: None,
 ) -> Iterator[Any]:
-    """A plain loop; yields the output of the model after each backward pass.
+    """A plain loop; yields the output of the model before each step, when it has clipped.
 
-    Lists keep what each step got and did.
+    Lists keep what each step got and did. `after` may change the model between the steps.
     """
     for number in range(count):
         optimizer.zero_grad()
@@ -74,18 +76,31 @@ def steps(
         if lists is not None:
             lists.add(grad=lists.parameter.grad, loss=output["loss"])
             lists.add(logits=output["logits"][0, -1])
-        yield output
         if clip:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             if lists is not None:
                 lists.add(grad_norm=norm)
+        yield output
         optimizer.step()
         if lists is not None:
             lists.after_step(optimizer)
+        after(model, number)
 
 
 def take_steps(model: Any, optimizer: Any, count: int = 3, **options: Any) -> None:
     deque(steps(model, optimizer, count, **options), maxlen=0)
+
+
+OF_A_LOOP = ("clip", "seed", "accumulate", "after")
+
+
+def trained(model: Any, optimizer: Any, path: Path, count: int = 3, **options: Any) -> Lists:
+    """A plain loop with both recorders; takes the options of `steps` and of `capture`."""
+    of_loop = {name: options.pop(name) for name in OF_A_LOOP if name in options}
+    lists = Lists(model.embedding.weight)
+    with capture(model, optimizer, path, **options):
+        take_steps(model, optimizer, count, lists=lists, **of_loop)
+    return lists
 
 
 class Lists:

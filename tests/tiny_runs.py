@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
+from list_recorder import steps as taken  # noqa: E402
 
 from trajstore.trainers import capture  # noqa: E402
 
@@ -35,15 +36,8 @@ def tiny_run(
     made = optimizer(model.parameters())
     options = {"max_grad_norm": clip, "block_rows": 4} | options
     with capture(model, made, path, **options):
-        for number in range(steps):
-            made.zero_grad()
-            for batch in batches(accumulate, number):
-                (model(**batch)["loss"] / accumulate).backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for _ in taken(model, made, steps, clip=clip, accumulate=accumulate, after=between):
             change(model)
-            made.step()
-            between(model, number)
     return path
 
 

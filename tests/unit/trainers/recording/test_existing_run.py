@@ -329,15 +329,14 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
     loop.run(tmp_path / "lost.zarr", 0, 10, on_step=at_step, **options)
     assert opened(path).step.values.tolist() == [*range(0, 7, every)]
     checkpoint = loop.checkpoint()
+    steps = [step for step in range(0, STEPS + 1, every) if not 6 < step <= 10]
+    expected = opened(unbroken).drop_vars(["W_step_norm", "W_ulp_l1"], errors="ignore")
+    expected = expected.sel(step=steps).load()
     for _ in range(2):  # it may die again before its next checkpoint
         loop.restore(copy.deepcopy(checkpoint))
         loop.run(path, 10, STEPS, resume=True, first_step=10, **options)
         ds = opened(path)
-        steps = [step for step in range(0, STEPS + 1, every) if not 6 < step <= 10]
-        assert ds.step.values.tolist() == steps
-        for name in ds.data_vars.keys() - {"W_step_norm", "W_ulp_l1"}:
-            expected = opened(unbroken)[name].sel(step=steps).values
-            assert ds[name].values.tobytes() == expected.tobytes(), name
+        xr.testing.assert_equal(ds[list(expected)], expected)
         (gap,) = [
             note for note in ds.attrs["notes"] if note["note"].startswith("there are no rows")
         ]
