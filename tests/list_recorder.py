@@ -98,7 +98,7 @@ def trained(model: Any, optimizer: Any, path: Path, count: int = 3, **options: A
     """A plain loop with both recorders; takes the options of `steps` and of `capture`."""
     of_loop = {name: options.pop(name) for name in OF_A_LOOP if name in options}
     lists = Lists(model.embedding.weight)
-    with capture(model, optimizer, path, **options):
+    with capture(model, optimizer, path, **{"fsync": False} | options):
         take_steps(model, optimizer, count, lists=lists, **of_loop)
     return lists
 

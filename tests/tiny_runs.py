@@ -34,7 +34,7 @@ def tiny_run(
     torch.manual_seed(1)
     model = TinyModel(dtype)
     made = optimizer(model.parameters())
-    options = {"max_grad_norm": clip, "block_rows": 4} | options
+    options = {"max_grad_norm": clip, "block_rows": 4, "fsync": False} | options
     with capture(model, made, path, **options):
         for _ in taken(model, made, steps, clip=clip, accumulate=accumulate, after=between):
             change(model)
@@ -47,7 +47,7 @@ def scaled_run(path: Path, *, fused: bool, steps: int = 14, **options: Any) -> P
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
-    with capture(model, optimizer, path, scaler=scaler, max_grad_norm=0.3, **options):
+    with capture(model, optimizer, path, scaler=scaler, max_grad_norm=0.3, fsync=False, **options):
         for batch in batches(steps):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):

@@ -54,7 +54,7 @@ def train(path: Path, *, observe: Any = None, **options: Any) -> Any:
     """Train with micro-batches, and return the hidden states of each step."""
     model = OwnModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"parameter": "embedding.weight", "variables": VARIABLES, **options}
+    options = {"parameter": "embedding.weight", "variables": VARIABLES, "fsync": False, **options}
     lists = Lists(model.embedding.weight)
     states: list[list[Any]] = []
     with capture(model, optimizer, path, **options) as run:

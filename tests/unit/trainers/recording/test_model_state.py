@@ -199,7 +199,7 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
 
 def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> xr.Dataset:
     optimizer = optimizer or adamw(model)
-    options = {"variables": "everything", "block_rows": 4} | options
+    options = {"variables": "everything", "block_rows": 4, "fsync": False} | options
     with capture(model, optimizer, path, **options):
         for _ in train(model, optimizer):
             pass

@@ -59,7 +59,7 @@ def train(
     model, groups = built()
     optimizer = make(groups)
     before_step = change(optimizer)
-    options = {"parameter": "0.weight", "on_note": notes.append} | options
+    options = {"parameter": "0.weight", "on_note": notes.append, "fsync": False} | options
     with capture(model, optimizer, path, **options):
         for step in range(STEPS):
             before_step(step)

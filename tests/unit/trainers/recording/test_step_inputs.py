@@ -43,7 +43,9 @@ def record(
     model = Reader() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     notes: list[str] = []
-    with capture(model, optimizer, path, variables=variables, on_note=notes.append) as recorder:
+    with capture(
+        model, optimizer, path, variables=variables, on_note=notes.append, fsync=False
+    ) as recorder:
         for step in steps:
             optimizer.zero_grad()
             step(model, recorder).square().sum().backward()
