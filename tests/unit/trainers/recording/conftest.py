@@ -55,7 +55,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def optimizer(tiny: Any) -> Any:
     """AdamW of the tiny model."""
-    from list_recorder import adamw
+    from trainings import adamw
 
     return adamw(tiny)
 

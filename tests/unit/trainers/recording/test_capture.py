@@ -18,7 +18,8 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from lazy_streams import Streams  # noqa: E402
-from list_recorder import (  # noqa: E402
+from still_timer import StillTimer, commit_now  # noqa: E402
+from trainings import (  # noqa: E402
     HIDDEN,
     VOCAB,
     Lists,
@@ -28,7 +29,6 @@ from list_recorder import (  # noqa: E402
     take_steps,
     trained,
 )
-from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound  # noqa: E402

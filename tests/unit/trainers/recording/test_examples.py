@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import HIDDEN, Lists, TinyModel, adamw, batches  # noqa: E402  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
+from trainings import HIDDEN, Lists, TinyModel, adamw, batches  # noqa: E402  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
 from trajstore import (  # noqa: E402

@@ -18,8 +18,8 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from crashing import killed  # noqa: E402
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import TinyModel, take_steps  # noqa: E402
 from small_trainings import contents, same_values  # noqa: E402
+from trainings import TinyModel, take_steps  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked  # noqa: E402

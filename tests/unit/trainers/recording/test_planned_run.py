@@ -13,12 +13,12 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from hf_trainings import tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import (  # noqa: E402
+from small_trainings import TEXT, small_config  # noqa: E402
+from trainings import (  # noqa: E402
     VOCAB,
     TinyModel,
     take_steps,
 )
-from small_trainings import TEXT, small_config  # noqa: E402
 
 from trajstore import (  # noqa: E402
     analysis,

@@ -11,8 +11,8 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import adamw as adamw_of  # noqa: E402
-from list_recorder import steps, take_steps  # noqa: E402
+from trainings import adamw as adamw_of  # noqa: E402
+from trainings import steps, take_steps  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.analysis import adam_update, moment_error  # noqa: E402

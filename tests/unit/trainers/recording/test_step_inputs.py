@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, TinyModel  # noqa: E402
-from recorded_models import same  # noqa: E402
+from trainings import (  # noqa: E402
+    HIDDEN,
+    VOCAB,
+    TinyModel,
+    same,
+)
 
 from trajstore import open_run  # noqa: E402
 from trajstore.errors import InvalidArgument  # noqa: E402
