@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +83,8 @@ def test_the_help_says_that_a_range_of_steps_excludes_its_end() -> None:
     assert "step=0:500 (steps 0 to 499) or step=::10" in said
 
 
-FORKED = SimpleNamespace(training=SimpleNamespace(steps=9))
-COMPUTED: list[Any] = [
+TRAINERS = "trajstore.trainers"
+OPTIONS: list[Any] = [
     (
         "export {run} -o o.zarr --block-rows 64 --encoding compact",
         "trajstore.exchange.export.export",
@@ -106,27 +105,24 @@ COMPUTED: list[Any] = [
         "trajstore.analysis.figures.figure.Options",
         {"color": "hop"},
     ),
-]
-TRAINED: list[Any] = [
     (
         "evaluate {run} f.py:g -o o --select step=0:9 --constructor m.py:make",
-        "evaluate",
+        f"{TRAINERS}.evaluate",
         {"steps": "0:9", "constructor": "m.py:make"},
     ),
     (
         "fork {run} --at 3 -o o.zarr --no-fsync --overwrite --threads 2",
-        "fork",
+        f"{TRAINERS}.fork",
         {"at": 3, "fsync": False, "overwrite": True, "settings": ["training.threads=2"]},
     ),
-    ("fork {run} --at 3 -o o.zarr --fsync", "fork", {"fsync": True}),
+    ("fork {run} --at 3 -o o.zarr --fsync", f"{TRAINERS}.fork", {"fsync": True}),
     (
         "record --preset gatsby --dry-run --corpus a.txt --tokenizer b/",
-        "plan",
+        f"{TRAINERS}.plan",
         {"corpus": "a.txt", "tokenizer": "b/"},
     ),
-    ("what-if {run} -o o.zarr --overwrite", "what_if", {"overwrite": True}),
-    ("fetch gatsby --source b", "fetch", {"source": "b"}),
-    ("fetch gatsby --sha256 a1", "fetch", {"sha256": "a1"}),
+    ("what-if {run} -o o.zarr --overwrite", f"{TRAINERS}.what_if", {"overwrite": True}),
+    ("fetch gatsby --source b --sha256 a1", f"{TRAINERS}.fetch", {"source": "b", "sha256": "a1"}),
 ]
 
 
@@ -134,54 +130,48 @@ class Called(Exception):
     """The function was called, with these arguments."""
 
 
-@pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
+def _arguments(line: str, function: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The arguments with which a command calls a function."""
-    monkeypatch.chdir(tmp_path)
 
-    def run(line: str, function: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def call(*arguments: Any, **given: Any) -> None:
-            raise Called(arguments, given)
+    def call(*arguments: Any, **given: Any) -> None:
+        raise Called(arguments, given)
 
-        monkeypatch.setattr(function, call, raising=False)
-        done = CliRunner().invoke(main, line.split())
-        assert isinstance(done.exception, Called), done.output + repr(done.exception)
-        return done.exception.args  # type: ignore[return-value]
+    replaced: dict[str, Any] = {function: call}
+    if line.startswith("fork"):  # no preset made the run
+        forked = SimpleNamespace(training=SimpleNamespace(steps=9))
+        replaced[f"{TRAINERS}.commands.training_commands._forked"] = lambda *given: forked
+    for name, replacement in replaced.items():
+        monkeypatch.setattr(name, replacement, raising=False)
+    done = CliRunner().invoke(main, line.split())
+    assert isinstance(done.exception, Called), done.output + repr(done.exception)
+    return done.exception.args
 
-    return run
 
-
-@pytest.mark.parametrize(("line", "function", "options"), COMPUTED)
+@pytest.mark.parametrize(
+    ("line", "function", "options"),
+    [pytest.param(*one, marks=[pytest.mark.torch] * (TRAINERS in one[1])) for one in OPTIONS],
+)
 def test_an_option_reaches_the_function(
-    line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path, called: Any
-) -> None:
-    (tmp_path / "other.zarr").symlink_to(sample)
-    _, given = called(line.format(run=sample, other=tmp_path / "other.zarr"), function)
-    assert options.items() <= given.items()
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("line", "function", "options"), TRAINED)
-def test_an_option_reaches_the_training(
-    line: str,
-    function: str,
-    options: dict[str, Any],
-    sample: Path,
-    called: Any,
+    line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("torch")
-    forked = "trajstore.trainers.commands.training_commands._forked"
-    monkeypatch.setattr(forked, lambda *given: FORKED)
-    _, given = called(line.format(run=sample), f"trajstore.trainers.{function}")
+) -> None:  # fmt: skip
+    if TRAINERS in function:
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.zarr").symlink_to(sample)
+    line = line.format(run=sample, other="other.zarr")
+    _, given = _arguments(line, function, monkeypatch)
     assert options.items() <= given.items()
 
 
 @pytest.mark.torch
-def test_options_of_the_configuration_reach_it(called: Any) -> None:
+def test_options_of_the_configuration_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
     line = "record --preset gatsby --encoding compact --every 2 --seed 3"
-    (config, *_), _ = called(line, "trajstore.trainers.record")
+    (config, *_), _ = _arguments(line, f"{TRAINERS}.record", monkeypatch)
     assert (config.recording.encoding, config.recording.every) == ("compact", 2)
     assert config.training.seed == 3
 
@@ -324,12 +314,11 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     unknown = scheduled_run(tmp_path / "unknown.zarr", recorded=False, on_note=notes.append)
     stored = information(unknown)["arrays"]
     shares = ", ".join(f"{1 / stored[name]['ratio']:.0%}" for name in ("W", "exp_avg"))
-    assert notes == [
-        "not all rows of W, exp_avg could be computed from the rows before, so these arrays take "
-        f"{shares} of their uncompressed bytes; the run does not hold hyperparameters"
-    ]
+    (note,) = notes
+    assert note.startswith("not all rows of W, exp_avg could be computed")
+    assert f"{shares} of their uncompressed bytes; the run does not hold hyperparameters" in note
     for command in ("info", "summary"):
-        assert f"Note: {notes[0]}." in printed(command, unknown)
+        assert f"Note: {note}." in printed(command, unknown)
     without, variables = tmp_path / "without.zarr", {"W": "float32"}
     with RunWriter.create(without, token=[0], hidden=1, variables=variables, encoding="compact"):
         pass
