@@ -54,6 +54,8 @@ def test_arrays_are_mapped_by_the_user(tmp_path: Path) -> None:
     options = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
     ds, _ = imported(tmp_path, arrays, **options)
     assert ds.step.values.tolist() == (KNOWN.steps * 50).tolist()
+    with pytest.raises(FormatError, match="but is read as W, expected"):
+        imported(tmp_path, arrays, map={"W": "n"})
     for name in ("W", "grad", "loss"):
         assert same(ds, name, KNOWN.values[name])
     ds, done = imported(tmp_path, arrays, map={"W": "x", "ignore": ("dW", "n")})
@@ -67,7 +69,7 @@ def test_arrays_are_mapped_by_the_user(tmp_path: Path) -> None:
         ({"map": {"weights": "W"}}, "no kind 'weights'"),
         ({"map": {"W": "y"}}, "holds no 'y'"),
         ({"map": {"W": "W", "loss": "W"}}, "got W mapped to W and to loss"),
-        ({"labels": {"steps": "0,1,2,3,5,5"}}, "got 6 steps from .*, expected 6 that increase"),
+        ({"labels": {"steps": "0,1,2,3,5,5"}}, "expected 6 that increase"),
         ({"labels": {"steps": "a"}}, "got steps 'a'"),
         ({"labels": {"steps": "0:9999999999999:1"}}, "got 9999999999999 steps"),
         ({"labels": {"rows": "0:6"}}, "got labels of rows, expected steps"),
@@ -82,13 +84,15 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
 def test_labels_that_the_user_names_are_kept(tmp_path: Path) -> None:
     counted = [0, 1, 3, 5, 7, 9]  # callbacks
     arrays = {"W": series("W"), "steps": np.array(counted)}
-    for text, expected in (
-        ("0,1,2,3,5,9", [0, 1, 2, 3, 5, 9]),
-        ("7:13", [*range(7, 13)]),
-        ("steps", counted),
-    ):
+    for text, expected in (("0,1,2,3,5,9", [0, 1, 2, 3, 5, 9]), ("steps", counted)):
         ds, _ = imported(tmp_path, arrays, labels={"steps": text})
         assert ds.step.values.tolist() == expected
+    arrays["steps"] = arrays["steps"][::-1].copy()  # replaced, so not read
+    ds, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
+    assert ds.step.values.tolist() == [*range(0, 60, 10)]
+    (line,) = [line for line in done.table if line.name == "steps"]
+    assert (line.kind, line.why) == ("", "replaced by the given steps")
+    arrays["steps"] = np.array(counted)
     ds, done = imported(tmp_path, arrays)
     assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5]
     assert any("labels={'steps': 'steps'} keeps its labels" in note for note in done.notes)
@@ -162,15 +166,6 @@ def test_resumed_files_lack_the_results_of_their_first_step(tmp_path: Path) -> N
     ds, done = imported(tmp_path, arrays | {"steps": KNOWN.steps + 100})
     assert (ds.grad.values[0] == 0).all()
     assert any("g of step 100, the first row, is 0 or NaN" in note for note in done.notes)
-
-
-def test_options_are_reported_in_the_table(tmp_path: Path) -> None:
-    arrays = {"W": series("W"), "steps": np.arange(6)[::-1].copy(), "nll": series("loss")}
-    _, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
-    (line,) = [line for line in done.table if line.name == "steps"]
-    assert (line.kind, line.why) == ("", "replaced by the given steps")
-    with pytest.raises(FormatError, match="but is read as W, expected"):
-        imported(tmp_path, arrays, map={"W": "nll"})
 
 
 def test_a_mapped_array_keeps_the_alignment_and_the_place_of_its_kind(tmp_path: Path) -> None:
