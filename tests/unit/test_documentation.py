@@ -56,9 +56,10 @@ PUBLIC = {
 
 SECONDS = {
     *(f"docs/howto/{name}.md" for name in (
-        "export", "monitor", "own-model", "plot", "token-groups", "verify-repair"
+        "develop", "export", "monitor", "own-model", "plot", "token-groups", "verify-repair"
     )),
     "docs/reference/quantities.md",
+    "docs/start/tutorial.md",
 }  # fmt: skip
 """Pages that take long; tests of the functions and commands compute and draw the same."""
 

@@ -253,26 +253,25 @@ def test_wrong_calls_are_one_sentence(file: Path, arguments: str, message: str) 
 
 
 def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
+    def info(*words: object, rc: int) -> Result:
+        done = CliRunner().invoke(main, ["info", *map(str, words)])
+        assert done.exit_code == rc, done.output
+        return done
+
     for seed in (1, 2):
-        config = {"training": {"seed": seed}}
-        with begin(tmp_path / f"{seed}.zarr", config=config) as run:
+        with begin(tmp_path / f"{seed}.zarr", config={"training": {"seed": seed}}) as run:
             extend(run, range(4))
-    done = CliRunner().invoke(main, ["info", str(tmp_path)])
-    assert done.exit_code == 0
-    assert "final loss" in done.stdout
-    assert done.stdout.count("4.7000") == 2
+    printed = info(tmp_path, rc=0).stdout
+    assert "final loss" in printed
+    assert printed.count("4.7000") == 2
     (tmp_path / "none.zarr").mkdir()
-    done = CliRunner().invoke(main, ["info", f"{tmp_path}/*.zarr", "--json"])
-    assert done.exit_code == 1, "one of them is no run"
+    done = info(f"{tmp_path}/*.zarr", "--json", rc=1)  # one of them is no run
     assert "none.zarr" in done.stderr
     first, second = json.loads(done.stdout)
     assert second["differing_settings"] == {"config.training.seed": 2}
     assert first["committed_rows"] == 4
-    done = CliRunner().invoke(main, ["info", str(tmp_path / "1.zarr"), str(tmp_path / "3.zarr")])
-    assert (done.exit_code, done.stderr) == (
-        1, f"trajstore: there is no run at {tmp_path / '3.zarr'}; "
-        f"runs in {tmp_path}: 1.zarr, 2.zarr\n",
-    )  # fmt: skip
+    done = info(tmp_path / "1.zarr", tmp_path / "3.zarr", rc=1)
+    assert f"no run at {tmp_path / '3.zarr'}; runs in {tmp_path}: 1.zarr, 2.zarr\n" in done.stderr
     assert "1.zarr" in done.stdout
 
 

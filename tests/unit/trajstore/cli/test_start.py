@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shlex
 import signal
 import subprocess
@@ -108,15 +107,6 @@ def test_results_helps_and_errors_can_be_printed(
     assert r"there is no run at no-\u6f22.zarr" in shown["info no-漢.zarr"]
     one, other = "漢…▁█—é".encode(encoding, "trajstore.similar"), r"\u6f22~_#-"
     assert one == (other + r"\xe9" if encoding == "ascii" else other + "é").encode(encoding)
-
-
-def test_info_in_the_locale_c(small_run: Run) -> None:
-    code = "from trajstore.cli.start import main; main()"
-    command = [sys.executable, "-c", code, "info", str(small_run[0])]
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(command, capture_output=True, env=os.environ | plain, timeout=60)
-    assert b"11 x 10 x 6" in done.stdout
-    assert done.stderr == b""
 
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,7 +13,7 @@ import pytest
 from exchange_runs import assert_same_run
 
 import trajstore
-from trajstore.errors import FormatError, InvalidArgument, MissingExtra
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.formats.hdf5 import Hdf5File
 
 h5py = pytest.importorskip("h5py")
@@ -101,15 +101,6 @@ def test_attributes_that_list_tokens_are_refused(tmp_path: Path) -> None:
     given: dict[str, Any] = {"masks": tmp_path / "dead_ids.npy", "map": {"ignore": "dead_ids"}}
     done = trajstore.import_file(file, tmp_path / "run.zarr", **given)
     assert np.flatnonzero(trajstore.open_run(done.path).is_dead.values).tolist() == [1, 3]
-
-
-def test_a_missing_extra_is_named(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(MissingExtra, match="the extra hdf5"):
-        trajstore.export(small_run[0], tmp_path / "f.h5", format="hdf5")
-    assert [path.name for path in tmp_path.iterdir()] == [small_run[0].name]
 
 
 def test_links_are_named_and_never_followed(tmp_path: Path) -> None:
