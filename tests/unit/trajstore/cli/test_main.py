@@ -189,14 +189,8 @@ def test_another_package_adds_a_command_and_an_accessor(site: Path, example_run:
         "print(xarray.open_dataset(sys.argv[1]).loud.tokens(3))\n"
     )
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code, example_run],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    words, env = [sys.executable, "-c", code, str(example_run)], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, text=True, check=True)
     shown, again = done.stdout.splitlines(keepends=True)
     assert f"$ trajstore loudest gatsby.zarr --step 3\n{shown}" in PAGE
     assert again == shown
@@ -255,13 +249,12 @@ for number in range(3):
 print("still heard by nobody", file=sys.stderr, flush=True)
 out.print("done")
 """
+    words = [sys.executable, "-c", code]
     readable, writable = os.pipe()
     os.close(readable)
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writable, text=True, timeout=60
-    )
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=writable, timeout=60)
     os.close(writable)
-    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert (done.returncode, done.stdout) == (0, b"done\n")
 
 
 def test_a_command_prints_options_in_place_of_arguments() -> None:

@@ -243,18 +243,15 @@ def test_memory_does_not_grow_with_an_uncompressed_chunk(tmp_path: Path) -> None
     shape = (96, 1024, 512)  # 96 MiB in one chunk
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("W", data=np.ones(shape, "u2"), chunks=shape)
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from trajstore.formats.hdf5 import Hdf5File\n"
-        "with Hdf5File(sys.argv[1]) as file:\n"
-        "    for row in range(0, 96, 4):\n"
-        "        assert (file.read('W', row, row + 4) == 1).all()\n"
-        "status = Path('/proc/self/status').read_text()\n"
-        "print(status.partition('VmHWM:')[2].split()[0])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "f.h5")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    code = """
+import sys
+from pathlib import Path
+from trajstore.formats.hdf5 import Hdf5File
+with Hdf5File(sys.argv[1]) as file:
+    for row in range(0, 96, 4):
+        assert (file.read("W", row, row + 4) == 1).all()
+print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+"""
+    words = [sys.executable, "-c", code, str(tmp_path / "f.h5")]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     assert int(done.stdout) < 110 << 10  # KiB; the interpreter and its libraries take half of it

@@ -48,10 +48,7 @@ def test_float32_is_covered_by_one_power_of_two() -> None:
     ("native", "beta", "form", "factor", "share"),
     [
         ("bfloat16", 0.999, "product", 0, 1),
-        ("bfloat16", 0.998, "product", 0, 0.9532),
         ("bfloat16", 0.997, "product", 0, 0.2969),
-        ("bfloat16", 0.996, "product", 0, 0),
-        ("bfloat16", 0.9, "lerp", 0, 0),
         ("bfloat16", 0.0, "lerp", 2, 0),
         ("bfloat16", 0.99, "once", 2, 0),
         ("bfloat16", 0.999, "once", 2, 1),
