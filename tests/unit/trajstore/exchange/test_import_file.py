@@ -109,8 +109,9 @@ def test_targets_and_sources_that_are_not_there(tmp_path: Path) -> None:
 
     # A failure leaves what was there as it was.
     recorder_file(file)
-    with pytest.raises(KeyboardInterrupt):
-        trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, on_progress=interrupt)
+    for name in ("run.zarr", "new.zarr"):
+        with pytest.raises(KeyboardInterrupt):
+            trajstore.import_file(file, tmp_path / name, overwrite=True, on_progress=interrupt)
     recorder_file(file, embeddings=None)
     with pytest.raises(FormatError):
         trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
