@@ -26,10 +26,13 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from click.testing import CliRunner
+from packaging.version import Version
 
 from trajstore.cli.command_options import runs_and_names
 from trajstore.cli.main import main
+from trajstore.installation import __version__
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -56,9 +59,10 @@ PUBLIC = {
 
 SECONDS = {
     *(f"docs/howto/{name}.md" for name in (
-        "export", "monitor", "own-model", "plot", "token-groups", "verify-repair"
+        "develop", "export", "monitor", "own-model", "plot", "token-groups", "verify-repair"
     )),
     "docs/reference/quantities.md",
+    "docs/start/tutorial.md",
 }  # fmt: skip
 """Pages that take long; tests of the functions and commands compute and draw the same."""
 
@@ -121,56 +125,40 @@ def blocks(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
-def test_every_block_is_found() -> None:
+def test_every_block_and_every_comment_is_of_a_page() -> None:
     text = "".join(map(by_hand, PAGES))
     assert len(BLOCKS) == len(re.findall(r"^ *```(?:python|sh)\b", text, re.MULTILINE))
     assert len(BLOCKS) > 100
+    assert text.count("<!--") == sum(block.mark is not None for block in BLOCKS)
 
 
 def test_the_gallery_has_every_figure() -> None:
     from trajstore.analysis.figures import FIGURES
 
     page = (ROOT / "docs" / "reference" / "figures.md").read_text()
-    missing = [
-        name
-        for name in FIGURES
-        if not any(
-            re.search(
-                rf"^trajstore plot {run}( \S+\.zarr)? {name}( --.+)?\n```\n\n!\[",
-                page,
-                re.MULTILINE,
-            )
-            for run in LONG
-        )
-    ]
-    assert missing == []
+    shown = rf"^trajstore plot (?:{'|'.join(LONG)})(?: \S+\.zarr)? (\w+)(?: --.+)?\n```\n\n!\["
+    assert {*FIGURES} - {*re.findall(shown, page, re.MULTILINE)} == set()
 
 
-@pytest.mark.parametrize("page", [*PAGES, Path("CONTRIBUTING.md")], ids=str)
-def test_links_and_paths_lead_to_files(page: Path) -> None:
+def test_links_and_paths_lead_to_files() -> None:
     """Links within docs/ are held against headings too, when the site is built."""
-    text = by_hand(page)
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text)
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
-    paths = re.findall(rf"\b(?:{FOLDERS})/[\w/]*(?:\.py|(?=`))", text)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    for page in (*PAGES, Path("CONTRIBUTING.md")):
+        text = by_hand(page)
+        links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text)
+        links = [str((ROOT / page).parent.joinpath(link)) for link in links]
+        links += re.findall(rf"\b(?:{FOLDERS})/[\w/]*(?:\.py|(?=`))", text)
+        assert [link for link in links if not (ROOT / link).exists()] == [], page
 
 
-def test_contributing_has_a_line_for_every_package() -> None:
+def test_contributing_names_every_package_and_modules_that_there_are() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    packages = {
-        f"`{package}/{path.parent.name}/`"
-        for package in ("trajstore", "trainers", "analysis")
-        for path in (ROOT / package).glob("*/__init__.py")
-        if not path.parent.is_symlink()
-    }
-    assert {package for package in packages if f"| {package} |" not in text} == set()
-
-
-def test_contributing_names_modules_that_there_are() -> None:
-    named = re.findall(r"`(?:\w+/)*(\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
+    for package in ("trajstore", "trainers", "analysis"):
+        for path in (ROOT / package).glob("*/__init__.py"):
+            name = f"`{package}/{path.parent.name}/`"
+            assert f"| {name} |" in text or path.parent.is_symlink(), name
     folders = [ROOT / name for name in FOLDERS.split("|")]
-    assert {*named} <= {path.name for folder in folders for path in folder.rglob("*.py")}
+    there = {path.name for folder in folders for path in folder.rglob("*.py")}
+    assert {*re.findall(r"`(?:\w+/)*(\w+\.py)`", text)} <= there
 
 
 def test_dotted_names_lead_to_something() -> None:
@@ -198,24 +186,13 @@ def is_there(name: str) -> bool:
     return re.search(rf"\b{last}\b", Path(module.origin).read_text()) is not None
 
 
-def test_every_comment_marks_a_block() -> None:
-    for page in PAGES:
-        marks = re.findall(r"<!--", by_hand(page))
-        assert len(marks) == sum(block.mark is not None for block in blocks(page)), page
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_commands_have_the_options_they_are_given(page: Path) -> None:
+def test_blocks_of_a_page_could_run(page: Path) -> None:
+    """Commands have the options they are given; Python imports public names."""
     for block in blocks(page):
         if block.language == "sh":
             for words in block.commands():
                 check_command(words, block.where)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_python_that_is_not_run_could_be(page: Path) -> None:
-    for block in blocks(page):
-        if block.language != "python":
             continue
         tree = ast.parse(block.code, filename=block.where)
         for node in ast.walk(tree):
@@ -333,3 +310,43 @@ def known_names(command: str) -> dict[str, set[str]]:
         "record": {"preset_name": named},
         "export": {"layout": {*EXPORT_LAYOUTS}},
     }.get(command, {})
+
+
+def test_the_changelog_and_the_citation_name_the_last_release() -> None:
+    """It is this version, or this is a development version of a later one."""
+    titles = re.findall(r"^## \[(.+?)\](?: – (\d{4}-\d{2}-\d{2}))?$", _text("CHANGELOG.md"), re.M)
+    assert titles[0] == ("Unreleased", "")
+    version, date = titles[1]
+    here = Version(__version__)
+    assert here == Version(version) or (here.is_devrelease and here > Version(version))
+    cited = yaml.safe_load(_text("CITATION.cff"))
+    assert cited["cff-version"] == "1.2.0"
+    assert cited["version"] == version
+    assert str(cited["date-released"]) == date
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".github/workflows/check.yml",
+        ".github/workflows/release.yml",
+        ".github/ISSUE_TEMPLATE/bug.yml",
+        ".github/ISSUE_TEMPLATE/wish.yml",
+        ".pre-commit-config.yaml",
+        ".readthedocs.yaml",
+    ],
+)
+def test_what_other_programs_read_can_be_read(name: str) -> None:
+    assert isinstance(yaml.safe_load(_text(name)), dict)
+
+
+def test_the_workflow_runs_what_there_is_to_run() -> None:
+    jobs = yaml.safe_load(_text(".github/workflows/check.yml"))["jobs"]
+    targets = set(re.findall(r"^(\w+):.*##", _text("Makefile"), re.M))
+    versions = {entry["versions"] for entry in jobs["versions"]["strategy"]["matrix"]["include"]}
+    assert versions <= targets
+    assert any(step.get("run") == "bash .ci/run" for step in jobs["whole"]["steps"])
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()

@@ -1,8 +1,12 @@
-"""Pages of docs/reference/ against the code that they describe; `make reference` writes parts."""
+"""Pages of docs/reference/ and docstrings against the code that they describe.
+
+`make reference` writes parts of the pages. pytest runs the examples of all packages.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -96,3 +100,30 @@ def test_every_preset_is_described() -> None:
     for _, name, changes in rows("presets.md", "Flannel, Thimble and Crucible"):
         config = preset(name.strip("`"))
         assert "`" not in changes or config.with_values(re.findall("`(.+?)`", changes)) != config
+
+
+PACKAGES = (
+    "trajstore",
+    "trajstore.analysis",
+    pytest.param("trajstore.trainers", marks=pytest.mark.torch),
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_function_has_an_example(package: str) -> None:
+    if package == "trajstore.trainers":
+        pytest.importorskip("torch")
+    facade = importlib.import_module(package)
+    functions = {
+        name: found for name in facade.__all__ if inspect.isfunction(found := getattr(facade, name))
+    }
+    assert functions
+    assert [name for name, found in functions.items() if ">>>" not in (found.__doc__ or "")] == []
+
+
+@pytest.mark.parametrize("package", ["trajstore", "analysis", "trainers"])
+def test_no_example_is_skipped(package: str) -> None:
+    skipped = [
+        path for path in (ROOT / package).rglob("*.py") if "doctest: +SKIP" in path.read_text()
+    ]
+    assert skipped == []

@@ -55,73 +55,60 @@ def ask(
     return k
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"ds": xr.Dataset()},
-        {"k": np.int64(3)},
-        {"k": np.array(3)},
-        {"k": xr.DataArray([4, 5])[1]},
-        {"share": 1},
-        {"window": 2, "above": 1e-9},
-        {"share": Fraction(1, 3)},
-        {"share": np.float32(0.5)},
-        {"name": np.str_("dead")},
-        {"name": xr.DataArray(["dead", "live"])[0]},
-        {"steps": np.arange(3)},
-        {"steps": xr.DataArray([1, 2])},
-        {"steps": da.from_array(_NotComputed((3,), "i8"), chunks=3, meta=np.empty(0, "i8"))},
-        {"steps": np.array([])},
-        {"levels": [1, 0.5]},
-        {"names": ("a", "b")},
-        {"since": "previous"},
-        {"optimizer": {}},
-        {"path": Path()},
-        {"flag": True},
-        {"tokens": {1}},  # such types are not checked
-        {"rest": "a"},
-    ],
-    ids=str,
-)
-def test_arguments_of_the_annotated_types_pass(given):
-    assert ask(**given) == given.get("k", 1)
+LAZY = da.from_array(_NotComputed((3,), "i8"), chunks=3, meta=np.empty(0, "i8"))
+FITTING = {
+    "ds": [xr.Dataset()],
+    "share": [1, Fraction(1, 3), np.float32(0.5)],
+    "window": [2],
+    "above": [1e-9],
+    "name": [np.str_("dead"), xr.DataArray(["dead", "live"])[0]],
+    "steps": [np.arange(3), xr.DataArray([1, 2]), LAZY, np.array([])],
+    "levels": [[1, 0.5]],
+    "names": [("a", "b")],
+    "since": ["previous"],
+    "optimizer": [{}],
+    "path": [Path()],
+    "flag": [True],
+    "tokens": [{1}],  # such types are not checked
+    "rest": ["a"],
+}
+
+
+def test_arguments_of_the_annotated_types_pass():
+    for name, values in FITTING.items():
+        for value in values:
+            assert ask(**{name: value}) == 1
+    for number in (np.int64(3), np.array(3), xr.DataArray([4, 3])[1]):
+        assert ask(k=number) == 3
+
+
+LIST = "expected a list of whole numbers or a whole number or None"
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("name", "values", "expected"),
     [
-        ({"ds": xr.DataArray([1])}, "got ds=DataArray .*, expected a Dataset or None"),
-        ({"k": "a"}, "got k='a', expected a whole number$"),
-        ({"k": 1.5}, "got k=1.5, expected a whole number$"),
-        ({"window": 1.0}, "got window=1.0, expected a whole number of at least 2 or None$"),
-        ({"k": True}, "got k=True, expected a whole number$"),
-        ({"k": np.array([1])}, r"got k=ndarray of shape \(1,\) and type int64, expected a whole"),
-        ({"window": 1}, "got window=1, expected a whole number of at least 2 or None$"),
-        ({"above": 0}, "got above=0, expected a number above 0$"),
-        ({"above": np.nan}, "got above=nan, expected a number above 0$"),
-        ({"share": "0.5"}, "got share='0.5', expected a number$"),
-        ({"name": ["dead"]}, r"got name=\['dead'\], expected a string or None"),
-        ({"steps": slice(3)}, "expected a list of whole numbers or a whole number or None"),
-        ({"steps": [1.5]}, "expected a list of whole numbers"),
-        ({"steps": np.zeros((2, 2), int)}, "expected a list of whole numbers"),
-        ({"steps": "12"}, "expected a list of whole numbers"),
-        ({"levels": 0.5}, "got levels=0.5, expected a list of numbers"),
-        ({"names": "ab"}, "got names='ab', expected a list of strings"),
-        ({"names": {"a": 1}}, "expected a list of strings"),
-        ({"metric": "norm"}, "got metric='norm', expected 'ulp' or 'ordinal'"),
-        ({"since": "first"}, "got since='first', expected a whole number or 'previous'"),
-        (
-            {"optimizer": "adam"},
-            "optimizer='adam', expected a mapping of strings to values or None",
-        ),
-        ({"path": 3}, "got path=3, expected a string or a PathLike"),
-        ({"flag": 1}, "got flag=1, expected True or False"),
+        ("ds", [xr.DataArray([1])], "got ds=DataArray .*, expected a Dataset or None"),
+        ("k", ["a", 1.5, True], "got k=('a'|1.5|True), expected a whole number$"),
+        ("k", [np.array([1])], r"got k=ndarray of shape \(1,\) and type int64"),
+        ("window", [1, 1.0], "expected a whole number of at least 2 or None$"),
+        ("above", [0, np.nan], "expected a number above 0$"),
+        ("share", ["0.5"], "expected a number$"),
+        ("name", [["dead"]], "expected a string or None"),
+        ("steps", [slice(3), [1.5], np.zeros((2, 2), int), "12"], LIST),
+        ("levels", [0.5], "expected a list of numbers"),
+        ("names", ["ab", {"a": 1}], "expected a list of strings"),
+        ("metric", ["norm"], "got metric='norm', expected 'ulp' or 'ordinal'"),
+        ("since", ["first"], "expected a whole number or 'previous'"),
+        ("optimizer", ["adam"], "expected a mapping of strings to values or None"),
+        ("path", [3], "expected a string or a PathLike"),
+        ("flag", [1], "expected True or False"),
     ],
-    ids=str,
 )
-def test_an_argument_of_a_wrong_type_is_an_error(given, expected):
-    with pytest.raises(InvalidArgument, match=expected):
-        ask(**given)
+def test_an_argument_of_a_wrong_type_is_an_error(name, values, expected):
+    for value in values:
+        with pytest.raises(InvalidArgument, match=expected):
+            pytest.fail(f"{value!r}: {ask(**{name: value})}")
 
 
 def test_positional_arguments_and_errors_of_python():
@@ -141,82 +128,71 @@ NAN = float("nan")
 W = np.ones((2, 3), "float32")
 
 NOT_EXACT = {
-    "int64": {
-        "float": [1.5, 0],
-        "whole float": [1.0, 0],
-        "bool": [True, 0],
-        "text": ["1", "0"],
-        "None": [None, 0],
-        "negative": [-1, 0],
-        "above int64": [2**63, 0],
-        "uint64": np.array([2**63, 0], "uint64"),
-        "masked": np.ma.array([1, 0], mask=[True, False]),
-        "array of float": np.array([1.5, 0]),
-        "array of bool": np.array([True, False]),
-        "array of 2 dimensions": np.zeros((2, 2), int),
-        "number": 1,
-    },
-    "int32": {"above int32": [2**31, 0], "far above": [10**10, 1]},
-    "bool": {
-        "float": [0.3, 1],
-        "NaN": [NAN, 1],
-        "2": [2, 0],
-        "text": ["True", "False"],
-        "None": [None, True],
-        "array of uint8": np.array([255, 0], "uint8"),
-    },
-    "string": {"number": ["a", 3], "bytes": [b"a", b"b"], "surrogate": ["a", "\ud800"]},
-}
-NOT_JSON = {
-    "NaN": {"a": NAN},
-    "infinity": {"a": [1.0, float("inf")]},
-    "float32": {"a": np.float32(0.1)},
-    "array": {"a": np.zeros(2)},
-    "int key": {1: "a"},
-    "inner int key": {"a": {1: "a"}},
-    "tuple": {"betas": (0.9, 0.99)},
-    "set": {"a": {1}},
-    "object": {"a": object()},
-}
-NOT_STEP = {
-    "float": 2.9,
-    "whole float": np.float64(2),
-    "bool": True,
-    "text": "2",
-    "negative": -1,
-    "above int64": 2**63,
-    "None": None,
-    "list": [2],
-}
-CREATE = {
-    "token": [[1.0, 0], [2**31, 0], [1, 1]],
-    "token_count": [[True, 0]],
-    "is_dead": [[0.3, 1]],
-    "token_text": [["a", 3]],
-    "populations": [{"is_x": [2, 0]}],
-    "config": [{"betas": (0.9, 0.99)}],
-    "attributes": [{1: "a"}],
-    **dict.fromkeys(
-        ("hidden", "examples", "positions", "block_rows", "threads", "buffers"), (2.5,)
+    "int64": (
+        [1.5, 0],
+        [1.0, 0],
+        [True, 0],
+        ["1", "0"],
+        [None, 0],
+        [-1, 0],
+        [2**63, 0],
+        1,
+        np.array([2**63, 0], "uint64"),
+        np.ma.array([1, 0], mask=[True, False]),
+        np.array([1.5, 0]),
+        np.array([True, False]),
+        np.zeros((2, 2), int),
     ),
-    "lengths": [{"element": True}],
-    "memory": [1.5, NAN, 0],
-    "commit_every": [NAN, 0],
-    **dict.fromkeys(("overwrite", "fsync"), (1,)),
-    "variables": [["W"], {"W": 32}, {"weights": "float32"}],
-    "encoding": ["unknown"],
+    "int32": ([2**31, 0], [10**10, 1]),
+    "bool": (
+        [0.3, 1],
+        [NAN, 1],
+        [2, 0],
+        ["True", "False"],
+        [None, True],
+        np.array([255, 0], "uint8"),
+    ),
+    "string": (["a", 3], [b"a", b"b"], ["a", "\ud800"]),
 }
-APPEND = {
-    "step": [2.9],
-    "W": [
-        np.ones((2, 3), complex),
-        np.full((2, 3), "1"),
-        np.ma.array(W, mask=W > 0),
-        np.ones((3, 2), "float32"),
-        None,
-    ],
-}
+NOT_JSON = (
+    {"a": NAN},
+    {"a": [1.0, float("inf")]},
+    {"a": np.float32(0.1)},
+    {"a": np.zeros(2)},
+    {1: "a"},
+    {"a": {1: "a"}},
+    {"betas": (0.9, 0.99)},
+    {"a": {1}},
+    {"a": object()},
+)
+NOT_STEP = (2.9, np.float64(2), True, "2", -1, 2**63, None, [2])
 CALLS = {
+    "create": {
+        "token": [[1.0, 0], [2**31, 0], [1, 1]],
+        "token_count": [[True, 0]],
+        "is_dead": [[0.3, 1]],
+        "token_text": [["a", 3]],
+        "populations": [{"is_x": [2, 0]}],
+        "config": [{"betas": (0.9, 0.99)}],
+        "attributes": [{1: "a"}],
+        **dict.fromkeys("hidden examples positions block_rows threads buffers".split(), (2.5,)),
+        "lengths": [{"element": True}],
+        "memory": [1.5, NAN, 0],
+        "commit_every": [NAN, 0],
+        **dict.fromkeys(("overwrite", "fsync"), (1,)),
+        "variables": [["W"], {"W": 32}, {"weights": "float32"}],
+        "encoding": ["unknown"],
+    },
+    "append": {
+        "step": [2.9],
+        "W": [
+            np.ones((2, 3), complex),
+            np.full((2, 3), "1"),
+            np.ma.array(W, mask=W > 0),
+            W.T,
+            None,
+        ],
+    },
     "resume": {"rows": [1.5, -1, 2], "attributes": [{"a": {1}}], "threads": [2.5]},
     "annotate": {"is_dead": [[2, 0]], "token_count": [[1.0, 0]], "token_text": [["a", None]]},
     "export": {
@@ -229,14 +205,6 @@ CALLS = {
 }
 
 
-def cases(table):
-    return [
-        pytest.param(name, value, id=f"{name}: {value}")
-        for name, values in table.items()
-        for value in values
-    ]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("exact") / "run.zarr"
@@ -245,62 +213,44 @@ def run(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("dtype", NOT_EXACT)
-def test_values_that_would_change_are_refused(dtype):
-    for what, values in NOT_EXACT[dtype].items():
-        with pytest.raises(InvalidArgument, match=r"^token: got "):
-            pytest.fail(f"{what}: {exact('token', values, dtype)}")
-
-
-def test_json_and_steps_that_would_change_are_refused():
-    for what, value in NOT_JSON.items():
-        with pytest.raises(InvalidArgument, match=r"^config"):
-            pytest.fail(f"{what}: {exact_json('config', value)}")
-    for what, value in NOT_STEP.items():
-        with pytest.raises(InvalidArgument, match=r"^step: got "):
-            pytest.fail(f"{what}: {exact_step(value)}")
-
-
-@pytest.mark.parametrize(("name", "value"), cases(CREATE))
-def test_create_refuses_what_it_cannot_store(name, value, tmp_path):
-    given = {"token": [0, 1], "hidden": 3, "variables": {"W": "float32"}} | {name: value}
-    with pytest.raises(InvalidArgument):
-        RunWriter.create(tmp_path / "run.zarr", **given)
-    assert not list(tmp_path.iterdir())
-
-
-def test_append_refuses_what_it_cannot_store(tmp_path):
-    with RunWriter.create(
-        tmp_path / "run.zarr", token=[0, 1], hidden=3, variables={"W": "float32"}
-    ) as writer:
-        for name, values in APPEND.items():
-            for value in values:
-                with pytest.raises(InvalidArgument):
-                    writer.append(**({"step": 1, "W": W} | {name: value}))
-        assert writer.rows == 0
-        writer.append(step=1, W=W)
+@pytest.mark.parametrize(
+    ("name", "check", "values"),
+    [
+        *(("token", partial(exact, "token", dtype=dtype), NOT_EXACT[dtype]) for dtype in NOT_EXACT),
+        ("config", partial(exact_json, "config"), NOT_JSON),
+        ("step", exact_step, NOT_STEP),
+    ],
+)
+def test_values_that_would_change_are_refused(name, check, values):
+    for value in values:
+        with pytest.raises(InvalidArgument, match=rf"^{name}.*: got "):
+            pytest.fail(f"{value!r}: {check(value)}")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_other_functions_refuse_what_they_cannot_store(call, run, tmp_path):
+def test_functions_refuse_what_they_cannot_store(call, run, tmp_path):
     np.save(tmp_path / "W.npy", np.ones((4, 2, 3), "float32"))
-    calls = {
-        "resume": partial(RunWriter.resume, run),
-        "annotate": partial(annotate_run, run),
-        "export": partial(export, run, tmp_path / "part.safetensors"),
-        "import": partial(import_file, tmp_path / "W.npy", tmp_path / "run.zarr"),
-    }
-    for name, values in CALLS[call].items():
-        for value in values:
-            with pytest.raises((InvalidArgument, StepNotFound)):
-                pytest.fail(f"{name}={value!r}: {calls[call](**{name: value})}")
+    plain = {"token": [0, 1], "hidden": 3, "variables": {"W": "float32"}}
+    new = tmp_path / "new.zarr"
+    with RunWriter.create(tmp_path / "run.zarr", **plain) as writer:
+        calls = {
+            "create": lambda **given: RunWriter.create(new, **plain | given),
+            "append": lambda **given: writer.append(**{"step": 1, "W": W} | given),
+            "resume": partial(RunWriter.resume, run),
+            "annotate": partial(annotate_run, run),
+            "export": partial(export, run, tmp_path / "part.safetensors"),
+            "import": partial(import_file, tmp_path / "W.npy", new),
+        }
+        for name, values in CALLS[call].items():
+            for value in values:
+                with pytest.raises((InvalidArgument, StepNotFound)):
+                    pytest.fail(f"{name}={value!r}: {calls[call](**{name: value})}")
+        assert writer.rows == 0
+        writer.append(step=1, W=W)
+    assert {path.name for path in tmp_path.iterdir()} == {"W.npy", "run.zarr"}
 
 
 def test_the_message_names_value_position_and_what_fits():
-    with pytest.raises(
-        InvalidArgument, match=r"^is_dead: got 0\.3 at position 1, expected True or"
-    ):
-        exact("is_dead", [1, 0.3], "bool")
     with pytest.raises(InvalidArgument, match=r"got 10000000000 at position 0, .* 0 to 2147483647"):
         exact("token", [10**10, 1], "int32")
     with pytest.raises(InvalidArgument, match=r"config\.a\[1\]: got inf, expected a finite number"):
@@ -327,7 +277,6 @@ def test_a_circle_is_no_json():
         (["a\0", ""], "string", ["a\0", ""]),
         ([], "int32", []),
     ],
-    ids=str,
 )
 def test_what_fits_is_kept(values, dtype, expected):
     found = exact("values", values, dtype)
@@ -340,19 +289,15 @@ def test_a_step_can_be_a_number_of_numpy():
 
 
 def test_byte_order_and_final_zeros_of_texts_are_kept(tmp_path):
-    with RunWriter.create(
-        tmp_path / "run.zarr",
-        token=[0, 1],
-        hidden=3,
-        variables={"W": "float32"},
-        token_text=["\0", "a\0"],
-        config={"a": [1, 2.5, None, True, {"b": "c"}]},
-    ) as writer:
+    path = tmp_path / "run.zarr"
+    given = {"token_text": ["\0", "a\0"], "config": {"a": [1, 2.5, None, True, {"b": "c"}]}}
+    variables = {"W": "float32"}
+    with RunWriter.create(path, token=[0, 1], hidden=3, variables=variables, **given) as writer:
         writer.append(step=0, W=W.astype(">f4"))
-    ds = open_run(tmp_path / "run.zarr")
+    ds = open_run(path)
     np.testing.assert_array_equal(ds.W.values[0], W)
-    assert ds.token_text.values.tolist() == ["\0", "a\0"]
-    assert ds.attrs["config"] == {"a": [1, 2.5, None, True, {"b": "c"}]}
+    assert ds.token_text.values.tolist() == given["token_text"]
+    assert ds.attrs["config"] == given["config"]
 
 
 def test_sizes_are_read_and_printed() -> None:
@@ -369,9 +314,8 @@ def test_what_is_no_size_is_refused(text: Any) -> None:
 
 def test_a_duration_has_its_two_largest_units() -> None:
     texts = {
-        -3: "0 s", 0: "0 s", 0.0042: "4.2 ms", 0.5: "500 ms", 0.9999: "1.0 s", 9.96: "10 s",
-        59.4: "59 s", 59.6: "1 min", 140: "2 min 20 s", 3599.7: "1 h", 3720: "1 h 2 min",
-        86_399.9: "1 d", 360_000: "4 d 4 h",
+        -3: "0 s", 0.9999: "1.0 s", 9.96: "10 s", 59.4: "59 s", 59.6: "1 min", 3599.7: "1 h",
+        86_399.9: "1 d",
     }  # fmt: skip
     assert {seconds: format_duration(seconds) for seconds in texts} == texts
 
@@ -380,22 +324,22 @@ def test_a_duration_has_its_two_largest_units() -> None:
     ("text", "message"),
     [
         ('{"a": 1, "a": 1}', "a name occurs twice"),
-        ("[NaN]", "NaN is not a JSON value"),
-        ('{"a": -Infinity}', "-Infinity is not a JSON value"),
-        ("{", "Expecting property name"),
+        ('{"a": [NaN, -Infinity]}', "NaN is not a JSON value"),
+        ("[-Infinity]", "-Infinity is not a JSON value"),
         ("", "Expecting value"),
         ("[" * 100_000, "recursion"),
+        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
     ],
 )
 def test_what_json_does_not_allow_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(text)
+    assert parse("[" * 100 + "]" * 100)
 
 
 def test_values_are_the_same_only_with_their_types() -> None:
     assert same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
-    assert not same(1, 1.0)
-    assert not same(1, True)
+    assert (same(1, 1.0), same(1, True)) == (False, False)
 
 
 def test_differences_are_named_by_their_place() -> None:
@@ -406,17 +350,7 @@ def test_differences_are_named_by_their_place() -> None:
     assert changes({"a": [1, 2]}, {"a": [1]}) == [("a", [1, 2], [1])]
 
 
-def test_metadata_have_a_largest_size(tmp_path: Path) -> None:
-    metadata = tmp_path / "zarr.json"
-    metadata.write_text("{}")
-    assert metadata_bytes(metadata) == b"{}"
-    with pytest.raises(ValueError, match="nested more than 100 deep"):
-        parse("[" * 101 + "]" * 101)
-    assert parse("[" * 100 + "]" * 100)
-    os.truncate(metadata, 1 << 40)  # a sparse file
-    with pytest.raises(ValueError, match="at most 16,777,216"):
-        metadata_bytes(metadata)
-    metadata.unlink()
-    os.mkfifo(metadata)
+def test_metadata_are_read_of_files_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "zarr.json")
     with pytest.raises(ValueError, match="not a regular file"):
-        metadata_bytes(metadata)
+        metadata_bytes(tmp_path / "zarr.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -55,39 +56,37 @@ def test_an_expression_selects_tokens(
     assert select_tokens(ds, expression).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "token_count <",
-        "token_count < \x00",
-        "token_count",
-        "3 < 4",
-        "True",
-        "count > 3",
-        "token_count == 'a'",
-        "token_text in (1, 2)",
-        "token_count in token",
-        "3 in (3, 4)",
-        "token_count is 3",
-        "token_count + 1 > 3",
-        "-token_text == 'a'",
-        "quantile(token_count, 2) > 1",
-        "quantile(token_text, 0.5) > 1",
-        "quantile(token_count, token_count) > 1",
-        "category(token_count) == 'Lu'",
-        "__import__('os').system('true')",
-        "token_count.size > 3",
-        "is_dead == (0 == 1)",
-        "quantile(x=token_count)",
-        "(" * 300 + "1" + ")" * 300,
-    ],
+WRONG = (
+    "",
+    "token_count <",
+    "token_count < \x00",
+    "token_count",
+    "3 < 4",
+    "True",
+    "count > 3",
+    "token_count == 'a'",
+    "token_text in (1, 2)",
+    "token_count in token",
+    "3 in (3, 4)",
+    "token_count is 3",
+    "token_count + 1 > 3",
+    "-token_text == 'a'",
+    "quantile(token_count, 2) > 1",
+    "quantile(token_text, 0.5) > 1",
+    "quantile(token_count, token_count) > 1",
+    "quantile(x=token_count)",
+    "category(token_count) == 'Lu'",
+    "__import__('os').system('true')",
+    "token_count.size > 3",
+    "is_dead == (0 == 1)",
+    "(" * 300 + "1" + ")" * 300,
 )
+
+
+@pytest.mark.parametrize("expression", WRONG)
 def test_a_wrong_expression_names_the_population(expression: str, ds: xr.Dataset) -> None:
     with pytest.raises(InvalidArgument, match="population"):
         select_tokens(ds, expression)
-    with pytest.raises(InvalidArgument, match=r'such as token_text in \("a", "e"\)$'):
-        select_tokens(ds, 'token_text in "aeiou"')
 
 
 def test_populations_from_files(tmp_path: Path) -> None:
@@ -109,7 +108,9 @@ def test_populations_from_files(tmp_path: Path) -> None:
             populations_from([f"one={tmp_path}/{name}"])
 
 
-def test_what_is_no_population() -> None:
+def test_what_is_no_population(ds: xr.Dataset) -> None:
+    with pytest.raises(InvalidArgument, match=r'such as token_text in \("a", "e"\)$'):
+        select_tokens(ds, 'token_text in "aeiou"')
     for assignments in (["odd"], ["=token > 3"], ["a=token > 3", "a=token > 4"]):
         with pytest.raises(InvalidArgument, match="NAME=EXPRESSION"):
             populations_from(assignments)
@@ -141,17 +142,13 @@ def test_every_function_takes_and_gives_them(run):
     np.testing.assert_allclose(got.centroid.sel(population="even"), W[:, mask].mean(1))
     np.testing.assert_allclose(got.centroid.sel(population="first"), W[:, :2].mean(1))
     np.testing.assert_allclose(got.centroid.sel(population="late"), W[:, -3:].mean(1))
-    for result in (
-        analysis.freeze(ds).frozen_fraction,
-        analysis.regimes(ds).counts,
-        analysis.by_population(analysis.speed(ds))["mean"],
-        ds.traj.by_population(analysis.speed(run))["mean"],
-        analysis.clusters(ds).groups,
-        analysis.autocorrelation(ds).autocorrelation,
-        analysis.alignment(ds).alignment,
-        analysis.inertia(ds).inertia,
-        analysis.summary(ds).displacement,
-    ):
+    results = [
+        getattr(analysis, name)(ds)
+        for name in "freeze regimes clusters autocorrelation alignment inertia summary".split()
+    ]
+    results += [analysis.by_population(analysis.speed(ds))]
+    results += [ds.traj.by_population(analysis.speed(run))]
+    for result in results:
         assert result.population.values.tolist() == names
     one = analysis.pca(ds, "even", components=1).compute()
     alone = analysis.pca(run.isel(token=mask), components=1).compute()
@@ -181,8 +178,8 @@ def test_wrong_populations_are_errors(run):
         ("odd", np.ones(3, bool), "3 values of bool"),
         ("odd", np.ones(8), "8 values of float64"),
         ("odd", np.ones((8, 1), bool), "one dimension"),
-        ("odd", [3, 4], "1 unknown token ids for the population odd, the first is 4"),
-        ("odd", "no such file.npy", "got the file name no such file.npy"),
+        ("odd", [3, 4], "1 unknown token ids .* the first is 4"),
+        ("odd", "no such file.npy", "got the file name"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             with_populations(run, {name: given})
@@ -200,21 +197,17 @@ def history(*dims: str) -> xr.Dataset:
 
 def test_each_quantity_takes_the_rows_of_a_parameter():
     of_tokens, of_rows = history("token", "hidden"), history("row", "column")
-    computed = []
+    names = []
     for name in analysis.QUANTITIES:
-        try:
-            expected = analysis.compute(of_tokens, [name]).load()
-        except VariableNotRecorded:
-            continue
-        found = analysis.compute(of_rows, [name]).load()
-        assert not {"token", "hidden"} & {*found.dims, *found.coords}
-        assert "token" not in str([variable.attrs for variable in found.values()]).split()
-        again = {"row": "token", "column": "hidden"}
-        xr.testing.assert_equal(
-            found.rename({old: new for old, new in again.items() if old in found.dims}), expected
-        )
-        computed.append(name)
-    assert {"freeze", "clusters", "pca", "grad_norms", "regimes"} <= set(computed)
+        with contextlib.suppress(VariableNotRecorded):
+            analysis.compute(of_tokens, [name])
+            names.append(name)
+    assert {"freeze", "clusters", "pca", "grad_norms", "regimes"} <= set(names)
+    expected = analysis.compute(of_tokens, names).load()
+    found = analysis.compute(of_rows, names).load()
+    assert not {"token", "hidden"} & {*found.dims, *found.coords}
+    assert "token" not in str([variable.attrs for variable in found.values()]).split()
+    xr.testing.assert_equal(found.rename(row="token", column="hidden"), expected)
     expected = analysis.vectors(of_tokens, "grad").W
     xr.testing.assert_equal(analysis.vectors(of_rows, "grad").W, expected)
 
@@ -229,16 +222,11 @@ def test_populations_of_a_parameter_are_rows_by_number():
 
 
 def test_selected_rows_keep_their_numbers_and_the_name():
-    part = history("row", "column").isel(row=[4, 1]).assign_attrs(recording={"parameter": "a.b"})
-    found = row_vectors(part)
+    ds = history("row", "column").assign_attrs(recording={"parameter": "a.b"})
+    found = row_vectors(ds.isel(row=[4, 1]))
     assert found.token.values.tolist() == [4, 1]
     assert found.attrs["parameter"] == "a.b"
-    ds = history("token", "hidden")
-    assert row_vectors(ds) is ds
-
-
-def test_a_parameter_without_elements_has_no_quantities():
+    of_tokens = history("token", "hidden")
+    assert row_vectors(of_tokens) is of_tokens
     with pytest.raises(InvalidArgument, match=r"a\.b has no elements"):
-        row_vectors(
-            history("row", "column").isel(column=[]).assign_attrs(recording={"parameter": "a.b"})
-        )
+        row_vectors(ds.isel(column=[]))

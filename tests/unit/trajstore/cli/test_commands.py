@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,27 +65,21 @@ def test_a_selection_becomes_keywords() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["tokens=dead"], "got --select 'tokens=dead', which names no dimension of this command "
-         "(did you mean 'token'?); expected DIM=VALUES with step or token, such as step=0:500"),
-        (["population=dead"], "expected DIM=VALUES with step or token"),
-        (["0:9"], "got --select '0:9', which names no dimension"),
-        (["step="], "got --select 'step=' without values; give step=0:500"),
-        (["step=1", "step=2"], "got --select step twice; give all values in one"),
+        ("tokens=dead", "names no dimension of this command (did you mean 'token'?); expected "
+         "DIM=VALUES with step or token, such as step=0:500"),
+        ("0:9", "got --select '0:9', which names no dimension"),
+        ("step=", "got --select 'step=' without values"),
+        ("step=1 step=2", "got --select step twice"),
     ],
 )  # fmt: skip
-def test_a_selection_that_is_refused(given: list[str], sentence: str) -> None:
+def test_a_selection_that_is_refused(given: str, sentence: str) -> None:
     with pytest.raises(InvalidArgument) as error:
-        part([word for one in given for word in ("--select", one)], standalone_mode=False)
+        part([word for one in given.split() for word in ("--select", one)], standalone_mode=False)
     assert sentence in str(error.value)
 
 
-def test_the_help_says_that_a_range_of_steps_excludes_its_end() -> None:
-    said = " ".join(CliRunner().invoke(part, ["--help"]).stdout.split())
-    assert "step=0:500 (steps 0 to 499) or step=::10" in said
-
-
-FORKED = SimpleNamespace(training=SimpleNamespace(steps=9))
-COMPUTED: list[Any] = [
+TRAINERS = "trajstore.trainers"
+OPTIONS: list[Any] = [
     (
         "export {run} -o o.zarr --block-rows 64 --encoding compact",
         "trajstore.exchange.export.export",
@@ -106,27 +100,24 @@ COMPUTED: list[Any] = [
         "trajstore.analysis.figures.figure.Options",
         {"color": "hop"},
     ),
-]
-TRAINED: list[Any] = [
     (
         "evaluate {run} f.py:g -o o --select step=0:9 --constructor m.py:make",
-        "evaluate",
+        f"{TRAINERS}.evaluate",
         {"steps": "0:9", "constructor": "m.py:make"},
     ),
     (
         "fork {run} --at 3 -o o.zarr --no-fsync --overwrite --threads 2",
-        "fork",
+        f"{TRAINERS}.fork",
         {"at": 3, "fsync": False, "overwrite": True, "settings": ["training.threads=2"]},
     ),
-    ("fork {run} --at 3 -o o.zarr --fsync", "fork", {"fsync": True}),
+    ("fork {run} --at 3 -o o.zarr --fsync", f"{TRAINERS}.fork", {"fsync": True}),
     (
         "record --preset gatsby --dry-run --corpus a.txt --tokenizer b/",
-        "plan",
+        f"{TRAINERS}.plan",
         {"corpus": "a.txt", "tokenizer": "b/"},
     ),
-    ("what-if {run} -o o.zarr --overwrite", "what_if", {"overwrite": True}),
-    ("fetch gatsby --source b", "fetch", {"source": "b"}),
-    ("fetch gatsby --sha256 a1", "fetch", {"sha256": "a1"}),
+    ("what-if {run} -o o.zarr --overwrite", f"{TRAINERS}.what_if", {"overwrite": True}),
+    ("fetch gatsby --source b --sha256 a1", f"{TRAINERS}.fetch", {"source": "b", "sha256": "a1"}),
 ]
 
 
@@ -134,54 +125,48 @@ class Called(Exception):
     """The function was called, with these arguments."""
 
 
-@pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
+def _arguments(line: str, function: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The arguments with which a command calls a function."""
-    monkeypatch.chdir(tmp_path)
 
-    def run(line: str, function: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def call(*arguments: Any, **given: Any) -> None:
-            raise Called(arguments, given)
+    def call(*arguments: Any, **given: Any) -> None:
+        raise Called(arguments, given)
 
-        monkeypatch.setattr(function, call, raising=False)
-        done = CliRunner().invoke(main, line.split())
-        assert isinstance(done.exception, Called), done.output + repr(done.exception)
-        return done.exception.args  # type: ignore[return-value]
+    replaced: dict[str, Any] = {function: call}
+    if line.startswith("fork"):  # no preset made the run
+        forked = SimpleNamespace(training=SimpleNamespace(steps=9))
+        replaced[f"{TRAINERS}.commands.training_commands._forked"] = lambda *given: forked
+    for name, replacement in replaced.items():
+        monkeypatch.setattr(name, replacement, raising=False)
+    done = CliRunner().invoke(main, line.split())
+    assert isinstance(done.exception, Called), done.output + repr(done.exception)
+    return done.exception.args
 
-    return run
 
-
-@pytest.mark.parametrize(("line", "function", "options"), COMPUTED)
+@pytest.mark.parametrize(
+    ("line", "function", "options"),
+    [pytest.param(*one, marks=[pytest.mark.torch] * (TRAINERS in one[1])) for one in OPTIONS],
+)
 def test_an_option_reaches_the_function(
-    line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path, called: Any
-) -> None:
-    (tmp_path / "other.zarr").symlink_to(sample)
-    _, given = called(line.format(run=sample, other=tmp_path / "other.zarr"), function)
-    assert options.items() <= given.items()
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("line", "function", "options"), TRAINED)
-def test_an_option_reaches_the_training(
-    line: str,
-    function: str,
-    options: dict[str, Any],
-    sample: Path,
-    called: Any,
+    line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("torch")
-    forked = "trajstore.trainers.commands.training_commands._forked"
-    monkeypatch.setattr(forked, lambda *given: FORKED)
-    _, given = called(line.format(run=sample), f"trajstore.trainers.{function}")
+) -> None:  # fmt: skip
+    if TRAINERS in function:
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.zarr").symlink_to(sample)
+    line = line.format(run=sample, other="other.zarr")
+    _, given = _arguments(line, function, monkeypatch)
     assert options.items() <= given.items()
 
 
 @pytest.mark.torch
-def test_options_of_the_configuration_reach_it(called: Any) -> None:
+def test_options_of_the_configuration_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
     line = "record --preset gatsby --encoding compact --every 2 --seed 3"
-    (config, *_), _ = called(line, "trajstore.trainers.record")
+    (config, *_), _ = _arguments(line, f"{TRAINERS}.record", monkeypatch)
     assert (config.recording.encoding, config.recording.every) == ("compact", 2)
     assert config.training.seed == 3
 
@@ -213,10 +198,8 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     options = "--map W=x --labels steps=0:60:10 --bits W=bfloat16".split()
     printed = call(file, "--dry-run", *options, "--map", "loss=nll").stdout
     lines = {line.split()[0]: line for line in reversed(printed.splitlines()) if line.split()}
-    assert "uint16" in lines["x"]
-    assert "bits of bfloat16" in lines["x"]
-    assert "omitted" in lines["centroid"]
-    assert "unknown name" in lines["centroid"]
+    assert re.search("uint16.*bits of bfloat16", lines["x"])
+    assert re.search("omitted.*unknown name", lines["centroid"])
     assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json", *options).stdout)
@@ -241,15 +224,13 @@ def test_the_printed_layout_is_edited_and_passed(file: Path) -> None:
 
 
 def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
+    folder, types = tmp_path / "runs", {"W": "bfloat16"}
     for number in (10, 2):
-        write_run(
-            tmp_path / f"runs/{number}.zarr", {"W": "bfloat16"}, rows=2, tokens=3, hidden=number
-        )
-    arguments = ["export", str(tmp_path / "runs"), "-o", str(tmp_path / "f.csv")]
+        write_run(folder / f"{number}.zarr", types, rows=2, tokens=3, hidden=number)
+    arguments = ["export", str(folder), "-o", str(tmp_path / "f.csv")]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
     assert "unknown extension .csv of" in done.stderr
-    assert "or --format safetensors, hdf5" in done.stderr
     done = CliRunner().invoke(main, [*arguments, "--layout", "flannel-3"])
     assert done.exit_code == 0, done.output
     held = load_file(tmp_path / "f.csv")
@@ -272,26 +253,25 @@ def test_wrong_calls_are_one_sentence(file: Path, arguments: str, message: str) 
 
 
 def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
+    def info(*words: object, rc: int) -> Result:
+        done = CliRunner().invoke(main, ["info", *map(str, words)])
+        assert done.exit_code == rc, done.output
+        return done
+
     for seed in (1, 2):
-        config = {"training": {"seed": seed}}
-        with begin(tmp_path / f"{seed}.zarr", config=config) as run:
+        with begin(tmp_path / f"{seed}.zarr", config={"training": {"seed": seed}}) as run:
             extend(run, range(4))
-    done = CliRunner().invoke(main, ["info", str(tmp_path)])
-    assert done.exit_code == 0
-    assert "final loss" in done.stdout
-    assert done.stdout.count("4.7000") == 2
+    printed = info(tmp_path, rc=0).stdout
+    assert "final loss" in printed
+    assert printed.count("4.7000") == 2
     (tmp_path / "none.zarr").mkdir()
-    done = CliRunner().invoke(main, ["info", f"{tmp_path}/*.zarr", "--json"])
-    assert done.exit_code == 1, "one of them is no run"
+    done = info(f"{tmp_path}/*.zarr", "--json", rc=1)  # one of them is no run
     assert "none.zarr" in done.stderr
     first, second = json.loads(done.stdout)
     assert second["differing_settings"] == {"config.training.seed": 2}
     assert first["committed_rows"] == 4
-    done = CliRunner().invoke(main, ["info", str(tmp_path / "1.zarr"), str(tmp_path / "3.zarr")])
-    assert (done.exit_code, done.stderr) == (
-        1, f"trajstore: there is no run at {tmp_path / '3.zarr'}; "
-        f"runs in {tmp_path}: 1.zarr, 2.zarr\n",
-    )  # fmt: skip
+    done = info(tmp_path / "1.zarr", tmp_path / "3.zarr", rc=1)
+    assert f"no run at {tmp_path / '3.zarr'}; runs in {tmp_path}: 1.zarr, 2.zarr\n" in done.stderr
     assert "1.zarr" in done.stdout
 
 
@@ -324,12 +304,11 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     unknown = scheduled_run(tmp_path / "unknown.zarr", recorded=False, on_note=notes.append)
     stored = information(unknown)["arrays"]
     shares = ", ".join(f"{1 / stored[name]['ratio']:.0%}" for name in ("W", "exp_avg"))
-    assert notes == [
-        "not all rows of W, exp_avg could be computed from the rows before, so these arrays take "
-        f"{shares} of their uncompressed bytes; the run does not hold hyperparameters"
-    ]
+    (note,) = notes
+    assert note.startswith("not all rows of W, exp_avg could be computed")
+    assert f"{shares} of their uncompressed bytes; the run does not hold hyperparameters" in note
     for command in ("info", "summary"):
-        assert f"Note: {notes[0]}." in printed(command, unknown)
+        assert f"Note: {note}." in printed(command, unknown)
     without, variables = tmp_path / "without.zarr", {"W": "float32"}
     with RunWriter.create(without, token=[0], hidden=1, variables=variables, encoding="compact"):
         pass

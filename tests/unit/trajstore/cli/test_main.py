@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -64,11 +65,12 @@ def test_a_shell_completes_commands(shell: str) -> None:
 
 
 def test_ctrl_c_is_a_sentence_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: str) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trajstore.store.reading.run_info.information", interrupted)
-    result = CliRunner().invoke(main, ["info", "run.zarr"])
+    command = SimpleNamespace(load=lambda: click.Command("work", callback=interrupted))
+    monkeypatch.setitem(main._entry_points, "work", command)  # type: ignore[attr-defined]
+    result = CliRunner().invoke(main, ["work"])
     assert (result.exit_code, result.stderr) == (130, "trajstore: stopped by Ctrl-C\n")
 
 
@@ -187,14 +189,8 @@ def test_another_package_adds_a_command_and_an_accessor(site: Path, example_run:
         "print(xarray.open_dataset(sys.argv[1]).loud.tokens(3))\n"
     )
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code, example_run],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    words, env = [sys.executable, "-c", code, str(example_run)], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, text=True, check=True)
     shown, again = done.stdout.splitlines(keepends=True)
     assert f"$ trajstore loudest gatsby.zarr --step 3\n{shown}" in PAGE
     assert again == shown
@@ -228,11 +224,8 @@ HOSTILE = "\x1b[31mred\x1b]0;t [bold]<b>[/bold] :smile: \u202e\ud800\x9b"
 
 def test_what_a_terminal_would_obey_is_escaped_and_the_rest_stays() -> None:
     assert printable("plain <é> 漢 ›") == "plain <é> 漢 ›"
-    assert printable("\x1b[31m\x07\x9b\u202e\u200b\ud800") == (
-        r"\x1b[31m\x07\x9b\u202e\u200b\ud800"
-    )
+    assert printable("\x07\x9b\u202e\u200b\ud800") == r"\x07\x9b\u202e\u200b\ud800"
     assert printable("a\nb\r") == r"a\nb\r"
-    assert printable("a\nb\r", keep="\n") == "a\nb\\r"
 
 
 @pytest.mark.parametrize("shown", [HOSTILE, Text(HOSTILE), Text(HOSTILE, "bold")])
@@ -256,13 +249,12 @@ for number in range(3):
 print("still heard by nobody", file=sys.stderr, flush=True)
 out.print("done")
 """
+    words = [sys.executable, "-c", code]
     readable, writable = os.pipe()
     os.close(readable)
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writable, text=True, timeout=60
-    )
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=writable, timeout=60)
     os.close(writable)
-    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert (done.returncode, done.stdout) == (0, b"done\n")
 
 
 def test_a_command_prints_options_in_place_of_arguments() -> None:

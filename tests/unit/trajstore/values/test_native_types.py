@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -40,12 +41,8 @@ def test_facts_of_a_type_are_those_that_others_tell(native: NativeType) -> None:
     assert native.exponent_bits == reported.nexp
     assert native.least_normal == float(reported.smallest_normal)
     assert native.epsilon == float(reported.eps)
-    patterns = [
-        native.sign_mask,
-        native.infinity_bits,
-        native.nan_bits,
-        native.bias << reported.nmant,
-    ]
+    one = native.bias << reported.nmant
+    patterns = [native.sign_mask, native.infinity_bits, native.nan_bits, one]
     values = widen(np.array(patterns, native.bits), native)
     assert repr(values.tolist()) == "[-0.0, inf, nan, 1.0]"
     special = widen(np.array([native.infinity_bits - 1], native.bits), native)
@@ -89,23 +86,17 @@ def test_as_bits_takes_each_form_of_the_same_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "type_name"),
+    ("type_name", "values"),
     [
-        (np.float32([0.1]), "bfloat16"),
-        (np.float64([0.5]), "bfloat16"),
-        (np.int64([1]), "float32"),
-        (np.float64([0.5]), "float32"),
-        (0.1, "float32"),
-        (np.uint16([1]), "float32"),
-        (np.float16([1]), "bfloat16"),
-        (np.float32([70000]), "float16"),
-        (np.float32([2**-25]), "float16"),
-        (1e300, "float32"),
+        ("bfloat16", [np.float32([0.1]), np.float64([0.5]), np.float16([1])]),
+        ("float16", [np.float32([70000]), np.float32([2**-25])]),
+        ("float32", [np.int64([1]), np.float64([0.5]), 0.1, np.uint16([1]), 1e300]),
     ],
 )
-def test_as_bits_refuses_what_it_would_have_to_round(value: object, type_name: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"^W: "):
-        as_bits(value, native_type(type_name), "W")
+def test_as_bits_refuses_what_it_would_have_to_round(type_name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidArgument, match=r"^W: "):
+            as_bits(value, native_type(type_name), "W")
 
 
 def test_an_unknown_type_names_the_known_ones() -> None:
@@ -210,13 +201,12 @@ def test_a_type_without_a_lattice_is_named():
 @pytest.mark.torch
 @pytest.mark.parametrize("name", NATIVE_TYPES)
 def test_a_tensor_gives_its_bits(name: str) -> None:
-    torch = pytest.importorskip("torch")
+    torch, native = pytest.importorskip("torch"), native_type(name)
     tensor = torch.tensor([[0.5, -0.0], [float("nan"), float("inf")]], dtype=getattr(torch, name))
-    native = native_type(name)
     bits = as_bits(tensor.T, native, "W")
     assert bits.dtype == native.bits
-    signed = getattr(torch, f"int{8 * native.itemsize}")
-    assert (bits == tensor.view(signed).numpy().view(native.bits).T).all()
+    signed = tensor.view(getattr(torch, f"int{8 * bits.itemsize}")).numpy()
+    assert (bits == signed.view(bits.dtype).T).all()
 
 
 @pytest.mark.torch

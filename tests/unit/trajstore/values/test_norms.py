@@ -48,10 +48,7 @@ def test_float32_is_covered_by_one_power_of_two() -> None:
     ("native", "beta", "form", "factor", "share"),
     [
         ("bfloat16", 0.999, "product", 0, 1),
-        ("bfloat16", 0.998, "product", 0, 0.9532),
         ("bfloat16", 0.997, "product", 0, 0.2969),
-        ("bfloat16", 0.996, "product", 0, 0),
-        ("bfloat16", 0.9, "lerp", 0, 0),
         ("bfloat16", 0.0, "lerp", 2, 0),
         ("bfloat16", 0.99, "once", 2, 0),
         ("bfloat16", 0.999, "once", 2, 1),
@@ -172,15 +169,14 @@ def test_summaries_of_motion_by_hand():
 
 
 def test_hops_from_zero_are_counted_in_the_smallest_spacing():
-    hops = ulp_hops(np.float32([0.0]), np.float32([1.0]), "bfloat16")
-    assert hops[0] == 2.0**133
-    assert ulp_l1(np.float32([[0.0]]), np.float32([[1.0]]), "bfloat16")[0] == np.inf
+    zero, one = np.float32([[0.0]]), np.float32([[1.0]])
+    assert ulp_hops(zero, one, "bfloat16")[0, 0] == 2.0**133
+    assert ulp_l1(zero, one, "bfloat16")[0] == np.inf
 
 
 def test_distances_beyond_float64_are_infinite():
     huge = np.float64([[1.7e308]])
-    assert step_norm(-huge, huge)[0] == np.inf
-    assert ulp_l1(np.float64([[0.0]]), huge, "float64")[0] == np.inf
+    assert step_norm(-huge, huge)[0] == ulp_l1(0 * huge, huge, "float64")[0] == np.inf
 
 
 BETAS = (0.6, 0.9, 0.998)

@@ -183,7 +183,7 @@ def test_bias_corrections_are_those_of_the_exact_powers() -> None:
     assert math.isnan(wrong[1])
 
 
-GROUP = {
+GROUP: dict[str, Any] = {
     "class": "torch.optim.adamw.AdamW",
     "hyperparameters": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
 }
@@ -224,36 +224,27 @@ def test_a_parameter_takes_a_step_where_its_count_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "value"),
+    "changed",
     [
-        ("groups", []),
-        ("segments", []),
-        ("segments", [[0, 1, 0], [6, 2, 3]]),
-        ("segments", [[0, 1, 0], [6, 0, 5]]),
-        ("segments", [[0, 1, 0], [0, 1, 1]]),
-        ("segments", [[1, 1, 0]]),
-        ("parameters", 4.0),
-        ("more", 1),
+        *({"segments": one} for one in (
+            [], [[0, 1, 0], [6, 2, 3]], [[0, 1, 0], [6, 0, 5]], [[0, 1, 0], [0, 1, 1]], [[1, 1, 0]],
+        )),
+        {"groups": []}, {"parameters": 4.0}, {"more": 1},
     ],
-)
-def test_facts_of_no_rule_are_refused(member: str, value: Any) -> None:
-    facts = VectorRule.of(RUN).facts() | {member: value}
+    ids=str,
+)  # fmt: skip
+def test_facts_of_no_rule_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no rule of vectors has"):
-        VectorRule.from_facts(facts)
+        VectorRule.from_facts(VectorRule.of(RUN).facts() | changed)
 
 
-@pytest.mark.parametrize(
-    ("group", "reason"),
-    [
-        ({"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}, "count steps"),
-        (
-            {**GROUP, "hyperparameters": {**GROUP["hyperparameters"], "rounding": "stochastic"}},
-            "rounds at random",
-        ),
-    ],
-)
-def test_groups_that_cannot_be_computed_are_refused(group: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidArgument, match=reason):
-        VectorRule.of({**RUN, "optimizer": {"groups": [GROUP, group]}})
+def test_groups_that_cannot_be_computed_are_refused() -> None:
+    given = GROUP["hyperparameters"]
+    for group, reason in (
+        (GROUP | {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}, "count"),
+        (GROUP | {"hyperparameters": given | {"rounding": "stochastic"}}, "rounds at random"),
+    ):
+        with pytest.raises(InvalidArgument, match=reason):
+            VectorRule.of(RUN | {"optimizer": {"groups": [GROUP, group]}})
     with pytest.raises(InvalidArgument, match="does not name its parameters and groups"):
         VectorRule.of({"parameters": PARAMETERS})
