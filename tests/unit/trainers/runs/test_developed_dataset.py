@@ -130,7 +130,7 @@ def test_counts_and_marks_follow_from_the_keyframes(
 
 
 def test_a_read_develops_the_stretches_it_needs(run: Path, whole: xr.Dataset) -> None:
-    ds = open_run(run, developed=True)
+    ds = opened(run)
     assert same(ds.loss, whole.loss)
     parameter = ds.traj.parameter(LAYER)  # its counts follow from the keyframes
     assert same(ds.params_count, whole.params_count)
@@ -180,6 +180,7 @@ def test_steps_that_differ_are_not_shown(full: Path) -> None:
     assert "4-6.zarr" not in cached(full)
 
 
+@pytest.mark.nightly  # a process imports torch
 def test_a_missing_text_is_named(run: Path, tmp_path: Path) -> None:
     def lose(attributes: dict[str, Any]) -> None:
         attributes["provenance"]["sources"] = {"corpus": str(tmp_path / "lost.txt")}
