@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +17,7 @@ pytest.importorskip("transformers")
 from altered_runs import change_attributes, rewrite  # noqa: E402
 from bits_and_calls import nightly_but  # noqa: E402
 from damage import flip  # noqa: E402
+from forked_processes import processes  # noqa: E402
 from small_trainings import small_config  # noqa: E402
 from trainings import Accumulated, Loop, Pair, Scaled  # noqa: E402
 
@@ -237,25 +235,34 @@ def test_an_own_loop_is_developed_with_a_new_model(kind: type[Loop], tmp_path: P
     assert verify(tmp_path / "run.developed/4-6.zarr").clean
 
 
+def read(run: Path) -> None:
+    opened(run).params.sel(step=5).load()
+
+
 @pytest.mark.nightly
 def test_two_readers_train_once_and_a_kill_leaves_a_sound_cache(
     run: Path, whole: xr.Dataset
 ) -> None:
-    program = f"import trajstore; trajstore.open_run({str(run)!r}, developed=True).params[5].load()"
+    def wait_for_training(left: set[Path]) -> set[Path]:
+        while not (begun := {*cache.glob(".4-6.zarr.*.partial")} - left):
+            time.sleep(0.01)  # between two looks at the folder; who is killed cannot report
+        return begun
+
     cache = run.with_suffix(".developed")
-    reader = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    while not [*cache.glob(".4-6.zarr.*.partial/*")]:
-        time.sleep(0.01)  # between two looks at the folder; a child that is killed cannot report
-    os.killpg(reader.pid, signal.SIGKILL)
-    reader.wait()
+    killed, other = (processes.Process(target=read, args=(run,)) for _ in range(2))
+    killed.start()
+    left = wait_for_training(set())
+    killed.kill()
+    killed.join()
     assert "4-6.zarr" not in cached(run)
     ds = open_run(run, developed=True)
     threads = [threading.Thread(target=lambda: ds.params.sel(step=5).load()) for _ in range(2)]
-    others = subprocess.Popen([sys.executable, "-c", program])
     for each in threads:
         each.start()
-    for each in threads:
+    wait_for_training(left)
+    other.start()
+    for each in (*threads, other):
         each.join()
-    assert others.wait() == 0
+    assert other.exitcode == 0
     assert [path.name for path in cache.iterdir()] == ["4-6.zarr"]
     assert same(ds.params.sel(step=5), whole.params.sel(step=5))

@@ -63,17 +63,7 @@ def parts(one: Path, other: Path) -> dict[str, int | None]:
     return found
 
 
-def test_the_provenance_names_the_source(stopped: Path, tmp_path: Path) -> None:
-    other = fork(stopped, tmp_path / "other.zarr", at=6, stop=stop_after(1))
-    attributes = xr.open_zarr(stopped).attrs
-    entry = xr.open_zarr(other).attrs["provenance"]["fork"]
-    assert (entry["run"], entry["created"]) == (str(stopped), attributes["created"])
-    assert (entry["step"], entry["proven_until"], entry["settings"]) == (6, 6, {})
-
-
-def test_without_a_checkpoint_the_steps_until_there_are_proven(
-    whole: Path, stopped: Path, text: Path, tmp_path: Path
-) -> None:
+def test_without_a_checkpoint_the_steps_until_there_are_proven(whole: Path, tmp_path: Path) -> None:
     before = contents(whole)
     notes: list[str] = []
     proven: list[tuple[int, int]] = []
@@ -93,8 +83,6 @@ def test_without_a_checkpoint_the_steps_until_there_are_proven(
         assert first[0].stat().st_nlink == 2
         assert not first[1].samefile(second[1])
     assert contents(whole) == before
-    at_once = fork(stopped, tmp_path / "again.zarr", at=6, settings=["optimizer.lr=3e-3"])
-    assert set(parts(other, at_once).values()) == {None}
 
 
 def test_weights_and_moments_become_float32(whole: Path, stopped: Path, tmp_path: Path) -> None:
@@ -103,8 +91,11 @@ def test_weights_and_moments_become_float32(whole: Path, stopped: Path, tmp_path
     for variable in ("W", "grad", "exp_avg", "exp_avg_sq", "grad_norm", "clip_coef"):
         assert ds[variable].attrs["native_dtype"] == "float32"
     found = parts(whole, other)
-    assert found["W"] == 7
-    assert found["lr"] is None
+    assert (found["W"], found["lr"]) == (7, None)
+    entry = ds.attrs["provenance"]["fork"]
+    assert (entry["run"], entry["created"]) == (str(stopped), xr.open_zarr(stopped).created)
+    assert (entry["step"], entry["proven_until"]) == (6, 6)
+    assert entry["settings"] == {"model.dtype": "float32"}
     assert (other / "W" / "c.0.0.0").stat().st_nlink == 1
     narrow = ds.W.values[7:].view("u4") & 0xFFFF
     assert narrow.any()
@@ -181,22 +172,6 @@ def test_a_fork_is_resumed_forked_and_repaired_as_any_run(
     assert sorted(file.name for file in tmp_path.iterdir() if file.suffix == ".zarr") == [
         "further.zarr", "run.zarr", "straight.zarr",
     ]  # fmt: skip
-
-
-def test_where_training_again_differs_the_fork_has_what_was_trained(
-    whole: Path, text: Path, tmp_path: Path
-) -> None:
-    """A recorded value is changed, as if another machine had made it."""
-    source = Path(shutil.copytree(whole, tmp_path / "run.zarr"))
-    rewrite(source, "loss", (5,))
-    notes: list[str] = []
-    other = fork(source, tmp_path / "other.zarr", at=7, corpus=text, on_note=notes.append)
-    assert set(parts(whole, other).values()) == {None}
-    assert parts(source, other)["loss"] == 5
-    assert "differs from the recorded one from step 5 on: at step 5 loss" in notes[1]
-    entry = xr.open_zarr(other).attrs["provenance"]["fork"]
-    assert (entry["step"], entry["proven_until"]) == (7, 4)
-    assert verify(other).clean
 
 
 def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> None:
@@ -278,8 +253,9 @@ def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("failing", ["step-", "other.zarr"])
+@pytest.mark.parametrize(
+    ("failing", "overwrite"), [("step-", False), ("step-", True), ("other.zarr", False)]
+)
 def test_what_fails_while_it_is_made_leaves_all_as_it_was(
     failing: str, overwrite: bool, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +278,6 @@ def test_what_fails_while_it_is_made_leaves_all_as_it_was(
     with monkeypatch.context() as patch:
         for name in ("rename", "replace"):
             patch.setattr(os, name, partial(fail, getattr(os, name)))
-        patch.setattr("trajstore.store.writing.create.exchange", lambda *paths: False)
         with pytest.raises(OSError, match="No space"):
             fork(stopped, target, at=6, settings=changes, overwrite=overwrite)
     assert contents(tmp_path) == before
@@ -311,6 +286,7 @@ def test_what_fails_while_it_is_made_leaves_all_as_it_was(
     assert last_checkpoint(target).step == STEPS
 
 
+@pytest.mark.nightly
 def test_a_fork_with_other_types_resumes_from_its_rows(straight: Straight, tmp_path: Path) -> None:
     everything = small_config(["gatsby", "recording.variables=everything"], steps=STEPS)
     settings, source = ["model.dtype=float32", "optimizer.lr=1e-4"], straight(everything)
