@@ -436,16 +436,14 @@ def test_a_loop_continues_with_the_types_of_the_run(mixed: Any, tmp_path: Path) 
 def test_a_step_may_have_gradients_of_one_type_only(tmp_path: Path) -> None:
     """They are unscaled in this type; the vector of all has another one."""
     model, optimizer = built()
-    norms, gradients = [], []
+    norms, gradients, narrow = [], [], (model.embedding.weight, model.late.weight)
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     with capture(
         model, optimizer, tmp_path / "run.zarr", variables="everything", scaler=scaler,
         parameter="embedding.weight", max_grad_norm=0.05,
     ) as recorder:  # fmt: skip
         for both in (False, True, False):
-            loss = sum(
-                p.float().square().sum() for p in (model.embedding.weight, model.late.weight)
-            )
+            loss = sum(p.float().square().sum() for p in narrow)
             loss = loss + model.norm.weight.sum() if both else loss
             scaler.scale(loss).backward()
             recorder.observe(loss=loss)

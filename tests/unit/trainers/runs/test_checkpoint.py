@@ -103,6 +103,7 @@ def test_a_checkpoint_survives_a_loss_of_power_before_an_older_one_goes(
     assert seen[0]
 
 
+@pytest.mark.nightly
 def test_a_run_with_one_row_resumes_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
     """It was killed after a checkpoint, and before its second row."""
     config = small_config(["gatsby-adam"], "recording.every=8", "recording.block_rows=1", steps=10)

@@ -15,7 +15,6 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from altered_runs import change_attributes, rewrite  # noqa: E402
-from bits_and_calls import nightly_but  # noqa: E402
 from damage import flip  # noqa: E402
 from forked_processes import processes  # noqa: E402
 from small_trainings import small_config  # noqa: E402
@@ -220,7 +219,8 @@ def test_runs_that_cannot_be_developed(straight: Any, tmp_path: Path) -> None:
         open_run(tmp_path / "own.zarr", developed=True)
 
 
-@pytest.mark.parametrize("kind", nightly_but([Accumulated, Scaled, Pair], Scaled))
+@pytest.mark.nightly  # a page of the documentation runs such code
+@pytest.mark.parametrize("kind", [Accumulated, Scaled, Pair])
 def test_an_own_loop_is_developed_with_a_new_model(kind: type[Loop], tmp_path: Path) -> None:
     def build() -> tuple[Any, ...]:
         loop = kind()

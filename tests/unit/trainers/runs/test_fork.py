@@ -116,7 +116,7 @@ def test_settings_take_effect(
     other = fork(stopped, tmp_path / "o.zarr", at=5, settings=settings, on_note=notes.append)
     assert parts(whole, other)["W"] in (6, 7)
     told = [sentence for sentence in notes if "round" not in sentence]
-    assert len(told) == (note is not None)
+    assert bool(told) == bool(note)
     assert note is None or note in told[0]
     ds = xr.open_zarr(other)
     config = RunConfig.parse(ds.attrs["config"])

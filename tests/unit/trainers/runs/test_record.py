@@ -143,7 +143,7 @@ def agree(one: Path, other: Path) -> xr.Dataset:
     [
         ("trainer, every 3, accumulated", 5, True),  # within a block and an epoch
         pytest.param("trainer, every 3, accumulated", 8, False, marks=pytest.mark.nightly),
-        ("plain, momentum rounded at random", EPOCH, True),
+        pytest.param("plain, momentum rounded at random", EPOCH, True, marks=pytest.mark.nightly),
     ],
 )
 def test_a_seam_leaves_no_trace(
