@@ -130,13 +130,14 @@ def test_many_findings_are_counted_and_the_first_are_listed(tmp_path: Path) -> N
     assert [finding.step for finding in result.findings] == list(range(2, 22))
 
 
-def test_a_step_that_was_skipped_moves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_was_skipped_moves_nothing_and_the_flag_is_0_or_1(tmp_path: Path) -> None:
     path = scaled_run(tmp_path / "run.zarr", fused=False)
     flip(path, "lr", (1,), 62)  # the scaler skips the first step, which uses no rate
     assert replay(path).findings == ()
     flip(path, "W", (1, 3, 1), 20)
-    first = replay(path).findings[0]
-    assert named(first) == ("skipped", "W", 1, 3, 1)
+    assert named(replay(path).findings[0]) == ("skipped", "W", 1, 3, 1)
+    flip(path, "skipped", (10,), 3)  # neither 0 nor 1
+    assert ("invalid", "skipped", 10, None, None) in map(named, replay(path).findings)
 
 
 # What the values of one row say of each other ---------------------------------------------------
@@ -183,13 +184,6 @@ def test_clipping_is_held_against_the_norm(name: str, summarized: Path) -> None:
     first = found[0]
     assert (first.kind, first.variable, first.step) == ("inconsistent", "clip_coef, grad_norm", 4)
     assert {finding.step for finding in found} == {4}
-
-
-def test_a_skip_flag_other_than_0_and_1_is_invalid(tmp_path: Path) -> None:
-    path = scaled_run(tmp_path / "run.zarr", fused=False)
-    flip(path, "skipped", (10,), 3)
-    finding = replay(path).findings[0]
-    assert (finding.kind, finding.variable, finding.step) == ("invalid", "skipped", 10)
 
 
 def test_row_0_must_be_the_state_before_training(tmp_path: Path) -> None:
