@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 CONTEXT = 128
 BATCH = 2
-OWN_TOKENS, OWN_CONTEXT = 64, 12
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -117,66 +115,7 @@ def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
         then(step, model, optimizer)
 
 
-class Reader(torch.nn.Module):
-    """A model of a user: tied embeddings, an LSTM, dropout, and a layer that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(OWN_TOKENS, 16)
-        self.fixed = torch.nn.Linear(16, 16).requires_grad_(False)
-        self.lstm = torch.nn.LSTM(16, 16, batch_first=True)
-        self.dropout = torch.nn.Dropout(0.1)
-        self.head = torch.nn.Linear(16, OWN_TOKENS)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.lstm(self.fixed(self.embedding(ids)))
-        logits: torch.Tensor = self.head(self.dropout(hidden))
-        return logits
-
-
-def own_loop(
-    ids: Any,
-    total: int,
-    then: Callable[..., None],
-    attach: Callable[..., Callable[..., None]] = lambda model, optimizer: lambda loss: None,
-) -> None:
-    """A loop with two groups of their own rate and decay, accumulation of 3, and clipping.
-
-    `attach` is called before the loop, and what it returns with each loss.
-    """
-    seed(5)
-    model = Reader()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "lr": 3e-3, "weight_decay": 0.1},
-            {"params": [p for p in trained if p.ndim < 2], "lr": 1e-2, "betas": (0.8, 0.95)},
-        ],
-        weight_decay=0.0,
-    )
-    observe = attach(model, optimizer)
-    windows = torch.from_numpy(ids % OWN_TOKENS).unfold(0, OWN_CONTEXT + 1, 7)
-    order = torch.Generator().manual_seed(3)
-    for step in range(1, total + 1):
-        optimizer.zero_grad()
-        for _ in range(3):
-            rows = windows[torch.randint(len(windows), (4,), generator=order)]
-            loss = cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()) / 3
-            loss.backward()
-            observe(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.97
-        optimizer.step()
-        then(step, model, optimizer)
-
-
-CASES: dict[str, Callable[..., None]] = {
-    "gatsby": gatsby,
-    "gatsby-adam": gatsby_adam,
-    "loop": own_loop,
-}
+CASES: dict[str, Callable[..., None]] = {"gatsby": gatsby, "gatsby-adam": gatsby_adam}
 
 
 def save(folder: str, steps: set[int], step: int, model: Any, optimizer: Any) -> None:

@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,7 @@ import independent_trainings as trainings  # noqa: E402
 from trainings import same  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from trajstore.trainers import (  # noqa: E402
-    capture,
-    model_at,
-    models,
-    optimizer_state_at,
-)
+from trajstore.trainers import model_at, models, optimizer_state_at  # noqa: E402
 from trajstore.trainers.texts import embedded_text  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
@@ -40,10 +34,7 @@ STEPS = sorted(random.Random(0).sample(range(1, TOTAL + 1), 4))
 
 
 def record_case(case: str, path: Path, cli: Cli) -> None:
-    """Record a training of a preset, or of a user's program."""
-    if case == "loop":
-        record_loop(path)
-        return
+    """Record a training of a preset."""
     # The independent program multiplies as torch does, also on processors where that is slow.
     changes = [
         "training.device=cpu", "training.products=native", "recording.block_rows=4",
@@ -54,26 +45,6 @@ def record_case(case: str, path: Path, cli: Cli) -> None:
         "record", "--preset", case, "--variables", "everything", "--steps", TOTAL, *chosen,
         "-o", path
     )  # fmt: skip
-
-
-def record_loop(path: Path) -> None:
-    """Record the own loop."""
-    with ExitStack() as stack:
-
-        def attach(model: Any, optimizer: Any) -> Any:
-            recorder = stack.enter_context(
-                capture(
-                    model, optimizer, path, variables="everything", parameter="embedding.weight",
-                    max_grad_norm=0.5, block_rows=4,
-                )
-            )  # fmt: skip
-            return lambda loss: recorder.observe(loss=loss)
-
-        trainings.own_loop(IDS, TOTAL, nothing, attach)
-
-
-def nothing(step: int, model: Any, optimizer: Any) -> None:
-    """Keep nothing of a step."""
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +77,11 @@ def test_recorded_steps_are_those_of_an_independent_training(
     run = tmp_path / "run.zarr"
     record_case(case, run, trajstore_cli)
     saved = {step: torch.load(states / case / f"{step}.pt") for step in STEPS}
-    constructor = trainings.Reader if case == "loop" else None
     for step, wanted in saved.items():
-        check_model(model_at(run, step, constructor=constructor), wanted)
+        check_model(model_at(run, step), wanted)
         assert same(optimizer_state_at(run, step), wanted["optimizer"]), step
-    for step, model in models(run, list(saved), constructor=constructor):
+    for step, model in models(run, list(saved)):
         check_model(model, saved[step])
-    if case == "loop":
-        return
     step, wanted = random.Random(case).choice(list(saved.items()))
     trajstore_cli("checkout", run, "--at", step, "--optimizer", "-o", tmp_path / "checkout")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkout")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from altered_runs import rewrite
@@ -25,7 +25,6 @@ from trainings import (  # noqa: E402
     STEPS,
     Accumulated,
     Loop,
-    Pair,
     Scaled,
     Scheduled,
     batches,
@@ -43,7 +42,7 @@ from trajstore.errors import (  # noqa: E402
     VariableNotRecorded,
 )
 from trajstore.trainers import TrajectoryCallback, capture, develop, restore  # noqa: E402
-from trajstore.trainers.process_mode import process_mode  # noqa: E402
+from trajstore.trainers.process_mode import process_mode, process_modes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -70,7 +69,7 @@ def run(recorded: Recorded, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recorded(Scheduled)[0], tmp_path / "run.zarr"))
 
 
-@pytest.mark.parametrize("kind", nightly_but([Scheduled, Accumulated, Scaled, Pair], Accumulated))
+@pytest.mark.parametrize("kind", nightly_but([Accumulated, Scaled], Accumulated))
 def test_developed_steps_are_recorded_with_everything(
     kind: type[Loop], recorded: Recorded, tmp_path: Path
 ) -> None:
@@ -102,23 +101,7 @@ class Unclipped(Scheduled):
         self.take()
 
 
-class Exchanged(Scheduled):
-    """A recording that observes the inputs of steps 2 and 3 in the wrong order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def step(self, inputs: list[Any]) -> None:
-        told = self.inputs({1: 2, 2: 1}.get(self.number, self.number))
-        observe = self.observe
-        self.observe = lambda loss, inputs: observe(loss=loss, inputs=told[0])
-        super().step(inputs)
-        self.observe = observe
-        self.number += 1
-
-
-def test_another_loop_is_an_error_with_step_and_parameter(run: Path) -> None:
+def test_another_loop_is_an_error_with_step_and_parameter_unless_allowed(run: Path) -> None:
     before = contents(run)
     with pytest.raises(
         NothingToResume,
@@ -127,47 +110,26 @@ def test_another_loop_is_an_error_with_step_and_parameter(run: Path) -> None:
     ):
         Unclipped().develop(run, 5)
     assert contents(run) == before
-
-
-def test_a_difference_can_be_allowed(run: Path) -> None:
     done = Unclipped().develop(run, 5, allow_different=True)
     assert (done.steps, done.keyframe) == (2, 3)
     assert done.difference is not None
     assert done.difference.startswith("at step 4 ")
 
 
-def test_exchanged_batches_are_an_error(tmp_path: Path) -> None:
-    Exchanged().train(tmp_path / "run.zarr", last=4)
-    assert Scheduled().develop(tmp_path / "run.zarr", 1).difference is None
-    with pytest.raises(NothingToResume, match=r"at step 2 .* in embedding.weight"):
-        Scheduled().develop(tmp_path / "run.zarr", 2)
-
-
-class Summed(Scheduled):
-    """A loop whose loss has sums that several threads share."""
-
-    options: ClassVar[dict[str, Any]] = {"keyframe_every": 100}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.float()
-
-    def step(self, inputs: list[Any]) -> None:
-        generator = torch.Generator().manual_seed(int(inputs[0]["ids"].sum()))
-        noise = torch.randn(1 << 20, generator=generator)
-        factor = noise.sum() + noise.dot(noise.roll(1))
-        logits = self.model(inputs[0]["ids"])["logits"]
-        (logits.square().mean() * factor).backward()
-        self.observe(inputs=inputs[0])
-        self.take()
-
-
-@pytest.mark.nightly
 def test_threads_and_modes_are_the_recorded_ones(tmp_path: Path) -> None:
-    with process_mode(2, {"default_dtype": "float64"}):
-        Summed().train(tmp_path / "run.zarr")
+    seen = []
+
+    class Observed(Scheduled):
+        def step(self, inputs: list[Any]) -> None:
+            seen.append((torch.get_num_threads(), process_modes()))
+            super().step(inputs)
+
+    modes = {"default_dtype": "float64", "deterministic": 1}
+    with process_mode(2, modes):
+        Observed().train(tmp_path / "run.zarr", last=2)
     with process_mode(1):
-        assert Summed().develop(tmp_path / "run.zarr", STEPS - 1).difference is None
+        Observed().develop(tmp_path / "run.zarr", 1)
+    assert seen == [(2, modes)] * 3
 
 
 @pytest.mark.parametrize(
@@ -218,13 +180,14 @@ def test_a_body_takes_exactly_one_step(times: int, after: int, run: Path) -> Non
 
 
 def test_steps_and_runs_that_cannot_be_developed(run: Path, recorded: Recorded) -> None:
-    with pytest.raises(StepNotFound, match="no row of step 9; the nearest: 7"):
-        Scheduled().develop(run, 9)
-    with pytest.raises(InvalidArgument, match=r"got at=1\.5, expected a whole"):
-        Scheduled().develop(run, 1.5)  # type: ignore[arg-type]
-    everything, _ = recorded(Scheduled, "everything")
-    with pytest.raises(VariableNotRecorded, match=r"no keyframes; .*variables='keyframes'"):
-        Scheduled().develop(everything, 5)
+    at: Any
+    for source, at, kind, message in (
+        (run, 9, StepNotFound, "no row of step 9"),
+        (run, 1.5, InvalidArgument, r"got at=1\.5, expected a whole"),
+        (recorded(Scheduled, "everything")[0], 5, VariableNotRecorded, "no keyframes; restore"),
+    ):
+        with pytest.raises(kind, match=message):
+            Scheduled().develop(source, at)
     with pytest.raises(StepNotFound, match=r"from the keyframe 3 \(trajstore\.trainers\.develop"):
         restore(run, Scheduled().model, Scheduled().optimizers, step=5)
 

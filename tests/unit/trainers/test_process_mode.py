@@ -1,4 +1,4 @@
-"""What is computed again has the modes of the recording, and the reader keeps its own."""
+"""Modes of a process, and its products: steps are repeated with those of the recording."""
 
 from __future__ import annotations
 
@@ -6,20 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xarray as xr
 
 torch = pytest.importorskip("torch")
 from bits_and_calls import nightly_but  # noqa: E402
+from trainings import TinyModel, batches  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
-from trajstore.trainers import capture, preset, prove, record, replay, what_if  # noqa: E402
+from trajstore.trainers import (  # noqa: E402
+    capture,
+    evaluate,
+    float32_products,
+    fork,
+    preset,
+    prove,
+    record,
+    recorded_config,
+    replay,
+    what_if,
+)
+from trajstore.trainers.matrix_products import modes_of_products, native_is_slow  # noqa: E402
 from trajstore.trainers.process_mode import process_mode, process_modes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 FLUSHING: dict[str, Any] = {"flush_denormal": True}
-STEPS = 60
+STEPS = 30
 SMALL = [
-    "training.steps=3", "training.batch_size=2", "model.context=8", "model.layers=1",
+    "training.steps=2", "training.batch_size=2", "model.context=8", "model.layers=1",
     "model.hidden=8", "training.device=cpu", "recording.variables=everything",
 ]  # fmt: skip
 
@@ -28,7 +42,7 @@ def train(path: Path, encoding: str) -> list[Any]:
     """Record moments that decay to subnormal numbers, and return them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.1, 0.9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.01, 0.9))
     told: dict[str, Any] = {"encoding": encoding, "token_count": torch.ones(9).int().numpy()}
     moments = []
     with capture(model, optimizer, path, parameter="0.weight", block_rows=16, **told):
@@ -69,10 +83,10 @@ def test_forward_and_backward_passes(tmp_path: Path) -> None:
     for reader in ({}, modes):
         with process_mode(1, reader):
             found = prove(path)
-            assert (found.clean, found.proven) == (True, 3)
+            assert (found.clean, found.proven) == (True, 2)
             assert process_modes() == reader
     notes: list[str] = []
-    longer = config.with_values(["training.steps=4"])
+    longer = config.with_values(["training.steps=3"])
     record(longer, path, resume=True, on_note=notes.append)
     assert notes[0].startswith(f"modes was {modes} and is now None")
     assert prove(path).clean
@@ -87,3 +101,143 @@ def test_all_threads_of_torch_get_their_mode(flushing: bool | str) -> None:
         with process_mode(2, {"flush_denormal": flushing}):
             assert process_modes().get("flush_denormal", False) == flushing
         assert process_modes() == before
+
+
+# Products of 16-bit matrices in float32 ---------------------------------------------------------
+
+
+def gradients(model: Any, enabled: bool, kind: Any) -> dict[str, Any]:
+    model.zero_grad()
+    with float32_products(enabled), torch.autocast("cpu", kind):
+        model(**batches(1)[0])["loss"].backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_product_is_rounded_once(kind: Any) -> None:
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(n, m).to(kind) for n, m in ((5, 70), (70, 6), (5, 6)))
+    expected = (a.double() @ b.double()).to(kind)
+    with float32_products():
+        assert torch.equal(a @ b, expected)
+        assert torch.equal((a[None] @ b[None])[0], expected)
+        assert torch.equal(a @ b[:, 0], expected[:, 0])
+        both = torch.addmm(c, a, b)
+        assert (a.float() @ b.float()).dtype == torch.float32
+    assert torch.equal(both, (c.double() + a.double() @ b.double()).to(kind))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_backward_passes_follow_the_same_rule(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = TinyModel()
+    native, wide = (gradients(model, enabled, kind) for enabled in (False, True))
+    for name, gradient in native.items():
+        scale = gradient.abs().max()
+        assert (wide[name] - gradient).abs().max() <= 8 * torch.finfo(kind).eps * scale, name
+
+
+def test_attention_follows_the_same_rule() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(2, 2, 9, 8).bfloat16().requires_grad_() for _ in range(3)]
+
+    def attend() -> list[Any]:
+        attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return [attended, *torch.autograd.grad(attended.float().sum(), parts)]
+
+    native = attend()
+    with float32_products():
+        wide = attend()
+    for one, other in zip(native, wide, strict=True):
+        assert other.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+
+
+def test_inference_mode_follows_the_same_rule() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 512, dtype=torch.bfloat16)
+    states, heads = torch.randn(64, 256).bfloat16(), torch.randn(1, 4, 64, 32).bfloat16()
+
+    def computed() -> list[Any]:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return [layer(states), states @ layer.weight.T, attend(heads, heads, heads)]
+
+    with float32_products(), torch.no_grad():
+        expected = computed()
+    with float32_products(), torch.inference_mode():
+        found = computed()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_models_are_the_same_inside(tiny: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tiny.bfloat16(), backend="eager")
+    (batch,) = batches(1)
+    with float32_products():
+        assert torch.equal(compiled(**batch)["loss"], tiny(**batch)["loss"])
+    assert not modes_of_products()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Choose what the machine is found to be."""
+
+    def choose(is_slow: bool) -> None:
+        name = "trajstore.trainers.matrix_products.native_is_slow"
+        monkeypatch.setattr(name, lambda kind: is_slow)
+
+    return choose
+
+
+@pytest.mark.nightly
+def test_a_run_keeps_its_products(tmp_path: Path, slow: Any) -> None:
+    """All that repeats steps uses the recorded choice, whatever the machine would choose."""
+    config = preset("gatsby").with_values([*SMALL, "schedule.steps=4", "training.steps=4"])
+    paths = [tmp_path / "float32.zarr", tmp_path / "native.zarr", tmp_path / "part.zarr"]
+    wide, native, part = paths
+    for path in paths:
+        notes: list[str] = []
+        slow(path != native)
+        steps = "training.steps=2" if path == part else "training.steps=4"
+        record(config.with_values([steps]), path, on_products=notes.append)
+        chosen = "native" if path == native else "float32"
+        assert any(f"Products of matrices: {chosen}" in note for note in notes)
+        assert recorded_config(path).training.products == chosen
+    forked = fork(native, tmp_path / "fork.zarr", at=2)  # part.zarr was slow
+    assert prove(native).clean
+    slow(False)
+    record(config, part, resume=True)
+    for one, other in ((wide, part), (native, forked)):
+        assert open_run(one).W.equals(open_run(other).W)
+    assert not open_run(wide).params_grad.equals(open_run(native).params_grad)
+    assert prove(wide).clean
+
+    def products_in_use(model: Any, step: int) -> dict[str, float]:
+        return {"blocks": float(modes_of_products())}
+
+    evaluate(wide, products_in_use, tmp_path / "results.zarr", steps=[2])
+    assert xr.open_zarr(tmp_path / "results.zarr").blocks.values.tolist() == [1]
+
+
+def test_the_speed_of_products_is_measured() -> None:
+    threads = torch.get_num_threads()
+    assert native_is_slow(torch.int64)  # on every processor
+    assert not native_is_slow(torch.float32)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_loop_of_ones_own_is_advised(tmp_path: Path, slow: Any) -> None:
+    slow(True)
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = TinyModel(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        notes: list[str] = []
+        with (
+            float32_products(inside),
+            capture(model, optimizer, tmp_path / f"{inside}.zarr", on_note=notes.append),
+        ):
+            model(**batches(1)[0])["loss"].backward()
+            optimizer.step()
+        assert any("float32_products()" in note for note in notes) != inside

@@ -1,18 +1,19 @@
-"""Models of recorded steps have the recorded bits, in memory, in a loop and in a folder."""
+"""Models and states of recorded steps have the recorded bits, in memory, a loop and a folder."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trajstore import sample_run
+from trajstore import open_run, sample_run, verify
 from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, RunExists, StepNotFound, VariableNotRecorded
 
@@ -21,12 +22,13 @@ import transformers  # noqa: E402
 from altered_runs import change_attributes  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from small_trainings import contents  # noqa: E402
+from small_trainings import contents, same_values  # noqa: E402
 from trainings import (  # noqa: E402
     RECORDED_STEPS,
     STEPS,
     Accumulated,
     OwnModel,
+    Recorded,
     gpt2,
     record_gpt2,
     same,
@@ -34,13 +36,17 @@ from trainings import (  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from trajstore.errors import NothingToResume  # noqa: E402
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.store.writing.new_run import vector_rule  # noqa: E402
 from trajstore.trainers import (  # noqa: E402
     capture,
     checkout,
     model_at,
     models,
+    optimizer_state_at,
     restore,
 )
+from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -87,61 +93,59 @@ def test_buffers_that_do_not_change_have_the_type_of_the_training(tmp_path: Any)
 
 
 def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"does not record the configuration.*constructor"):
-        model_at(own.path, 1)
-    with pytest.raises(InvalidArgument, match=r"returned str, expected a torch.nn.Module"):
-        model_at(own.path, 1, constructor=lambda: "model")
-    with pytest.raises(InvalidArgument, match=r"the run has no transformer.wte.weight.*more diff"):
-        model_at(own.path, 1, constructor=gpt2)
-
     def untied() -> Any:
         model = gpt2()
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         return model
 
-    with pytest.raises(InvalidArgument, match=r"wte.weight and lm_head.weight are one parameter"):
-        model_at(recorded.path, 1, constructor=untied)
+    for path, constructor, message in (
+        (own.path, None, "does not record the configuration.*constructor"),
+        (own.path, lambda: "model", r"returned str, expected a torch.nn.Module"),
+        (own.path, gpt2, "the run has no transformer.wte.weight.*more diff"),
+        (recorded.path, untied, "wte.weight and lm_head.weight are one parameter"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            model_at(path, 1, constructor=constructor)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers", "message"),
+    [
+        ("GPT2LMHeadModel", 3, r"no transformer.h.2.*99.0.*{version}: install"),
+        ("GPT9", 2, r"GPT9.*{version} does not have.*99.0"),
+        ("Trainer", 2, r"Trainer.*{version} does not have.*99.0"),
+    ],
+)
 def test_another_version_of_transformers_is_named(
-    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, layers: int, message: str, recorded: Any, tmp_path: Path
 ) -> None:
-    used = sys.modules["transformers"]  # imported again by tests
-    version, run = transformers.__version__, Path(shutil.copytree(recorded.path, tmp_path / "run"))
-    change_attributes(run, lambda root: root["model_config"].update(transformers="99.0"))
+    def change(root: dict[str, Any]) -> None:
+        root["model_config"].update({"class": kind, "transformers": "99.0"})
+        root["model_config"]["config"]["n_layer"] = layers
 
-    class Renamed(transformers.GPT2LMHeadModel):  # type: ignore[misc]
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.transformer.other = self.transformer.ln_f
-            del self.transformer.ln_f
-
-    monkeypatch.setattr(used, "GPT2LMHeadModel", Renamed)
-    with pytest.raises(InvalidArgument, match=rf"no transformer.other.*99.0.*{version}: install"):
-        model_at(run, 1)
-    monkeypatch.setattr(used, "GPT2LMHeadModel", None)
-    with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*{version} does not have.*99.0"):
+    run = Path(shutil.copytree(recorded.path, tmp_path / "run"))
+    change_attributes(run, change)
+    with pytest.raises(InvalidArgument, match=message.format(version=transformers.__version__)):
         model_at(run, 1)
 
 
 def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) -> None:
-    with pytest.raises(StepNotFound, match=r"no row of step 9; the nearest: 6"):
-        model_at(recorded.path, 9)
-    with pytest.raises(StepNotFound, match=r"no row of step -1; the nearest: 0"):
+    run = sample_run(tmp_path / "run.zarr")
+    part = record_gpt2(tmp_path, variables=("W", "params_grad"))
+    step: Any
+    for path, step, kind, message in (
+        (recorded.path, 9, StepNotFound, "no row of step 9; the nearest: 6"),
+        (recorded.path, "1", InvalidArgument, "got step='1', expected a whole number"),
+        (run, 1, VariableNotRecorded, "not hold all parameters.*tier everything"),
+        (part.path, 1, VariableNotRecorded, "not hold all parameters"),
+    ):
+        with pytest.raises(kind, match=message):
+            model_at(path, step)
+    with pytest.raises(StepNotFound, match="no row of step -1; the nearest: 0"):
         next(models(recorded.path, [2, -1]))
-    with pytest.raises(InvalidArgument, match="got step='1', expected a whole number"):
-        model_at(recorded.path, "1")
-    with pytest.raises(InvalidArgument, match=r"got step=\[3\], expected a whole number"):
-        model_at(recorded.path, [3])
     for steps in ([1.0], [True], ["1"], [[1]]):
         with pytest.raises(InvalidArgument, match=r"steps: got .* at position 0"):
             next(models(recorded.path, steps))
-    run = sample_run(tmp_path / "run.zarr")
-    with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*tier everything"):
-        model_at(run, 1)
-    part = record_gpt2(tmp_path, variables=("W", "params_grad")).path
-    with pytest.raises(VariableNotRecorded, match="not hold all parameters"):
-        model_at(part, 1)
 
 
 def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
@@ -214,21 +218,23 @@ def test_the_weights_of_a_step_in_a_file(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def accumulated(tmp_path: Path) -> Path:
     """A loop with dropout and buffers."""
     Accumulated().train(path := tmp_path / "run.zarr", variables="everything")
     return path
 
 
-def test_what_cannot_be_restored(run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_restored(accumulated: Path) -> None:
     loop = Accumulated()
-    with pytest.raises(InvalidArgument, match=f"does not hold step {STEPS + 1}"):
-        restore(run, loop.model, loop.optimizers, step=STEPS)  # it draws numbers
     other = torch.optim.RAdam(loop.model.parameters())
-    with pytest.raises(InvalidArgument, match=r"the optimizer is RAdam, and that of .* was SGD"):
-        restore(run, loop.model, other)
+    for optimizer, step, message in (
+        (loop.optimizers, STEPS, f"does not hold step {STEPS + 1}"),  # it draws numbers
+        (other, None, "the optimizer is RAdam, and that of .* was SGD"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            restore(accumulated, loop.model, optimizer, step=step)
     with pytest.raises(InvalidArgument, match=r"embedding.weight is float64 in the model"):
-        restore(run, loop.model.double(), loop.optimizers)
+        restore(accumulated, loop.model.double(), loop.optimizers)
 
 
 def test_rows_with_a_next_step_can_be_restored(tmp_path: Path) -> None:
@@ -243,13 +249,213 @@ def test_rows_with_a_next_step_can_be_restored(tmp_path: Path) -> None:
         restore(tmp_path / "none.zarr", loop.model, loop.optimizers)
 
 
-def test_a_resume_compares_the_whole_state(run: Path) -> None:
-    loop, before = Accumulated(), contents(run)
-    restore(run, loop.model, loop.optimizers, step=3)
+def test_a_resume_compares_the_whole_state(accumulated: Path) -> None:
+    loop, before = Accumulated(), contents(accumulated)
+    restore(accumulated, loop.model, loop.optimizers, step=3)
     loop.optimizers.state[loop.model.sometimes.weight]["momentum_buffer"][0, 0] += 1
     loop.model.normalization.running_mean[1] = 2
     with pytest.raises(
         NothingToResume, match="buffers, params_momentum_buffer of the training differ"
     ):
-        loop.train(run, first=3, resume=True, variables="everything")
-    assert contents(run) == before
+        loop.train(accumulated, first=3, resume=True, variables="everything")
+    assert contents(accumulated) == before
+
+
+# The state of an optimizer, and parameters of several types --------------------------------------
+
+FEW = ("W", "params", "params_lr")
+
+
+def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any) -> None:
+    model = model_at(recorded.path, 3)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
+    for step in (1, 3, RECORDED_STEPS):
+        assert same(optimizer_state_at(recorded.path, step), recorded.optimizers[step])
+        optimizer.load_state_dict(optimizer_state_at(recorded.path, step))
+        assert same(optimizer.state_dict(), recorded.optimizers[step])
+    found = optimizer_state_at(recorded.path, 0)
+    assert found["state"] == {}
+    assert [group["lr"] for group in found["param_groups"]] == [0.01 * 0.9, 0.02 * 0.9]
+
+
+def test_parameters_count_their_own_steps(own: Any) -> None:
+    found = optimizer_state_at(own.path, 5)
+    assert same(found, own.optimizers[5])
+    assert {float(values["step"]) for values in found["state"].values()} == {3.0, 5.0}
+    assert len(found["state"]) == len([p for p in OwnModel().parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_order_of_the_optimizer_is_not_that_of_the_model(
+    tmp_path: Path, tiny: Any, named: bool
+) -> None:
+    given = list(tiny.named_parameters())[::-1]
+    optimizer = torch.optim.AdamW(given if named else [p for _, p in given], lr=0.01)
+    with capture(tiny, optimizer, tmp_path / "run.zarr", variables="everything"):
+        tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
+        optimizer.step()
+    found, kept = optimizer_state_at(tmp_path / "run.zarr", 1), optimizer.state_dict()
+    kept["param_groups"][0].pop("param_names", None)
+    assert same(found, kept)
+    plain = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    restore(tmp_path / "run.zarr", tiny, plain)
+    assert all(same(plain.state[p], optimizer.state[p]) for p in tiny.parameters())
+    with pytest.raises(InvalidArgument, match="weight is not in the optimizer"):
+        restore(tmp_path / "run.zarr", tiny, torch.optim.AdamW([given[0][1]]))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "variables", "missing"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), FEW, "momentum_buffer"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), FEW, "max_exp_avg_sq"),
+        (torch.optim.Adagrad, FEW, "state of its optimizer torch.optim.adagrad.Adagrad"),
+        (torch.optim.Adafactor, "everything", "hold the row_var, col_var of its"),
+    ],
+)
+def test_a_state_that_is_not_recorded(
+    tmp_path: Path, tiny: Any, optimizer: Any, variables: Any, missing: str
+) -> None:
+    built = optimizer(tiny.parameters())
+    with capture(tiny, built, tmp_path / "run.zarr", variables=variables):
+        tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
+        built.step()
+    with pytest.raises(VariableNotRecorded, match=missing):
+        optimizer_state_at(tmp_path / "run.zarr", 1)
+
+
+MIXED_STEPS = 5
+TYPES = {
+    "embedding.weight": ("bfloat16", "float32"),
+    "norm.weight": ("float32", "bfloat16"),
+    "norm.bias": ("float32", "bfloat16"),
+    "late.weight": ("bfloat16", "float32"),
+    "late.bias": ("bfloat16", "float32"),
+    "fixed": ("float16", "float16"),
+}
+"""Types of each parameter and of its moments."""
+
+
+class Model(torch.nn.Module):
+    """bfloat16 weights, float32 normalization, a layer without gradient in even steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 4, dtype=torch.bfloat16)
+        self.norm = torch.nn.LayerNorm(4)
+        self.late = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.fixed = torch.nn.Parameter(torch.rand(3).half(), requires_grad=False)
+
+    def forward(self, ids: Any, *, whole: bool) -> Any:
+        hidden = self.norm(self.embedding(ids))
+        return (self.late(hidden) if whole else hidden) @ self.embedding.weight.T
+
+
+def built() -> tuple[Any, Any]:
+    model = Model()
+    matrices = [model.embedding.weight, *model.late.parameters()]
+    norms = {"params": list(model.norm.parameters()), "state_dtype": "bfloat16"}
+    return model, RoundedAdamW([{"params": matrices}, norms], lr=0.05, state_dtype="float32")
+
+
+def train(recorded: Recorded, first: int = 0) -> list[dict[str, Any]]:
+    """Train with a gradient scaler; return the unscaled gradients of each step."""
+    model, optimizer = recorded.model, recorded.optimizer
+    gradients = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    with capture(
+        model, optimizer, recorded.path, variables="everything", encoding="compact", scaler=scaler,
+        parameter="embedding.weight", resume=first > 0, first_step=first,
+    ) as recorder:  # fmt: skip
+        recorded.keep()
+        for step in range(first, MIXED_STEPS):
+            ids = (torch.arange(10).reshape(2, 5) * (step + 1)) % 11
+            logits = model(ids, whole=step % 2 == 1).float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+            scaler.scale(loss).backward()
+            recorder.observe(loss=loss)
+            scaler.unscale_(optimizer)
+            gradients.append({n: copy.deepcopy(p.grad) for n, p in model.named_parameters()})
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            recorded.keep()
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, list[dict[str, Any]]]:
+    torch.manual_seed(2)
+    model, optimizer = built()
+    path = tmp_path_factory.mktemp("mixed") / "run.zarr"
+    recorded = Recorded(path=path, model=model, optimizer=optimizer)
+    return recorded, train(recorded)
+
+
+def test_every_tensor_of_a_step_has_its_own_type(mixed: Any) -> None:
+    recorded, gradients = mixed
+    ds = open_run(recorded.path)
+    vectors = ("params", "params_grad", "params_exp_avg", "params_exp_avg_sq")
+    assert {ds[name].attrs["native_dtype"] for name in vectors} == {"float32"}
+    assert not verify(recorded.path).problems
+    for step in range(MIXED_STEPS + 1):
+        model = model_at(recorded.path, step, constructor=Model)
+        assert same(dict(model.state_dict()), dict(recorded.models[step]))
+        state = optimizer_state_at(recorded.path, step)["state"]
+        assert same(state, recorded.optimizers[step]["state"])
+    for name, (weights, moments) in TYPES.items():
+        one = ds.traj.parameter(name)
+        held = [one[key].attrs["native_dtype"] for key in ("W", "grad", "exp_avg", "exp_avg_sq")]
+        assert held == [weights, weights, moments, moments], name
+        for step, found in enumerate(gradients, 1):
+            grad = np.nan if found[name] is None else found[name].float().numpy().ravel()
+            np.testing.assert_array_equal(one.grad[step].values.ravel(), grad, name)
+
+
+def test_the_encoding_compact_computes_no_vectors_of_several_types(mixed: Any) -> None:
+    recorded, _ = mixed
+    facts, notes = information(recorded.path), []
+    kinds = {name: array["kind"] for name, array in facts["arrays"].items()}
+    assert (kinds["W"], kinds["params"]) == ("computed", "delta")
+    types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
+    assert vector_rule(facts, types, notes.append) is None
+    assert "have several types: bfloat16, float16, float32" in notes[0]
+
+
+def test_a_loop_continues_with_the_types_of_the_run(mixed: Any, tmp_path: Path) -> None:
+    recorded, _ = mixed
+    path = Path(shutil.copytree(recorded.path, tmp_path / "run.zarr"))
+    model, optimizer = built()
+    assert restore(path, model, optimizer, step=3) == 3
+    train(Recorded(path=path, model=model, optimizer=optimizer), first=3)
+    same_values(recorded.path, path)
+
+
+def test_a_step_may_have_gradients_of_one_type_only(tmp_path: Path) -> None:
+    """They are unscaled in this type; the vector of all has another one."""
+    model, optimizer = built()
+    norms, gradients, narrow = [], [], (model.embedding.weight, model.late.weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    with capture(
+        model, optimizer, tmp_path / "run.zarr", variables="everything", scaler=scaler,
+        parameter="embedding.weight", max_grad_norm=0.05,
+    ) as recorder:  # fmt: skip
+        for both in (False, True, False):
+            loss = sum(p.float().square().sum() for p in narrow)
+            loss = loss + model.norm.weight.sum() if both else loss
+            scaler.scale(loss).backward()
+            recorder.observe(loss=loss)
+            scaler.unscale_(optimizer)
+            gradients.append(model.late.weight.grad.float().numpy().copy())
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    ds = open_run(tmp_path / "run.zarr")
+    found = ds.traj.parameter("late.weight").grad[1:].values
+    np.testing.assert_array_equal(found.reshape(3, 4, 4), gradients)
+    assert ds.grad_norm[1:].values.tolist() == norms
+    assert ds.grad_norm.native_dtype == "float32"
+    assert (ds.clip_coef[1:] < 1).all()

@@ -1,8 +1,10 @@
-"""Texts and streams of ids, embedded or from files, as token ids."""
+"""Texts and streams of ids, embedded, from files or fetched; nothing leaves the machine."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,19 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("pooch")
+from object_stores import web_server
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument
-from trajstore.trainers.downloads import CACHE_VARIABLE
+from trajstore.trainers import fetch
+from trajstore.trainers.downloads import (
+    _GPT2_SHA256,
+    CACHE_VARIABLE,
+    _vocabulary_sha256,
+    cached,
+    clean_book,
+)
 from trajstore.trainers.presets import preset
 from trajstore.trainers.recording.options import read_tokens
 from trajstore.trainers.texts import embedded_text, id_stream, load_corpus
@@ -22,11 +33,10 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
-    return cache
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where fetched texts are kept; there is none yet."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def words(path: Path, vocabulary: list[str]) -> Path:
@@ -94,55 +104,158 @@ def test_a_tokenizer_and_a_text_from_disk(tmp_path: Path) -> None:
         load_corpus(bird(vocab_size=4), corpus=text)
 
 
-def test_a_fetched_corpus_is_loaded(tmp_path: Path, empty_cache: Path) -> None:
-    (empty_cache / "gpt2").mkdir()
-    words(empty_cache / "gpt2" / "tokenizer.json", ["?", "the", "cat"])
-    (empty_cache / "gpt2" / "tokenizer_config.json").write_text(
+def test_a_fetched_corpus_is_loaded(cache: Path) -> None:
+    (cache / "gpt2").mkdir(parents=True)
+    words(cache / "gpt2" / "tokenizer.json", ["?", "the", "cat"])
+    (cache / "gpt2" / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     )
-    (empty_cache / "fineweb.txt").write_text("cat the cat the")
+    (cache / "fineweb.txt").write_text("cat the cat the")
     corpus = load_corpus(bird(vocab_size=3))
     assert corpus.name == "fineweb.txt"
     assert corpus.ids.tolist() == [2, 1, 2, 1]
-    (empty_cache / "gatsby.txt").write_text("x" * 200)
+    (cache / "gatsby.txt").write_text("x" * 200)
     assert load_corpus(preset("gatsby")).name == "gatsby.txt"
 
 
-def test_bad_texts_are_reported(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    gatsby = preset("gatsby")
-    with pytest.raises(InvalidArgument, match="cannot read the corpus"):
-        load_corpus(gatsby, corpus=text)
-    text.write_bytes(b"")
-    with pytest.raises(CorpusError, match="is empty"):
-        load_corpus(gatsby, corpus=text)
-    text.write_bytes(b"one\ncaf\xc3\xa9")
-    with pytest.raises(CorpusError, match=r"2 bytes that are not ASCII.*line 2"):
-        load_corpus(gatsby, corpus=text)
-    text.write_text("short")
-    with pytest.raises(CorpusError, match="has 5 tokens, but one training example needs 129"):
-        load_corpus(gatsby, corpus=text)
-    text.write_bytes(b"\xff\xfe")
+def test_bad_texts_and_tokenizers_are_reported(tmp_path: Path) -> None:
+    text, broken = tmp_path / "text.txt", tmp_path / "broken.json"
     tokenizer = words(tmp_path / "tokenizer.json", ["?", "the"])
+    broken.write_text("{}")
+    of_text: list[tuple[bytes | None, type[Exception], str]] = [
+        (None, InvalidArgument, "cannot read the corpus"),
+        (b"", CorpusError, "is empty"),
+        (b"one\ncaf\xc3\xa9", CorpusError, r"2 bytes that are not ASCII.*line 2"),
+        (b"short", CorpusError, "has 5 tokens, but one training example needs 129"),
+    ]
+    for content, kind, message in of_text:
+        if content is not None:
+            text.write_bytes(content)
+        with pytest.raises(kind, match=message):
+            load_corpus(preset("gatsby"), corpus=text)
+    text.write_bytes(b"\xff\xfe")
     with pytest.raises(CorpusError, match="not UTF-8"):
         load_corpus(bird(vocab_size=2), corpus=text, tokenizer=tokenizer)
-    with pytest.raises(InvalidArgument, match="there is no tokenizer at"):
-        load_corpus(gatsby, tokenizer=tmp_path / "nowhere")
-    broken = tmp_path / "broken.json"
-    broken.write_text("{}")
-    with pytest.raises(CorpusError, match="cannot load a tokenizer"):
-        load_corpus(gatsby, tokenizer=broken)
+    for path, kind, message in (
+        (tmp_path / "nowhere", InvalidArgument, "there is no tokenizer at"),
+        (broken, CorpusError, "cannot load a tokenizer"),
+    ):
+        with pytest.raises(kind, match=message):
+            load_corpus(preset("gatsby"), tokenizer=path)
 
 
 def test_a_file_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# some\n3 1  # two\n12\n")
     assert read_tokens(file).tolist() == [3, 1, 12]
-    file.write_text("1\n-2")
-    with pytest.raises(InvalidArgument, match=r"line 2: got '-2'"):
-        read_tokens(file)
-    file.write_text("\n")
-    with pytest.raises(InvalidArgument, match="has no token id"):
-        read_tokens(file)
     with pytest.raises(InvalidArgument, match="expected all, dead, live or a text file"):
         read_tokens(tmp_path / "nowhere")
+    for content, message in (("1\n-2", r"line 2: got '-2'"), ("\n", "has no token id")):
+        file.write_text(content)
+        with pytest.raises(InvalidArgument, match=message):
+            read_tokens(file)
+
+
+# Fetching, from a server on loopback and from local files ---------------------------------------
+
+SHARED = next(
+    (p / "shared/data" for p in Path(__file__).parents if (p / "shared/data").exists()),
+    Path("shared/data"),
+)
+
+BOOK = (
+    "\ufeffLicence and thanks.\r\n*** START OF THE PROJECT GUTENBERG EBOOK A BOOK ***\r\n\r\n"
+    "In my “younger”\r\nyears—vulnerable ones—my\r\nfather gave me\r\n\r\n\r\n"
+    "  some advice: café.\r\n\r\n*** END OF THE PROJECT GUTENBERG EBOOK ***\r\nMore licence."
+)
+CLEAN = 'In my "younger" years--vulnerable ones--my father gave me\nsome advice: cafe.\n'
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address at which it is served."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    with web_server(folder) as (address, _):
+        yield folder, address
+
+
+def test_a_book_over_http(site: tuple[Path, str], cache: Path) -> None:
+    folder, address = site
+    (folder / "book.txt").write_bytes(BOOK.encode())
+    fetched = fetch("gatsby", source=f"{address}/book.txt")
+    assert fetched.path == cached("gatsby") == cache / "gatsby.txt"
+    assert fetched.path.read_text() == CLEAN
+    assert fetched.sha256 == hashlib.sha256(CLEAN.encode()).hexdigest()
+    assert json.loads((cache / "gatsby.json").read_text())["source"] == f"{address}/book.txt"
+    assert sorted(p.name for p in cache.iterdir()) == ["gatsby.json", "gatsby.txt"]
+
+
+def test_a_failed_download_keeps_what_was_there(site: tuple[Path, str], cache: Path) -> None:
+    folder, address = site
+    (folder / "book.txt").write_bytes(BOOK.encode())
+    fetch("gatsby", source=f"{address}/book.txt")
+    with pytest.raises(CorpusError, match="cannot download"):
+        fetch("gatsby", source=f"{address}/nothing.txt")
+    with pytest.raises(CorpusError, match="expected 00; nothing was kept"):
+        fetch("gatsby", source=f"{address}/book.txt", sha256="00")
+    (folder / "book.txt").write_text("<html>Not found, but politely</html>")
+    with pytest.raises(CorpusError, match="not a plain text of Project Gutenberg"):
+        fetch("gatsby", source=f"{address}/book.txt")
+    assert (cache / "gatsby.txt").read_text() == CLEAN
+
+
+def test_a_book_from_disk(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_bytes(BOOK.encode())
+    assert fetch("gatsby", source=str(file)).size == len(CLEAN)
+    with pytest.raises(CorpusError, match="characters without an ASCII form here: ☃"):
+        clean_book(BOOK.replace("advice", "☃"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_two_mebibytes_of_a_data_set(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "web"
+    folder.mkdir()
+    document = "Ünïcode words, and more of them. " * 40
+    with (folder / "train.jsonl").open("w") as file:
+        for number in range(2_000):
+            file.write(json.dumps({"text": f"{number}: {document}"}) + "\n")
+    fetched = fetch("fineweb", source=str(folder))
+    data = fetched.path.read_bytes()
+    assert 2_097_149 < len(data) <= 2_097_152
+    assert data.decode().startswith(f"0: {document}\n1: ")
+    with pytest.raises(CorpusError, match="cannot read the data set"):
+        fetch("fineweb", source=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the real tokenizer is not at hand")
+def test_a_tokenizer_from_disk_and_its_hash() -> None:
+    fetched = fetch("gpt2", source=str(SHARED / "gpt2"))
+    assert fetched.size == 50_257
+    assert fetched.sha256 == _GPT2_SHA256
+    state = json.loads((SHARED / "gpt2" / "tokenizer.json").read_text())
+    state["model"]["merges"][7], state["model"]["merges"][8] = state["model"]["merges"][8:6:-1]
+    assert _vocabulary_sha256(state) != _GPT2_SHA256
+    again = fetch("gpt2", source=str(fetched.path), sha256=_GPT2_SHA256)
+    assert again.sha256 == fetched.sha256
+
+
+def test_names_that_cannot_be_fetched() -> None:
+    with pytest.raises(InvalidArgument, match="choose from gatsby, fineweb, gpt2"):
+        fetch("llama")
+    with pytest.raises(CorpusError, match="cannot get the tokenizer"):
+        fetch("gpt2", source="/nowhere/at/all")
+
+
+@pytest.mark.parametrize("name", ["gatsby", "gpt2", "fineweb"])
+def test_a_server_that_is_not_there_is_reported_at_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    match = r"cannot reach http://127\.0\.0\.1:9 .* local copy as source=…"
+    with pytest.raises(CorpusError, match=match):
+        fetch(name, source="http://127.0.0.1:9/book.txt" if name == "gatsby" else None)
+    assert not cache.exists()

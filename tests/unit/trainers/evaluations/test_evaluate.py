@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,55 +73,56 @@ def test_steps_of_a_constructed_model_merge_with_the_run(own: Any, tmp_path: Pat
 
 def test_impossible_calls(own: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
-    options: Any = {"constructor": OwnModel}
-    with pytest.raises(InvalidArgument, match="got every=0"):
-        evaluate(own.path, norm, out, every=0, **options)
-    with pytest.raises(StepNotFound, match="step 9 was not recorded"):
-        evaluate(own.path, norm, out, steps=9, **options)
-    with pytest.raises(InvalidArgument, match="no selected step is a multiple of 4"):
-        evaluate(own.path, norm, out, every=4, steps="1:4", **options)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"every": 0}, InvalidArgument, "got every=0"),
+        ({"steps": 9}, StepNotFound, "step 9 was not recorded"),
+        ({"every": 4, "steps": "1:4"}, InvalidArgument, "no selected step is a multiple of 4"),
+    ]
+    for options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            evaluate(own.path, norm, out, constructor=OwnModel, **options)
     assert not out.exists()
-    evaluate(own.path, norm, out, every=3, **options)
+    evaluate(own.path, norm, out, every=3, constructor=OwnModel)
     with pytest.raises(InvalidArgument, match=r"up to step 6 but not of step 1.*overwrite=True"):
-        evaluate(own.path, norm, out, **options)
-    assert evaluate(own.path, norm, out, overwrite=True, **options).steps == 7
+        evaluate(own.path, norm, out, constructor=OwnModel)
+    assert evaluate(own.path, norm, out, overwrite=True, constructor=OwnModel).steps == 7
 
 
 @pytest.fixture
-def restored_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One for files of functions; the search path is put back afterwards."""
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    return tmp_path
 
 
-def test_a_function_of_a_file_imports_modules_next_to_it(
-    tmp_path: Path, restored_modules: None
-) -> None:
-    (tmp_path / "neighbor_of_probe.py").write_text("FACTOR = 2\n")
-    (tmp_path / "probe.py").write_text(
+def test_a_function_of_a_file_imports_modules_next_to_it(folder: Path) -> None:
+    (folder / "neighbor_of_probe.py").write_text("FACTOR = 2\n")
+    (folder / "probe.py").write_text(
         "from neighbor_of_probe import FACTOR\ndef probe(model, step):\n    return FACTOR * step\n"
     )
-    assert load_function(f"{tmp_path}/probe.py:probe")(None, 3) == 6
+    assert load_function(f"{folder}/probe.py:probe")(None, 3) == 6
     assert load_function("math:sqrt")(4) == 2
 
 
-def test_a_file_runs_once_beside_a_module_of_its_name(
-    tmp_path: Path, restored_modules: None
-) -> None:
-    (tmp_path / "math.py").write_text(
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass\n"
-        "from typing import ClassVar\n"
-        "@dataclass\n"
-        "class Probe:\n"
-        "    count: ClassVar[int] = 1\n"
-        "def made():\n"
-        "    return Probe()\n"
-    )
-    probe, made = (load_function(f"{tmp_path}/math.py:{name}") for name in ("Probe", "made"))
+MATH = """\
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+@dataclass
+class Probe:
+    count: ClassVar[int] = 1
+def made():
+    return Probe()
+"""
+
+
+def test_a_file_runs_once_beside_a_module_of_its_name(folder: Path) -> None:
+    (folder / "math.py").write_text(MATH)
+    probe, made = (load_function(f"{folder}/math.py:{name}") for name in ("Probe", "made"))
     assert type(made()) is probe
     assert load_function("math:sqrt")(4) == 2
-    (tmp_path / "math.py").write_text("def made():\n    return 5\n")
-    assert load_function(f"{tmp_path}/math.py:made")() == 5
+    (folder / "math.py").write_text("def made():\n    return 5\n")
+    assert load_function(f"{folder}/math.py:made")() == 5
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,10 @@ def test_a_file_runs_once_beside_a_module_of_its_name(
         ("no_such_module:probe", "cannot import no_such_module: ModuleNotFoundError"),
         ("math:sqr", "math has no function sqr.*sqrt"),
         ("math:pi", "math has no function pi"),
+        ("{folder}/broken_probe.py:probe", r"broken_probe.py: ZeroDivisionError: division"),
     ],
 )
-def test_a_wrong_source(source: str, message: str) -> None:
+def test_a_wrong_source(source: str, message: str, folder: Path) -> None:
+    (folder / "broken_probe.py").write_text("1 / 0\n")
     with pytest.raises(InvalidArgument, match=message):
-        load_function(source)
-
-
-def test_an_error_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "broken_probe.py").write_text("1 / 0\n")
-    with pytest.raises(InvalidArgument, match=r"broken_probe.py: ZeroDivisionError: division"):
-        load_function(f"{tmp_path}/broken_probe.py:probe")
+        load_function(source.format(folder=folder))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes, flip, flipped  # noqa: E402
-from trainings import HIDDEN, VOCAB, scaled_run, tiny_run  # noqa: E402  # noqa: E402
+from trainings import HIDDEN, VOCAB, scaled_run, tiny_run  # noqa: E402
 
 from trajstore.trainers import replay  # noqa: E402
+from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,6 +47,13 @@ def test_an_altered_value_is_named_where_it_lies(variable: str, row: int, record
     assert {(f.kind, f.step, f.token, f.tokens) for f in after} <= {("mismatch", row + 1, 3, 1)}
     assert result.variables[variable].first == {"step": row, "token": 3, "hidden": 1}
     assert result.replayed == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_an_altered_value_of_other_types(dtype: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", lambda p: torch.optim.SGD(p, lr=0.1), dtype=dtype)
+    flip(path, "W", (7, 3, 1), 9)
+    assert named(replay(path).findings[0])[1:4] == ("W", 7, 3)
 
 
 @pytest.mark.parametrize(("variable", "row", "step"), [("W", 0, 1), ("grad", 9, 9)])
@@ -119,10 +130,96 @@ def test_many_findings_are_counted_and_the_first_are_listed(tmp_path: Path) -> N
     assert [finding.step for finding in result.findings] == list(range(2, 22))
 
 
-def test_a_step_that_was_skipped_moves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_was_skipped_moves_nothing_and_the_flag_is_0_or_1(tmp_path: Path) -> None:
     path = scaled_run(tmp_path / "run.zarr", fused=False)
     flip(path, "lr", (1,), 62)  # the scaler skips the first step, which uses no rate
     assert replay(path).findings == ()
     flip(path, "W", (1, 3, 1), 20)
-    first = replay(path).findings[0]
-    assert named(first) == ("skipped", "W", 1, 3, 1)
+    assert named(replay(path).findings[0]) == ("skipped", "W", 1, 3, 1)
+    flip(path, "skipped", (10,), 3)  # neither 0 nor 1
+    assert ("invalid", "skipped", 10, None, None) in map(named, replay(path).findings)
+
+
+# What the values of one row say of each other ---------------------------------------------------
+
+SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
+
+
+@pytest.fixture(scope="module")
+def summarized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("summarized") / "run.zarr"
+    return tiny_run(path, dtype=torch.bfloat16, steps=9, variables=("matrix", "cells", *SUMMARIES))
+
+
+@pytest.mark.parametrize("name", [*SUMMARIES, "cells"])
+def test_derived_arrays_are_compared_with_their_source(name: str, summarized: Path) -> None:
+    where = (3, 1, 2) if name == "cells" else (3, 1)
+    with flipped(summarized, name, where, 4):
+        found = replay(summarized)
+    (finding,) = found.findings
+    assert (finding.kind, finding.variable, finding.step) == ("inconsistent", name, 3)
+    assert (finding.token, finding.hidden) == (1, 2 if name == "cells" else None)
+    assert found.variables[name].differing == 1
+
+
+def test_an_altered_array_accounts_for_what_is_made_of_it(summarized: Path) -> None:
+    with flipped(summarized, "W", (3, 1, 2), 12):
+        found = replay(summarized)
+    assert [finding.kind for finding in found.findings] == ["mismatch", "mismatch"]
+
+
+def test_a_gradient_that_is_rounded_away_shows_in_its_length(summarized: Path) -> None:
+    # Tokens that never occur have gradients that Adam's epsilon swallows; any step sees the rest.
+    with flipped(summarized, "grad", (5, 1, 2), 0):
+        found = replay(summarized)
+    assert not found.clean
+    assert found.findings[0].step == 5
+    assert found.variables["grad_token_norm"].differing == 1
+
+
+@pytest.mark.parametrize("name", ["clip_coef", "grad_norm"])
+def test_clipping_is_held_against_the_norm(name: str, summarized: Path) -> None:
+    with flipped(summarized, name, (4,), 5):
+        found = replay(summarized).findings
+    first = found[0]
+    assert (first.kind, first.variable, first.step) == ("inconsistent", "clip_coef, grad_norm", 4)
+    assert {finding.step for finding in found} == {4}
+
+
+def test_row_0_must_be_the_state_before_training(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    flip(path, "exp_avg", (0, 6, 1), 0)
+    flip(path, "grad", (0, 8, 2), 3)
+    assert {(f.kind, f.variable, f.step, f.token) for f in replay(path).findings} == {
+        ("start", "exp_avg", 0, 6),
+        ("start", "grad", 0, 8),
+    }
+
+
+def test_settings_that_are_lost_or_changed_are_reported(tmp_path: Path) -> None:
+    own = {"state_dtype": "float32", "rounding": "stochastic", "rounding_seed": 5}
+    optimizer = partial(RoundedAdamW, lr=0.01, **own)
+    recorded = tiny_run(tmp_path / "run.zarr", optimizer, dtype=torch.bfloat16, steps=3)
+
+    def settings(root: dict[str, Any]) -> dict[str, Any]:
+        return root["optimizer"]["hyperparameters"]
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> Any:
+        path = shutil.copytree(recorded, tmp_path / "copy.zarr", dirs_exist_ok=True)
+        change_attributes(path, change)
+        return replay(path)
+
+    assert changed(lambda root: settings(root).update(rounding_seed=6)).findings
+    for change, reason in (
+        (lambda root: root["recording"].pop("vocabulary"),
+         "number of tokens of the parameter is not recorded"),
+        (lambda root: settings(root).pop("state_dtype"),
+         "does not record the optimizer's state_dtype"),
+        (lambda root: settings(root).update(state_dtype="int8"),
+         "state_dtype is 'int8', expected one of"),
+        (lambda root: settings(root).update(state_dtype="bfloat16"),
+         "exp_avg is float32, but the recorded optimizer keeps it in bfloat16"),
+    ):  # fmt: skip
+        result = changed(change)
+        assert result.replayed == 0
+        assert any(reason in gap.reason for gap in result.unreplayed), result.unreplayed

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,8 +15,8 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from altered_runs import change_attributes, rewrite  # noqa: E402
-from bits_and_calls import nightly_but  # noqa: E402
 from damage import flip  # noqa: E402
+from forked_processes import processes  # noqa: E402
 from small_trainings import small_config  # noqa: E402
 from trainings import Accumulated, Loop, Pair, Scaled  # noqa: E402
 
@@ -130,7 +127,7 @@ def test_counts_and_marks_follow_from_the_keyframes(
 
 
 def test_a_read_develops_the_stretches_it_needs(run: Path, whole: xr.Dataset) -> None:
-    ds = open_run(run, developed=True)
+    ds = opened(run)
     assert same(ds.loss, whole.loss)
     parameter = ds.traj.parameter(LAYER)  # its counts follow from the keyframes
     assert same(ds.params_count, whole.params_count)
@@ -180,6 +177,7 @@ def test_steps_that_differ_are_not_shown(full: Path) -> None:
     assert "4-6.zarr" not in cached(full)
 
 
+@pytest.mark.nightly  # a process imports torch
 def test_a_missing_text_is_named(run: Path, tmp_path: Path) -> None:
     def lose(attributes: dict[str, Any]) -> None:
         attributes["provenance"]["sources"] = {"corpus": str(tmp_path / "lost.txt")}
@@ -221,7 +219,8 @@ def test_runs_that_cannot_be_developed(straight: Any, tmp_path: Path) -> None:
         open_run(tmp_path / "own.zarr", developed=True)
 
 
-@pytest.mark.parametrize("kind", nightly_but([Accumulated, Scaled, Pair], Scaled))
+@pytest.mark.nightly  # a page of the documentation runs such code
+@pytest.mark.parametrize("kind", [Accumulated, Scaled, Pair])
 def test_an_own_loop_is_developed_with_a_new_model(kind: type[Loop], tmp_path: Path) -> None:
     def build() -> tuple[Any, ...]:
         loop = kind()
@@ -236,25 +235,34 @@ def test_an_own_loop_is_developed_with_a_new_model(kind: type[Loop], tmp_path: P
     assert verify(tmp_path / "run.developed/4-6.zarr").clean
 
 
+def read(run: Path) -> None:
+    opened(run).params.sel(step=5).load()
+
+
 @pytest.mark.nightly
 def test_two_readers_train_once_and_a_kill_leaves_a_sound_cache(
     run: Path, whole: xr.Dataset
 ) -> None:
-    program = f"import trajstore; trajstore.open_run({str(run)!r}, developed=True).params[5].load()"
+    def wait_for_training(left: set[Path]) -> set[Path]:
+        while not (begun := {*cache.glob(".4-6.zarr.*.partial")} - left):
+            time.sleep(0.01)  # between two looks at the folder; who is killed cannot report
+        return begun
+
     cache = run.with_suffix(".developed")
-    reader = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    while not [*cache.glob(".4-6.zarr.*.partial/*")]:
-        time.sleep(0.01)  # between two looks at the folder; a child that is killed cannot report
-    os.killpg(reader.pid, signal.SIGKILL)
-    reader.wait()
+    killed, other = (processes.Process(target=read, args=(run,)) for _ in range(2))
+    killed.start()
+    left = wait_for_training(set())
+    killed.kill()
+    killed.join()
     assert "4-6.zarr" not in cached(run)
     ds = open_run(run, developed=True)
     threads = [threading.Thread(target=lambda: ds.params.sel(step=5).load()) for _ in range(2)]
-    others = subprocess.Popen([sys.executable, "-c", program])
     for each in threads:
         each.start()
-    for each in threads:
+    wait_for_training(left)
+    other.start()
+    for each in (*threads, other):
         each.join()
-    assert others.wait() == 0
+    assert other.exitcode == 0
     assert [path.name for path in cache.iterdir()] == ["4-6.zarr"]
     assert same(ds.params.sel(step=5), whole.params.sel(step=5))

@@ -1,4 +1,4 @@
-"""Steps of a preset between its keyframes are those of a run that recorded everything."""
+"""Steps of a preset are developed from its keyframes, and proven from its rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from damage import flip  # noqa: E402
 from small_trainings import contents, same_values, small_config, stop_after  # noqa: E402
 from trainings import Accumulated, same  # noqa: E402
 
-from trajstore import open_run, verify  # noqa: E402
+from trajstore import RunWriter, open_run, verify  # noqa: E402
 from trajstore.cli.main import main  # noqa: E402
+from trajstore.cli.run_commands import print_proof  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
-    RunExists,
     StepNotFound,
     VariableNotRecorded,
 )
 from trajstore.trainers import (  # noqa: E402
-    checkout,
     develop_run,
     evaluate,
     fork,
@@ -80,32 +79,23 @@ def same_steps(part: Path, whole: Path) -> xr.Dataset:
 def test_steps_and_runs_that_cannot_be_developed(
     run: Path, whole: Path, text: Path, tmp_path: Path
 ) -> None:
-    part = tmp_path / "part.zarr"
-    with pytest.raises(InvalidArgument, match="2 steps from 1 to 3, expected consecutive steps"):
-        develop_run(run, part, steps=[1, 3])
-    with pytest.raises(InvalidArgument, match="2 steps from 1 to 5, expected consecutive steps"):
-        develop_run(run, part, steps="1:7:4")
-    with pytest.raises(StepNotFound):
-        develop_run(run, part, steps=[9])
-    with pytest.raises(VariableNotRecorded, match=r"no keyframes.*variables='keyframes'"):
-        develop_run(whole, part, steps="1:3")
-    assert not part.exists()
-    part.mkdir()
-    with pytest.raises(RunExists):
-        develop_run(run, part, steps="1:3")
-    Accumulated().train(tmp_path / "own.zarr", last=1)
-    with pytest.raises(InvalidArgument, match=r"your own loop: trajstore\.trainers\.develop\("):
-        develop_run(tmp_path / "own.zarr", tmp_path / "other.zarr", steps=[1])
+    part, own = tmp_path / "part.zarr", tmp_path / "own.zarr"
+    Accumulated().train(own, last=1)
     before = contents(run)
+    for source, steps, kind, message in (
+        (run, [1, 3], InvalidArgument, "2 steps from 1 to 3, expected consecutive steps"),
+        (whole, "1:3", VariableNotRecorded, r"no keyframes.*variables='keyframes'"),
+        (run, [9], StepNotFound, "step 9 was not recorded"),
+        (own, [1], InvalidArgument, r"with your own loop: trajstore\.trainers\.develop\("),
+    ):
+        with pytest.raises(kind, match=message):
+            develop_run(source, part, steps=steps)
+    assert not part.exists()
     with pytest.raises(InvalidArgument, match="is the run to develop"):
         develop_run(run, run, steps=[2], overwrite=True)
     assert contents(run) == before
-    for setting, message in (
-        ("model.tied=false", r"model\.tied = false records two"),
-        ("recording.every=2", r"every: got 2.*set keyframe_every"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            record(config_of(KEYFRAMES, setting), tmp_path / "unused.zarr", corpus=text)
+    with pytest.raises(InvalidArgument, match=r"every: got 2.*set keyframe_every"):
+        record(config_of(KEYFRAMES, "recording.every=2"), tmp_path / "unused.zarr", corpus=text)
 
 
 @pytest.mark.parametrize(
@@ -138,18 +128,20 @@ def test_a_difference_is_an_error_or_marks_the_new_run(
 
 
 @pytest.mark.nightly
-def test_models_of_all_keyframes_or_of_chosen_steps(run: Path, whole: Path) -> None:
+def test_models_evaluations_and_optimizers_of_keyframes_and_between(
+    run: Path, whole: Path, tmp_path: Path
+) -> None:
+    def probe(model: Any, step: int) -> dict[str, Any]:
+        return {"norm": model.lm_head.weight.float().norm()}
+
     assert [step for step, _ in models(run)] == [0, 3, 6, 7]
     for step, model in models(run, [5, 4]):
         assert same(dict(model.state_dict()), dict(model_at(whole, step).state_dict()))
-    with pytest.raises(StepNotFound, match="no row of step 9; the nearest: 7"):
-        model_at(run, 9)
-
-
-@pytest.mark.nightly
-def test_a_step_between_keyframes_is_restored(run: Path, whole: Path) -> None:
-    restored = []
+    keyframes = evaluate(run, probe, tmp_path / "keyframes.zarr")
+    assert xr.open_zarr(keyframes.path).step.values.tolist() == [0, 3, 6, 7]
+    results, restored = [], []
     for path in (run, whole):
+        results.append(evaluate(path, probe, tmp_path / path.name, steps="4:7").path)
         model = model_at(path, 0)
         groups = optimizer_state_at(path, 0)["param_groups"]
         parameters = [*model.parameters()]
@@ -159,19 +151,9 @@ def test_a_step_between_keyframes_is_restored(run: Path, whole: Path) -> None:
         assert restore(path, model, optimizer, step=5) == 5
         restored.append([dict(model.state_dict()), optimizer.state_dict()])
     assert same(*restored)
-
-
-@pytest.mark.nightly
-def test_steps_between_keyframes_are_evaluated(run: Path, whole: Path, tmp_path: Path) -> None:
-    def probe(model: Any, step: int) -> dict[str, Any]:
-        return {"norm": model.lm_head.weight.float().norm()}
-
-    results = [evaluate(path, probe, tmp_path / path.name, steps="4:7") for path in (run, whole)]
-    one, other = (xr.open_zarr(result.path, chunks=None) for result in results)
+    one, other = (xr.open_zarr(path, chunks=None) for path in results)
     assert one.step.values.tolist() == [4, 5, 6]
     assert one.norm.values.tobytes() == other.norm.values.tobytes()
-    keyframes = evaluate(run, probe, tmp_path / "keyframes.zarr")
-    assert xr.open_zarr(keyframes.path).step.values.tolist() == [0, 3, 6, 7]
 
 
 @pytest.mark.nightly
@@ -196,16 +178,19 @@ def test_a_stopped_run_continues_from_its_last_keyframe(
     assert verify(path).clean
 
 
-def test_verify_sees_a_flipped_bit_in_a_keyframe(copied: Path) -> None:
+def test_a_damaged_keyframe_is_seen_named_and_dropped_by_a_repair(copied: Path) -> None:
     assert verify(copied).clean
     name = "keyframes/params_exp_avg/c.1.0"
     flip(copied / name, 8 * 30 + 3)
     (problem,) = verify(copied).problems
-    assert problem.path == copied / name
+    assert (problem.path, problem.array) == (copied / name, "keyframes/params_exp_avg")
     with pytest.raises(Exception, match="params_exp_avg"):
         model_at(copied, 4)
     (copied / "keyframes/params/c.1.0").unlink()
     assert len(verify(copied).problems) == 2
+    assert CliRunner().invoke(main, ["repair", str(copied)]).exit_code == 0
+    assert verify(copied).clean
+    assert open_run(copied / "keyframes").step.values.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -227,28 +212,21 @@ def test_a_proof_finds_an_altered_row(variable: str, where: tuple[int, ...], cop
 
 def test_the_command_develops_steps(copied: Path, text: Path, tmp_path: Path) -> None:
     part = tmp_path / "part.zarr"
-    words = ["develop", str(copied), "--select", "step=4:6", "-o", str(part)]
+    words, chosen = ["develop", str(copied), "-o", str(part)], ["--select", "step=4:6"]
 
-    def run(*options: str) -> Any:
-        return CliRunner().invoke(main, [*words, *options])
+    def run(*options: str) -> str:
+        return " ".join(CliRunner().invoke(main, [*words, *chosen, *options]).output.split())
 
-    done = run("--corpus", str(text))
-    assert done.exit_code == 0, done.output
-    assert f"{part}: 2 steps, developed from the keyframe of step 3" in " ".join(
-        done.stdout.split()
-    )
+    said = run("--corpus", str(text))
+    assert f"{part}: 2 steps, developed from the keyframe of step 3" in said
     assert open_run(part).step.values.tolist() == [4, 5]
-    assert "already exists" in run().stderr
+    assert "already exists" in run()
     rewrite(copied, "logits", (5, 7))
-    done = run("--overwrite", "--allow-different")
-    assert done.exit_code == 0, done.output
-    assert "the steps differ from the recorded ones: at step 5" in " ".join(done.output.split())
-    other = checkout(copied, tmp_path / "step", step=3).path
-    done = run("--tokenizer", str(other), "--overwrite")
-    assert "give the recorded one: --tokenizer" in " ".join(done.stderr.split())
-    assert "give --allow-different" in " ".join(run("--overwrite").stderr.split())
-    words[2:4] = []
-    assert "give --select step=FIRST:STOP" in run().stderr
+    assert "give --allow-different" in run("--overwrite")
+    said = run("--overwrite", "--allow-different")
+    assert "the steps differ from the recorded ones: at step 5" in said
+    chosen.clear()
+    assert "give --select step=FIRST:STOP" in run()
 
 
 def test_a_copy_without_keyframes_says_so(copied: Path, tmp_path: Path) -> None:
@@ -258,10 +236,71 @@ def test_a_copy_without_keyframes_says_so(copied: Path, tmp_path: Path) -> None:
     assert "the copy has no keyframes" in result.output
 
 
-def test_a_damaged_keyframe_is_dropped_by_a_repair(copied: Path) -> None:
-    flip(copied / "keyframes" / "params" / "c.2.0", 800)
-    (problem, *_) = verify(copied).problems
-    assert problem.array == "keyframes/params"
-    assert CliRunner().invoke(main, ["repair", str(copied)]).exit_code == 0
-    assert verify(copied).clean
-    assert len(open_run(copied / "keyframes").step) == 2
+# Proven steps ------------------------------------------------------------------------------------
+
+
+def test_steps_with_gaps_follow_from_the_data(
+    whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[tuple[int, int]] = []
+    found = prove(whole, steps="2:5:2", on_progress=lambda *pair: seen.append(pair))
+    assert (found.clean, found.steps, found.proven, found.unproven) == (True, 2, 2, ())
+    assert {"loss", "logits", "grad", "params_grad", "W", "params", "batch"} <= {*found.variables}
+    assert seen[-1] == (2, 2)
+    assert not caplog.records  # notes are of the recording
+
+
+@pytest.mark.nightly
+def test_steps_of_a_run_with_gaps_follow_from_the_data(text: Path, tmp_path: Path) -> None:
+    config = small_config(["gatsby-adam"], *EVERYTHING, "recording.every=4", steps=9)
+    found = prove(record(config, tmp_path / "run.zarr", corpus=text))
+    assert (found.steps, found.proven, found.unproven) == (3, 3, ())  # 4, 8 and 9
+
+
+def test_an_altered_gradient_is_found_with_its_parameter(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+    name = "transformer.h.0.mlp.c_fc.weight"
+    (at,) = (each["offset"] for each in open_run(path).attrs["parameters"] if each["name"] == name)
+    rewrite(path, "params_grad", (3, at + 17))
+    assert verify(path).clean
+    found = prove(path)
+    (one,) = found.differences
+    assert (one.step, one.variable, one.parameter) == (3, "params_grad", name)
+    assert (one.elements, one.ulps) == (1, 1)
+    assert (found.clean, found.proven, found.differing) == (False, STEPS - 1, 1)
+    print_proof(found.facts())
+    said = capsys.readouterr().out
+    assert f"Trained {STEPS} of {STEPS} steps again: {STEPS - 1} agree in every bit, 1 diff" in said
+    assert name in said
+
+
+def test_what_cannot_be_proven_is_listed(whole: Path, tmp_path: Path) -> None:
+    other = fork(whole, tmp_path / "fork.zarr", at=3, settings=["model.dtype=float32"])
+    found = prove(other)
+    assert (found.clean, found.proven) == (True, STEPS - 3)
+    (reason,) = found.unproven
+    assert (reason.steps, reason.first, reason.last) == (3, 1, 3)
+    assert "before the run was forked" in reason.reason
+
+
+def test_options_of_the_proof_need_it() -> None:
+    for options, message in (
+        (["--gradients"], "--gradients needs --replay"),
+        (["--replay", "--select", "step=0:4"], "--select needs --gradients"),
+    ):
+        result = CliRunner().invoke(main, ["verify", "run.zarr", *options])
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_runs_without_the_state_are_refused(run: Path, text: Path, tmp_path: Path) -> None:
+    path = record(small_config(["gatsby"], steps=1), tmp_path / "all.zarr", corpus=text)
+    with pytest.raises(VariableNotRecorded, match="variables='everything'"):
+        prove(path)
+    own = tmp_path / "own.zarr"
+    with RunWriter.create(own, token=[0], hidden=1, variables={"W": "float32"}):
+        pass
+    with pytest.raises(InvalidArgument, match="was not recorded by `trajstore record`"):
+        prove(own)

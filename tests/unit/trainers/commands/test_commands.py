@@ -1,4 +1,4 @@
-"""What the commands that train print, and what they refuse before they import torch."""
+"""What the commands that train or need a model print, and refuse before they import torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 from click.testing import CliRunner
 
 from trajstore import RunWriter
 from trajstore.cli.main import main
 from trajstore.cli.output import PlainConsole
+from trajstore.errors import InvalidArgument
+from trajstore.trainers.commands.model_commands import check_options
 from trajstore.trainers.commands.training_commands import (
     RecordingProgress,
     print_interrupted,
@@ -153,3 +156,51 @@ def corpus() -> Any:
     return SimpleNamespace(
         counts=lambda: ids, name="x", size=3, ids=ids, vocab_size=3, sha256="0" * 64
     )
+
+
+NOTHING = dict.fromkeys(("text", "prompt", "against", "length", "tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("los", {}, r"got 'los' \(did you mean 'loss'\?\)"),
+        ("loss", {}, "loss needs --text"),
+        ("loss", {"text": "a.txt", "prompt": "a"}, "loss has no option --prompt"),
+        ("attention", {"prompt": "a", "length": 3}, "attention has no option --length"),
+        ("probe.py:probe", {"tokenizer": "ascii"}, "probe.py:probe has no option --tokenizer"),
+    ],
+)
+def test_options_that_do_not_belong_together(
+    function: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        check_options(function, {**NOTHING, **options})
+
+
+@pytest.mark.torch
+def test_the_commands_evaluate_and_check_out_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from trainings import record_gpt2
+
+    run = record_gpt2(tmp_path).path
+
+    def call(*words: Any, rc: int = 0) -> str:
+        done = CliRunner().invoke(main, [*map(str, words)])
+        assert done.exit_code == rc, done.output
+        return " ".join(done.output.split())
+
+    texts, folder = tmp_path / "texts.zarr", tmp_path / "folder"
+    how = ["--prompt", "th", "--length", 3, "--every", 3]
+    said = call("evaluate", run, "generation", *how, "-o", texts)
+    assert "generation of 3 steps, 3 of them new" in said
+    assert xr.open_zarr(texts)["step"].values.tolist() == [0, 3, 6]
+    call("checkout", run, "--at", 2, "--optimizer", "-o", folder)
+    files = {"config.json", "model.safetensors", "optimizer.pt", "tokenizer.json"}
+    assert {path.name for path in folder.iterdir()} >= files
+    again = ["checkout", run, "--at", 4, "-o", folder, "--overwrite"]
+    call(*again)
+    assert not (folder / "optimizer.pt").exists()
+    (folder / "config.json").unlink()
+    said = call(*again, rc=2)
+    assert "is not a checkout and is not overwritten; choose another path" in said
