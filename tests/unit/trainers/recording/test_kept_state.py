@@ -73,6 +73,8 @@ OPTIMIZERS = {
     name: make for name, make in OPTIMIZERS.items() if name != "Muon" or hasattr(torch.optim, name)
 }
 
+QUICK = ("SGD, momentum", "AdamW, amsgrad", "NAdam", "your own")
+
 
 class Model(torch.nn.Module):
     """Has a parameter without a gradient before step 4, and one that is not trained."""
@@ -124,7 +126,10 @@ def rows_of_the_page() -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in lines}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in OPTIMIZERS],
+)
 def test_the_table_of_optimizers(name: str, path: Path) -> None:
     whole = train(*build(name), path, 0, STEPS, encoding="compact")
     ds = open_run(path, chunks=None)
