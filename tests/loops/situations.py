@@ -191,6 +191,6 @@ collecting/clip-collecting collecting/again-collecting-data sometimes/end-someti
 closure/plain-lbfgs closure/clip-adamw closure/rate-sgd sam/halves-sam in-turn/pass-between-two
 in-backward/plain-each checkpointed/halves-clip returning/halves-clip early-bound/clip-halving
 schedule/early scaler/first-found scaler/unscaled-given scaler/halves-without-it-found
-limit/assigned-clip
+limit/assigned-clip reload/adamw hook-rate/plain-once-adamw observed-discard/adamw
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""

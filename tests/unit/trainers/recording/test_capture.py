@@ -160,11 +160,9 @@ def test_a_row_is_never_partly_of_the_next_step(tiny: Any, optimizer: Any, path:
 
     def interrupted() -> None:
         with capture(tiny, optimizer, path, every=3):
-            for number, batch in enumerate(batches(6)):
-                tiny(**batch)["loss"].backward()
+            for number, _ in enumerate(steps(tiny, optimizer, 6)):
                 if number == 5:
                     raise KeyboardInterrupt
-                optimizer.step()
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
@@ -319,26 +317,18 @@ def test_a_training_goes_on_when_the_folder_of_its_run_is_renamed(
 
     def loop(**others: Any) -> Any:
         with capture(tiny, optimizer, path, on_note=notes.append, **options, **others) as run:
-            for step, batch in enumerate(batches(20)):
+            for step, _ in enumerate(steps(tiny, optimizer, 20)):
                 if step == 9:
                     path.rename(tmp_path / "renamed.zarr")
-                tiny(**batch)["loss"].backward()
-                optimizer.step()
         return run
 
     assert loop().has_failed
-    assert step_of_end(notes) <= 20
+    ends = [re.match(r"the recording ended in step (\d+): .* was moved", note) for note in notes]
+    assert [int(end[1]) <= 20 for end in ends if end] == [True]
     assert open_run(tmp_path / "renamed.zarr").sizes["step"] in (0, 4, 8)
     shutil.rmtree(tmp_path / "renamed.zarr")
     with pytest.raises(RunNotFound, match="was moved, removed or replaced"):
         loop(strict=True)
-
-
-def step_of_end(notes: list[str]) -> int:
-    """Return the step of the only note about the end of a recording."""
-    ends = [re.match(r"the recording ended in step (\d+): .* was moved", note) for note in notes]
-    (step,) = [int(end[1]) for end in ends if end]
-    return step
 
 
 @pytest.mark.parametrize(
@@ -386,17 +376,14 @@ def test_rows_in_transit_are_part_of_the_memory(
 ) -> None:
     monkeypatch.setattr(first_rows, "memory_in_transit", lambda device, row: 5 << 20)
     adam = torch.optim.AdamW(tiny.parameters())
-    options = {"memory": "10MiB", "variables": "matrix", "strict": True}
-    with capture(tiny, adam, tmp_path / "run.zarr", **options) as run:
-        tiny(**batches(1)[0])["loss"].backward()
-        adam.step()
+    with capture(tiny, adam, tmp_path / "run.zarr", memory="10MiB", strict=True) as run:
+        take_steps(tiny, adam, 1)
         assert run.writer.layout.memory <= 5 << 20
-    options["memory"] = "9MiB"
-    loss = tiny(**batches(1)[0])["loss"]
-    with capture(tiny, adam, tmp_path / "other.zarr", **options):
-        loss.backward()
-        with pytest.raises(InvalidArgument, match="rows in transit from cpu take 5 MiB, expect"):
-            adam.step()
+    with (
+        pytest.raises(InvalidArgument, match="rows in transit from cpu take 5 MiB, expect"),
+        capture(tiny, adam, tmp_path / "other.zarr", memory="9MiB", strict=True),
+    ):
+        take_steps(tiny, adam, 1)
 
 
 @pytest.mark.device

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
+from hf_trainings import tiny_gpt2  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from trainings import (  # noqa: E402
@@ -33,7 +33,7 @@ from transformers import GPT2LMHeadModel  # noqa: E402
 
 from trajstore import RunWriter, analysis, open_run  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers import record as record_preset  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -165,22 +165,6 @@ def test_a_loss_is_observed_without_its_graph_or_too_late(
             take_step(batch)
     np.testing.assert_allclose(record.losses(), expected, rtol=1e-6)
     assert record.noted("observe", "after optimizer.step()") == (when == "after the step")
-
-
-def test_values_observed_in_a_dropped_step(tiny: Any, record: Any) -> None:
-    optimizer, kept = adamw(tiny), {}
-    with record(optimizer, variables="matrix,batch") as run:
-        for number, batch in enumerate(batches(4)):
-            optimizer.zero_grad()
-            loss = tiny(**batch)["loss"]
-            run.observe(loss=loss, batch=[number])
-            if number != 1:  # as for a loss of NaN
-                loss.backward()
-                if number != 2:
-                    kept[number] = loss.item()
-                    optimizer.step()
-    assert record.losses() == [*kept.values()]
-    assert record.read().batch.values[1:, 0].tolist() == [*kept]
 
 
 def test_other_passes_are_not_those_of_the_step(tiny: Any, record: Any) -> None:
@@ -523,29 +507,6 @@ def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, optimizer: Any, p
     assert np.isnan(ds.example_loss.values[2:]).all()
     assert any("numbers differ: batch 3, example_loss 2" in note for note in notes)
     assert any("has 4 examples, but" in note and "room for 3" in note for note in notes)
-
-
-def test_a_trainer_gives_the_indices_with_its_examples(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model = TinyModel()
-    data = [
-        row | {"example_index": torch.tensor(number)} for number, row in enumerate(examples(11))
-    ]
-    inputs: list[Any] = []
-    model.embedding.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    callback = TrajectoryCallback(tmp_path / "run.zarr", ("W", "batch", "hidden_states"))
-    trainer_of(
-        model, tmp_path, callback, data=data, gradient_accumulation_steps=2,
-        remove_unused_columns=False,
-    ).train()  # fmt: skip
-    ds = open_run(tmp_path / "run.zarr", chunks=None)
-    assert (ds.sizes["example"], ds.sizes["step"]) == (6, 5)
-    ids = torch.stack([row["input_ids"] for row in data])
-    told = ds.batch.values[1:]
-    indices = told[~np.isnan(told)].astype(int)
-    assert torch.equal(ids[indices], torch.cat(inputs))
-    assert np.isnan(told).sum(1).tolist() == [0, 1, 0, 1]  # 11 are 6 and 5
-    assert np.array_equal(np.isnan(told), np.isnan(ds.hidden_states.values[1:]).all((2, 3)))
 
 
 def test_the_gradient_of_dead_tokens_is_that_of_the_recorded_states(tmp_path: Path) -> None:

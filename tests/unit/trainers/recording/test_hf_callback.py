@@ -377,13 +377,25 @@ def test_training_draws_what_it_would_have_drawn() -> None:
     assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
 
 
-def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(tmp_path: Path) -> None:
-    data, notes = examples(4), []
-    callback = TrajectoryCallback(tmp_path / "run.zarr", on_note=notes.append)
-    trainer_of(TinyModel(), tmp_path, callback, data=data, max_steps=2).train()
+def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(
+    tmp_path: Path, tiny: Any
+) -> None:
+    """Its examples may have their indices, which the model does not get."""
+    data = [row | {"example_index": torch.tensor(n)} for n, row in enumerate(examples(4))]
+    notes: list[str] = []
+    variables = ("W", "batch", "hidden_states")
+    callback = TrajectoryCallback(tmp_path / "run.zarr", variables, on_note=notes.append)
+    inputs: list[Any] = []
+    tiny.embedding.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    options = {"max_steps": 2, "remove_unused_columns": False}
+    trainer_of(tiny, tmp_path, callback, data=data, **options).train()
     ds = xr.open_zarr(tmp_path / "run.zarr", chunks=None)
-    present = torch.stack([row["input_ids"] for row in data]).unique()
-    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(present.tolist())
+    ids = torch.stack([row["input_ids"] for row in data])
+    told = ds.batch.values[1:]
+    assert np.isnan(told).sum(1).tolist() == [0, 2]  # 4 are 3 and 1
+    assert torch.equal(ids[told[~np.isnan(told)].astype(int)], torch.cat(inputs))
+    assert np.array_equal(np.isnan(told), np.isnan(ds.hidden_states.values[1:]).all((2, 3)))
+    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(ids.unique().tolist())
     assert ds.is_dead.values[13:].all()
     assert ds.attrs["provenance"]["tokens_counted"]["examples"] == 4
     assert any("come from the 4 examples" in note for note in notes)

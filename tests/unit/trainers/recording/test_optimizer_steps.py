@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from loops.optimizers import Clamping, Lookahead, Scratch  # noqa: E402
+from loops.optimizers import Clamping, Scratch  # noqa: E402
 from trainings import Lists, TinyModel, adamw, batches, steps, take_steps  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
@@ -124,15 +124,6 @@ def test_optimizers_that_have_no_rate_or_no_moments(kind: Any, tiny: Any, record
     lists.rows.pop("exp_avg", None)  # of another form
     lists.agree_with(record.path)
     assert record.noted("has no rate lr") == (kind is Odd)
-
-
-def test_a_scheduler_of_an_optimizer_without_hooks(tiny: Any, record: Any) -> None:
-    optimizer = Lookahead(adamw(tiny))
-    with record(optimizer):
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        take_steps(tiny, optimizer)
-        scheduler.step()
-    assert record.read().sizes["step"] == 4
 
 
 def test_a_closure_of_none_is_no_closure(tiny: Any, record: Any) -> None:
