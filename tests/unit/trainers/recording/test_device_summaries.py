@@ -203,7 +203,7 @@ def test_without_a_learning_rate_no_update_was_meant(kind: Any, tiny: Any, tmp_p
     np.testing.assert_array_equal(ds.param_update_lost[-1], 0)
 
 
-def test_they_are_named_variables_and_each_of_several_matrices_has_them(tmp_path: Path) -> None:
+def test_norms_are_recorded_if_named_and_in_each_of_several_runs(tmp_path: Path) -> None:
     run_of(tmp_path / "run.zarr", parameter=["embedding.weight", "mix.weight"], variables="norms")
     embedding, mix = (
         open_run(tmp_path / f"run.{name}.zarr") for name in ("embedding.weight", "mix.weight")

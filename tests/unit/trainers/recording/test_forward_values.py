@@ -382,10 +382,9 @@ SEEN = ("W", "hidden_mean", "hidden_trace", "hidden_cosine", "batch", "example_l
 ALL = (*SEEN, "hidden_states")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> None:
+def test_micro_batches_stand_behind_one_another(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = TinyModel(dtype)
+    model = TinyModel(torch.bfloat16)
     states: list[Any] = []
     model.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach().float()))
     optimizer = adamw(model)
@@ -402,13 +401,9 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
                 losses = torch.rand(count)
                 told.append((index, losses))
                 run.observe(batch=index, example_loss=losses.tolist())
-            model.eval()
-            model(**batch)  # nobody trains on that
-            states.pop()
-            model.train()
             optimizer.step()
     ds = open_run(tmp_path / "run.zarr", chunks=None)
-    assert ds.hidden_states.attrs["native_dtype"] == str(dtype).removeprefix("torch.")
+    assert ds.hidden_states.attrs["native_dtype"] == "bfloat16"
     assert ds.isel(step=0)[list(ALL[1:])].isnull().all()
     for step in range(4):
         row, these = ds.isel(step=step + 1), slice(2 * step, 2 * step + 2)

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -323,19 +324,12 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
 
 
 def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, record: Any) -> None:
-    class Other:
-        steps = 0
-
-        def step(self) -> None:
-            self.steps += 1
-
-    other, pair = Other(), muon_and_adamw(model)
+    pair, calls = muon_and_adamw(model), []
     with record(pair, model, parameter=WIDTH):
+        other = SimpleNamespace(step=lambda: calls.append("step"))
         torch.amp.GradScaler("cpu", enabled=False).step(other)
-        model(**batches(1)[0])["loss"].backward()
-        for optimizer in pair:
-            optimizer.step()
-    assert other.steps == 1
+        train_pair(model, pair, batches(1))
+    assert calls == ["step"]
     assert record.read().sizes["step"] == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from trainings import (  # noqa: E402
     VOCAB,
     TinyModel,
     take_steps,
+    tiny_run,
+    trained,
 )
 
 from trajstore import (  # noqa: E402
@@ -120,14 +123,8 @@ GIVEN: dict[str, Any] = {"rare": "0 < token_count <= 1", "first": [0, 1, 2], "od
 EXPECTED = {"is_rare": COUNTS == 1, "is_first": np.arange(VOCAB) < 3, "is_odd": ODD}
 
 
-def run_of(path: Path, model: Any = None, **options: Any) -> Path:
-    torch.manual_seed(1)
-    model = TinyModel() if model is None else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    chosen = {"variables": "W,loss", "token_count": COUNTS, "block_rows": 4, "fsync": False}
-    with capture(model, optimizer, path, **chosen | options):
-        take_steps(model, optimizer, 5)
-    return path
+SMALL: dict[str, Any] = {"variables": "W,loss", "token_count": COUNTS}
+run_of = partial(tiny_run, steps=5, clip=0, **SMALL)
 
 
 def test_tokens_that_never_occur_are_dead(tmp_path: Path) -> None:
@@ -162,15 +159,16 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
-    model = TinyModel()
-    path = run_of(tmp_path / "run.zarr", model, populations=GIVEN)
-    on: dict[str, Any] = {"resume": True}
-    for first, given in ((5, None), (10, GIVEN)):
-        run_of(path, model, populations=given, first_step=first, **on)
+    model, path = TinyModel(), tmp_path / "run.zarr"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, optimizer, path, populations=GIVEN, **SMALL)
+    on: dict[str, Any] = SMALL | {"resume": True}
+    for first, given in ((3, None), (6, GIVEN)):
+        trained(model, optimizer, path, populations=given, first_step=first, **on)
         np.testing.assert_array_equal(open_run(path).is_rare, EXPECTED["is_rare"])
     for given in ({"rare": GIVEN["rare"]}, {**GIVEN, "odd": [4]}):
         with pytest.raises(InvalidArgument, match=r"populations: is_.* was recorded with"):
-            run_of(path, model, populations=given, first_step=15, **on)
+            trained(model, optimizer, path, populations=given, first_step=9, **on)
 
 
 def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> None:
