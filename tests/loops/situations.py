@@ -159,7 +159,6 @@ def alone() -> Iterator[Situation]:
             yield Situation(f"{kind}/{name}-{optimizer}", text, optimizer, before=before)
     for optimizer, name in product(("two", "two-matrix-first"), FEW):
         yield Situation(f"several/{name}-{optimizer}", FRAMES["none"].format(body(name)), optimizer)
-    yield Situation("several/frozen-two", ALONE["frozen"], "two")
     for net, name in product((Checkpointed, Reentrant, Returning), (*FEW, "observed", "twice")):
         kind = net.__name__.lower()
         yield Situation(f"{kind}/{name}", FRAMES["none"].format(body(name)), net=net)
@@ -192,7 +191,6 @@ collecting/clip-collecting collecting/again-collecting-data sometimes/end-someti
 closure/plain-lbfgs closure/clip-adamw closure/rate-sgd sam/halves-sam in-turn/pass-between-two
 in-backward/plain-each checkpointed/halves-clip returning/halves-clip early-bound/clip-halving
 schedule/early scaler/first-found scaler/unscaled-given scaler/halves-without-it-found
-limit/assigned-clip reload/adamw hook-rate/plain-once-adamw observed-discard/adamw
-several/frozen-two
+limit/assigned-clip
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""

@@ -178,6 +178,35 @@ def test_a_scaler_that_steps_what_it_has_not_scaled(tiny: Any, record: Any) -> N
     assert (ds.clip_coef.values[1:] == 1).all()
 
 
+def test_a_closure_that_assigns_its_gradients(tiny: Any, record: Any) -> None:
+    optimizer, parameters = torch.optim.SGD(tiny.parameters(), lr=0.1), list(tiny.parameters())
+    with record(optimizer):
+        for batch in batches(3):
+
+            def closure(batch: Any = batch) -> Any:
+                loss = tiny(**batch)["loss"]
+                for parameter, gradient in zip(
+                    parameters, torch.autograd.grad(loss, parameters), strict=True
+                ):
+                    parameter.grad = gradient
+                return loss
+
+            optimizer.step(closure)
+    assert np.isfinite(record.read().loss.values[1:]).all()
+    assert replay(record.path).clean
+
+
+def test_one_of_several_optimizers_has_no_gradients(tiny: Any, record: Any) -> None:
+    first = torch.optim.AdamW([tiny.embedding.weight])
+    second = torch.optim.SGD(tiny.mix.parameters(), lr=0.1)
+    tiny.mix.requires_grad_(False)
+    with record([first, second]):
+        for _ in range(3):
+            take_steps(tiny, first, 1)
+            second.step()
+    assert record.read().sizes["step"] == 4
+
+
 def test_a_step_bound_by_a_scheduler_does_not_keep_the_recording(tiny: Any, record: Any) -> None:
     optimizer = adamw(tiny)
     with record(optimizer) as run:

@@ -217,6 +217,9 @@ def test_a_run_continues_with_its_optimizers_in_their_order(model: Any, path: Pa
         capture(model, pair[::-1], path, **options, resume=True, first_step=1),
     ):
         pass
+    with capture(model, pair, path, **options, resume=True, first_step=1):
+        train_pair(model, pair, batches(1, 1), first=1)
+    assert (replay(path).clean, replay(path).replayed) == (True, 2)
 
 
 def test_what_cannot_be_joined(model: Any) -> None:
@@ -318,7 +321,7 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
         assert ds.attrs["optimizer"]["class"].endswith(type(owner).__name__)
         assert (ds.lr.values[1:] == owner.param_groups[0]["lr"]).all()
         assert ("momentum_buffer" in ds, "exp_avg" in ds) == (name == WIDTH, name == HEAD)
-        assert replay(path).replayed == 6
+        assert (replay(path).clean, replay(path).replayed) == (True, 6)
     assert record.noted("skipped the step of Muon only")
     assert record.noted("skipped the step of AdamW only")
 
@@ -373,13 +376,17 @@ def test_a_new_optimizer(tiny: Any, record: Any) -> None:
     assert any("after the last row" in entry["note"] for entry in ds.attrs["notes"])
 
 
-def test_weights_that_are_written_outside_steps_without_a_row(tiny: Any, record: Any) -> None:
+@pytest.mark.parametrize(("through_data", "every"), [(False, 1), (True, 3)])
+def test_weights_that_are_written_outside_the_step(
+    through_data: bool, every: int, tiny: Any, record: Any
+) -> None:
     optimizer, W = adamw(tiny), tiny.embedding.weight
     start = W.detach().clone()
-    with record(optimizer, every=3):
+    with record(optimizer, every=every):
         for number, _ in enumerate(steps(tiny, optimizer, 4)):
             if number:
-                W.data[13:] = start[13:]
+                with torch.no_grad():
+                    (W.data if through_data else W)[13:] = start[13:]
     (entry,) = [e for e in record.read().attrs["notes"] if "outside optimizer.step()" in e["note"]]
     assert (entry["first_step"], entry["count"], entry["unproven"]) == (2, 3, [[2, 4]])
 

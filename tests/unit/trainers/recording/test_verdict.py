@@ -276,6 +276,12 @@ def test_the_loss(words: str, loss: float | None, doubt: str) -> None:
     assert bool(said) == bool(doubt)
 
 
+def test_the_forward_passes_are_those_of_the_assigned_gradient() -> None:
+    story = Story("grads grads assign:call begin end")
+    used = used_passes(story.tape, [story.gradient()])
+    assert [forward.number for forward in used.forwards] == [1]
+
+
 def test_the_rates_are_those_of_the_innermost_begin() -> None:
     begin = GroupRates({"beta1": 0.9, "eps": 1e-8}, 0.1)
     end = GroupRates({"beta1": 0.8, "eps": 1e-8}, 0.2)
