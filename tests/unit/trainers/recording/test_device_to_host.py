@@ -1,3 +1,5 @@
+"""A row on its way to the writer: right on any stream, in few operations, or an error."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,11 +10,13 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
+from launched_operations import launched  # noqa: E402
 from lazy_streams import OnDevice, Streams  # noqa: E402
 from trainings import HIDDEN, VOCAB  # noqa: E402
 
 from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording.device_to_host import DeferredTransfer, memory_in_transit  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -48,6 +52,8 @@ def test_a_failure_behind_the_back_of_training_is_raised_in_it(
     for call in (transfer.flush, transfer.close):
         with pytest.raises(RecordingError, match="the recording stopped: got step 5 after step 5"):
             call()
+    assert not transfer._thread.is_alive()
+    assert (transfer._slots, transfer._staging) == ([], None)
     run.close("interrupted")
     assert xr.open_zarr(tmp_path / "run.zarr").step.values.tolist() == [5]
 
@@ -113,3 +119,53 @@ def test_the_memory_in_transit_is_what_torch_takes(tmp_path: Path, use_streams: 
         assert lazy.pinned == memory_in_transit(CUDA, row) > 3 * sum(value.nbytes for value in row)
         transfer.close()
     assert memory_in_transit(torch.device("mps"), row) == 0
+
+
+def operations(path: Path, layers: int, *, clips: bool, tier: str) -> Any:
+    """Return the names that the recorder launches in a step after the first ones, and how often.
+
+    Each takes microseconds.
+    """
+    torch.manual_seed(0)
+    hidden = (torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
+    parts = torch.nn.Embedding(VOCAB, HIDDEN), *hidden, torch.nn.Linear(HIDDEN, VOCAB)
+    model = torch.nn.Sequential(*parts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    ids = torch.arange(12).view(2, 6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    def in_a_step() -> Any:
+        for _ in range(3):
+            step()
+        return launched(step)
+
+    alone = in_a_step()
+    options: dict[str, Any] = {"max_grad_norm": 0.1} if clips else {}
+    with capture(model, optimizer, path, parameter="0.weight", variables=tier, **options):
+        return in_a_step() - alone
+
+
+@pytest.mark.parametrize(
+    ("tier", "clips", "most"),
+    [("matrix", False, 20), ("matrix", True, 30), ("everything", True, 60)],
+)
+def test_a_row_launches_few_operations_for_any_number_of_parameters(
+    tier: str, clips: bool, most: int, tmp_path: Path
+) -> None:
+    few, many = (
+        operations(tmp_path / f"{layers}.zarr", layers, clips=clips, tier=tier).total()
+        for layers in (2, 12)
+    )
+    assert 5 < few == many <= most
+
+
+def test_no_weights_are_copied_for_norms_that_need_none(tmp_path: Path) -> None:
+    tier = "W,param_norm,param_grad_norm"
+    found = operations(tmp_path / "run.zarr", 2, clips=True, tier=tier)
+    assert found["aten::_foreach_copy_"] <= 1  # of the gradients

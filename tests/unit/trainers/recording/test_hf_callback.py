@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, models  # noqa: E402
 from torch.utils.data import ConcatDataset, Subset  # noqa: E402
 from trainings import HIDDEN, VOCAB, Lists, TinyModel  # noqa: E402  # noqa: E402
 from transformers import (  # noqa: E402
-    PretrainedConfig,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -43,6 +42,9 @@ class ListTrainer(Trainer):
 
     lists: Lists
     losses: list[Any]
+
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        return model(**inputs)["loss"] + model.embedding.weight.square().sum()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
@@ -73,21 +75,20 @@ def trained(
     return trainer
 
 
-@pytest.mark.parametrize(("dtype", "accumulation"), [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_every_row_equals_that_of_lists(
-    dtype: Any, accumulation: int, path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tiny: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.manual_seed(1)
     # 11 examples in batches of 3: epochs end in short batches and in short groups of them.
-    options = {"max_grad_norm": 0.3, "bf16": dtype is torch.bfloat16}
-    trainer = trained(TinyModel(dtype), path, gradient_accumulation_steps=accumulation, **options)
+    trainer = trained(tiny, path, gradient_accumulation_steps=2, max_grad_norm=0.3)
     ds = trainer.lists.agree_with(path)
     assert f"Recorded 8 rows to {path}\n" in capsys.readouterr().out
     assert ds.step.values.tolist() == list(range(8))
     assert ds.attrs["status"] == "complete"
     assert (ds.clip_coef.values[1:] < 1).any()
     assert np.isfinite(ds.clip_coef.values[1:]).all()
-    assert abs(ds.loss.values[1] - np.log(17)) < 1
+    # The Trainer divides each loss by the number of micro-batches: 2, and 2 again.
+    expected = np.reshape(trainer.losses[:4], (2, 2)).sum(axis=1)
+    np.testing.assert_allclose(ds.loss.values[1:3], expected, rtol=1e-6)
     assert ds.lr.values[1] == 0.01
     assert ds.attrs["optimizer"]["schedule"]["max_grad_norm"] == 0.3
     json.dumps(ds.attrs)
@@ -111,35 +112,7 @@ def test_the_loss_of_a_causal_model_counts_all_micro_batches(tmp_path: Path) -> 
     assert "exp_avg" not in ds
 
 
-class PenaltyTrainer(ListTrainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        output = model(**inputs)
-        loss = output["loss"] + model.embedding.weight.square().sum()
-        return (loss, output) if return_outputs else loss
-
-
-def preferred(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A loss as that of DPO."""
-    chosen, other = output["logits"].log_softmax(-1)[..., :2].mean((0, 1))
-    return -torch.nn.functional.logsigmoid(chosen - other)
-
-
-@pytest.mark.parametrize(
-    "given", [{"label_smoothing_factor": 0.2}, {"loss": preferred}, {"kind": PenaltyTrainer}]
-)
-def test_the_loss_is_what_the_trainer_differentiates(
-    given: dict[str, Any], path: Path, tiny: Any
-) -> None:
-    """The Trainer divides each loss by the number of micro-batches, and logs their sum."""
-    tiny.config = PretrainedConfig()  # smoothing of labels looks into it
-    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    kept = trained(tiny, path, steps=3, **sizes, **given)
-    expected = np.reshape(kept.losses, (3, 2)).sum(axis=1)
-    ds = kept.lists.agree_with(path)
-    np.testing.assert_allclose(ds.loss.values[1:], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_smaller_batch_begins_the_recording_again(at: int, tmp_path: Path, tiny: Any) -> None:
     """``auto_find_batch_size`` runs the loop again when the memory is full."""
     refused: list[int] = []
@@ -177,18 +150,12 @@ def test_after_a_training_that_failed_the_next_one_begins_anew(
     assert xr.open_zarr(path).attrs["status"] == "interrupted"
     assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2]
 
-    failing = trainer_of(tiny, tmp_path, TrajectoryCallback(path, overwrite=True), FailAfter(3))
-    with pytest.raises(KeyboardInterrupt):
-        failing.train()
     trainer_of(tiny, tmp_path, TrajectoryCallback(path, overwrite=True)).train()
     assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2, 3, 4]
     assert xr.open_zarr(path).attrs["status"] == "complete"
 
 
-@pytest.mark.parametrize(("strategy", "saved"), [("steps", [2, 4, 5]), ("epoch", [4, 5])])
-def test_the_rows_are_committed_before_a_checkpoint(
-    strategy: str, saved: list[int], tmp_path: Path, path: Path
-) -> None:
+def test_the_rows_are_committed_before_a_checkpoint(tmp_path: Path, path: Path) -> None:
     committed: list[int] = []
 
     class Saving(Trainer):  # type: ignore[misc]
@@ -196,11 +163,11 @@ def test_the_rows_are_committed_before_a_checkpoint(
             committed.append(int(xr.open_zarr(path).step[-1]))
             super().save_model(*given, **options)
 
-    saving = {"save_strategy": strategy, "save_steps": 2, "save_only_model": True}
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     callback = TrajectoryCallback(path, commit_every=None)
     trainer = trainer_of(tiny_gpt2(), tmp_path, callback, kind=Saving, max_steps=5, **saving)
     trainer.train()
-    assert committed == saved
+    assert committed == [2, 4, 5]
     trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)  # of a user
 
 
@@ -274,9 +241,6 @@ def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -
 def test_columns_that_a_table_does_not_show_are_not_counted() -> None:
     inputs = facts_of(table().with_format("torch", columns=["input_ids"])).options["token_count"]
     assert inputs.tolist() == [1, 1, 2, 3] + [0] * (VOCAB - 4)
-    assert (
-        "have no input_ids" in facts_of(table().with_format("torch", columns=["labels"])).notes[0]
-    )
 
 
 class Examples(torch.utils.data.Dataset[Any]):
@@ -308,7 +272,7 @@ def transformed() -> Any:
     [
         (lambda: None, "the Trainer has no data set"),
         (lambda: iter(EXAMPLES), "the Trainer's data set is streamed"),
-        (lambda: [{"text": "a"}], "have no input_ids"),
+        (lambda: table().with_format("torch", columns=["labels"]), "have no input_ids"),
         (lambda: [[1, 2, 3]], "are list, not dicts"),
         (lambda: [{"input_ids": [0.5]}], "are not integers"),
         (lambda: [{"input_ids": [VOCAB]}], f"its input_ids exceed the {VOCAB} tokens"),
@@ -335,16 +299,12 @@ def test_what_cannot_be_counted_is_reported(made: Any, reason: str) -> None:
     assert "trajstore annotate" in note
 
 
-def test_a_data_set_that_a_pass_could_change_is_not_read() -> None:
+def test_a_data_set_that_a_pass_could_change_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user may be called as the library."""
     data_set = Examples()
     assert not facts_of(data_set).options
     assert not facts_of(ConcatDataset([EXAMPLES, data_set])).options
     assert data_set.reads == 0
-
-
-def test_a_module_of_the_users_may_be_called_as_the_library(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Examples))
     assert facts_of(EXAMPLES).options["token_count"].tolist() == COUNTS
     assert "has the class Examples" in facts_of(Examples()).notes[0]
@@ -373,17 +333,14 @@ def test_texts_are_of_the_tokenizer() -> None:
     assert any(f"has {VOCAB + 1} tokens, and the matrix {VOCAB} rows" in n for n in longer.notes)
 
 
-def test_a_tokenizer_that_fails_is_reported() -> None:
-    facts = facts_of(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
-    assert set(facts.options) == {"is_dead", "token_count"}
-    assert "does not record the texts of its tokens" in facts.notes[1]
-
-
-def test_a_model_that_cannot_tell_its_embeddings_is_reported() -> None:
+def test_a_tokenizer_or_a_model_that_fails_is_reported() -> None:
     class Unknown(TinyModel):
         def get_output_embeddings(self) -> Any:
             raise NotImplementedError  # as models of transformers do that have none
 
+    facts = facts_of(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
+    assert set(facts.options) == {"is_dead", "token_count"}
+    assert "does not record the texts of its tokens" in facts.notes[1]
     facts = facts_of(EXAMPLES, model=Unknown(), parameter="embedding.weight")
     assert not facts.options
     assert "NotImplementedError" in facts.notes[0]
@@ -420,13 +377,25 @@ def test_training_draws_what_it_would_have_drawn() -> None:
     assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
 
 
-def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(tmp_path: Path) -> None:
-    data, notes = examples(4), []
-    callback = TrajectoryCallback(tmp_path / "run.zarr", on_note=notes.append)
-    trainer_of(TinyModel(), tmp_path, callback, data=data, max_steps=2).train()
+def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(
+    tmp_path: Path, tiny: Any
+) -> None:
+    """Its examples may have their indices, which the model does not get."""
+    data = [row | {"example_index": torch.tensor(n)} for n, row in enumerate(examples(4))]
+    notes: list[str] = []
+    variables = ("W", "batch", "hidden_states")
+    callback = TrajectoryCallback(tmp_path / "run.zarr", variables, on_note=notes.append)
+    inputs: list[Any] = []
+    tiny.embedding.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    options = {"max_steps": 2, "remove_unused_columns": False}
+    trainer_of(tiny, tmp_path, callback, data=data, **options).train()
     ds = xr.open_zarr(tmp_path / "run.zarr", chunks=None)
-    present = torch.stack([row["input_ids"] for row in data]).unique()
-    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(present.tolist())
+    ids = torch.stack([row["input_ids"] for row in data])
+    told = ds.batch.values[1:]
+    assert np.isnan(told).sum(1).tolist() == [0, 2]  # 4 are 3 and 1
+    assert torch.equal(ids[told[~np.isnan(told)].astype(int)], torch.cat(inputs))
+    assert np.array_equal(np.isnan(told), np.isnan(ds.hidden_states.values[1:]).all((2, 3)))
+    assert set(np.flatnonzero(~ds.is_dead.values)) >= set(ids.unique().tolist())
     assert ds.is_dead.values[13:].all()
     assert ds.attrs["provenance"]["tokens_counted"]["examples"] == 4
     assert any("come from the 4 examples" in note for note in notes)

@@ -1,9 +1,22 @@
-"""Steps of optimizers in loops that others wrote: each row is one step, or the run notes it."""
+"""Steps and hooks in loops that others wrote: each row is one step, or the run notes it.
+
+Hooks stand beside those of other tools: they listen, keep little, and end with the recording.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import io
+import itertools
+import os
+import pickle
+import subprocess
+import sys
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +24,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from loops.optimizers import Clamping, Lookahead, Scratch  # noqa: E402
-from trainings import Lists, adamw, batches, steps, take_steps  # noqa: E402
+from loops.optimizers import Clamping, Scratch  # noqa: E402
+from trainings import Lists, TinyModel, adamw, batches, steps, take_steps  # noqa: E402
 
-from trajstore.trainers import replay  # noqa: E402
+from trajstore import open_run  # noqa: E402
+from trajstore.trainers import capture, replay  # noqa: E402
+from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
 from trajstore.trainers.recording.gradient import clip_coefficient  # noqa: E402
+from trajstore.trainers.recording.parameter_rows import ParameterRows  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -110,15 +126,6 @@ def test_optimizers_that_have_no_rate_or_no_moments(kind: Any, tiny: Any, record
     assert record.noted("has no rate lr") == (kind is Odd)
 
 
-def test_a_scheduler_of_an_optimizer_without_hooks(tiny: Any, record: Any) -> None:
-    optimizer = Lookahead(adamw(tiny))
-    with record(optimizer):
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        take_steps(tiny, optimizer)
-        scheduler.step()
-    assert record.read().sizes["step"] == 4
-
-
 def test_a_closure_of_none_is_no_closure(tiny: Any, record: Any) -> None:
     """Accelerate passes it to each step."""
     optimizer, kept = Scratch(tiny.parameters()), []
@@ -135,6 +142,7 @@ def test_a_closure_of_none_is_no_closure(tiny: Any, record: Any) -> None:
     assert record.noted("while optimizer.step() ran")
 
 
+@pytest.mark.nightly  # 4 s, in which torch compiles
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_of_the_optimizer(tiny: Any, record: Any) -> None:
     """Its step calls that of torch, where the recorder listens inside the compiled function."""
@@ -184,9 +192,7 @@ def test_a_closure_that_assigns_its_gradients(tiny: Any, record: Any) -> None:
                 return loss
 
             optimizer.step(closure)
-    ds = record.read()
-    assert ds.sizes["step"] == 4
-    assert np.isfinite(ds.loss.values[1:]).all()
+    assert np.isfinite(record.read().loss.values[1:]).all()
     assert replay(record.path).clean
 
 
@@ -195,10 +201,8 @@ def test_one_of_several_optimizers_has_no_gradients(tiny: Any, record: Any) -> N
     second = torch.optim.SGD(tiny.mix.parameters(), lr=0.1)
     tiny.mix.requires_grad_(False)
     with record([first, second]):
-        for batch in batches(3):
-            first.zero_grad()
-            tiny(**batch)["loss"].backward()
-            first.step()
+        for _ in range(3):
+            take_steps(tiny, first, 1)
             second.step()
     assert record.read().sizes["step"] == 4
 
@@ -228,15 +232,167 @@ def test_a_subclass_that_changes_weights_has_no_note(tiny: Any, record: Any) -> 
     assert not record.noted("a hook after the step")
 
 
-def test_the_gradient_of_the_other_parameters_before_clipping(tiny: Any, record: Any) -> None:
-    optimizer, expected = adamw(tiny), []
-    with record(optimizer, variables="everything"):
-        for batch in batches(3):
+@pytest.fixture
+def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Wrap a function of torch, as another tool does."""
+    return lambda owner, name, kind: monkeypatch.setattr(owner, name, kind(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_another_tool_wraps_backward(before: bool, tiny: Any, record: Any, wrap: Any) -> None:
+    optimizer, backward, losses = adamw(tiny), torch.autograd.backward, []
+    if before:
+        wrap(torch.autograd, "backward", functools.partial)
+    with record(optimizer):
+        for output in steps(tiny, optimizer):
+            losses.append(output["loss"].item())
+            kind = (lambda _: backward) if before else functools.partial  # taken off, or put on
+            wrap(torch.autograd, "backward", kind)
+    assert record.losses() == losses
+
+
+def test_another_tool_wraps_the_step_of_the_scaler(
+    tiny: Any, record: Any, tmp_path: Path, wrap: Any
+) -> None:
+    """Two recordings then replace the function, one inside the other."""
+    scalers, optimizer, other = torch.amp.GradScaler, adamw(tiny), TinyModel()
+    scaler = scalers("cpu")
+    with record(optimizer, scaler=scaler):
+        wrap(scalers, "step", functools.partialmethod)
+        with capture(other, others := adamw(other), tmp_path / "b.zarr"):
+            take_steps(other, others, 1)
+            for batch, factor in zip(batches(3), (1.0, float("inf"), 1.0), strict=True):
+                optimizer.zero_grad()
+                scaler.scale(tiny(**batch)["loss"] * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert record.read().skipped.values[1:].tolist() == [0, 1, 0]
+    assert "step" not in vars(scaler)
+
+
+def test_passes_without_a_step_keep_few_values_and_are_noted(tiny: Any, record: Any) -> None:
+    """The loop may put back the gradients of the last ones."""
+
+    def passes() -> int:
+        gc.collect()
+        return sum(type(thing) is ForwardPass for thing in gc.get_objects())
+
+    optimizer, before = adamw(tiny), passes()
+    with record(optimizer):
+        for number, batch in enumerate(batches(70)):
             optimizer.zero_grad()
-            tiny(**batch)["loss"].backward()
-            expected.append(tiny.mix.weight.grad.clone())
-            tiny.mix.bias.grad = None
-            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.1)
-            optimizer.step()
-    got = record.read().traj.parameter("mix.weight").grad[1:]
-    np.testing.assert_array_equal(got, torch.stack(expected))
+            loss = tiny(**batch)["loss"]
+            if number % 8:
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, [*tiny.parameters()])
+        assert passes() - before <= 10
+    assert record.noted("64 backward passes have ended without a step of AdamW")
+    assert record.notes[-1].startswith("no step of AdamW was taken")
+    assert not record.path.exists()
+
+
+def test_a_graph_that_is_differentiated_twice(tiny: Any, record: Any) -> None:
+    optimizer, lists = adamw(tiny), Lists(tiny.embedding.weight)
+    with record(optimizer):
+        for output in steps(tiny, optimizer, lists=lists):
+            with pytest.raises(RuntimeError, match="second time"):
+                output["loss"].backward()
+    lists.agree_with(record.path)
+
+
+def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    optimizer = adamw(tiny)
+    with FlopCounterMode(display=False), record(optimizer):
+        for _ in steps(tiny, optimizer):
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3, foreach=True)
+    ds = record.read()
+    expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
+    np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
+
+
+def test_models_are_saved_and_copied_while_they_are_recorded(tiny: Any, record: Any) -> None:
+    optimizer, file = adamw(tiny), io.BytesIO()
+    with record(optimizer, variables=("everything", "hidden_mean")):
+        take_steps(tiny, optimizer, 2)
+        torch.save(tiny, file)
+        copied = copy.deepcopy(tiny)
+    assert b"trajstore.trainers" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (loaded, copied, pickle.loads(pickle.dumps(copied))):
+        assert other(**batches(1)[0])["loss"].isfinite()
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_an_interruption_in_a_hook(at: int, tiny: Any, record: Any, monkeypatch: Any) -> None:
+    """A row and its step are complete together, or the recording ends."""
+    calls = itertools.count(1)
+
+    def interrupted(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 14 + at:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("set", "complete", "_put", "_store_row"):
+        monkeypatch.setattr(ParameterRows, name, interrupted(getattr(ParameterRows, name)))
+    optimizer, lists = adamw(tiny), Lists(tiny.embedding.weight)
+    with record(optimizer):
+        for batch in batches(5):
+            try:
+                optimizer.zero_grad()
+                tiny(**batch)["loss"].backward()
+                optimizer.step()
+            except KeyboardInterrupt:
+                pass
+            lists.add(W=lists.parameter)
+    ds = record.read()
+    assert ds.attrs["status"] == "interrupted"
+    assert any("recording ended in step" in entry["note"] for entry in ds.attrs["notes"])
+    kept = torch.stack(lists.rows["W"])[: ds.sizes["step"]]
+    assert ds.step.values.tolist() == list(range(len(kept)))
+    assert np.array_equal(ds.W.values, kept)
+
+
+GENERATOR = """
+import torch
+from trajstore.trainers import attach, capture
+
+
+model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def losses():
+    with capture(model, optimizer, "run.zarr", parameter="0.weight"):
+        while True:
+            yield model(torch.arange(7)).square().sum().backward()
+
+
+attach(model, optimizer, "attached.zarr", parameter="0.weight")
+left_open = losses()
+for _ in range(4):
+    next(left_open)
+    optimizer.step()
+"""
+
+
+@pytest.mark.nightly  # 8 s, in which a process imports torch
+def test_recorders_that_are_left_open(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATOR],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
+    for name in ("run.zarr", "attached.zarr"):
+        ds = open_run(tmp_path / name)
+        assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4])

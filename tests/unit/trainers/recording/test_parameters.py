@@ -1,10 +1,12 @@
-"""The matrix and its logits, of models that do not name them as those of transformers do."""
+"""The recorded matrices of any model and of several optimizers: found, followed, or noted."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,18 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.optim.lr_scheduler import CosineAnnealingLR  # noqa: E402
-from trainings import (  # noqa: E402  # noqa: E402
+from torch.nn.utils import parametrizations, prune  # noqa: E402
+from trainings import (  # noqa: E402
     HIDDEN,
     VOCAB,
     Lists,
     SmallGPT,
+    adamw,
     batches,
     muon_and_adamw,
+    same,
+    steps,
+    take_steps,
     train_pair,
 )
 
@@ -122,12 +128,6 @@ def test_what_makes_no_logits_has_no_note_about_them(record: Any) -> None:
     assert {"W", "grad", "loss"} <= set(record.read())
 
 
-def test_an_inner_matrix_has_no_logits(record: Any) -> None:
-    train_matrix(OwnModel("functional"), record, parameter="inner.0.weight")
-    assert "logits" not in record.read()
-    assert not record.noted("logits")
-
-
 def test_only_an_embedding_that_is_trained_is_chosen(record: Any) -> None:
     model = OwnModel("untied")
     model.embedding.requires_grad_(False)
@@ -146,12 +146,6 @@ def test_the_input_embedding_of_a_classifier(record: Any) -> None:
     model.get_input_embeddings = lambda: model.pos_emb
     train_matrix(model, record)
     assert record.noted("W is pos_emb.weight")
-
-
-def test_state_that_an_optimizer_lacks_is_no_news(record: Any) -> None:
-    for kind in (torch.optim.SGD, torch.optim.Adagrad):
-        train_matrix(OwnModel("untied"), record, kind, overwrite=True)
-    assert not record.noted("exp_avg")
 
 
 def test_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,45 +168,6 @@ WIDTH, HEAD = "blocks.0.mlp.weight", "head.weight"
 @pytest.fixture
 def model() -> Any:
     return SmallGPT()
-
-
-@pytest.mark.parametrize("first", ["Muon", "AdamW"])
-def test_each_matrix_has_the_values_of_its_own_optimizer(
-    first: str, model: Any, tmp_path: Path, notes: list[str]
-) -> None:
-    pair = muon_and_adamw(model)
-    ordered = pair if first == "Muon" else pair[::-1]
-    plans = {optimizer: CosineAnnealingLR(optimizer, 8) for optimizer in pair}
-    lists = {name: Lists(model.get_parameter(name)) for name in (WIDTH, HEAD)}
-    owned = dict(zip(lists.values(), pair, strict=True))
-    options = {"parameter": list(lists), "max_grad_norm": 0.5, "on_note": notes.append}
-    with capture(model, iter(pair), tmp_path / "run.zarr", **options):
-        for batch in batches(5):
-            output = model(**batch)
-            output["loss"].backward()
-            for kept in owned:
-                kept.add(grad=kept.parameter.grad, loss=output["loss"])
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            for kept in owned:
-                kept.add(grad_norm=norm, clip_coef=torch.clamp(0.5 / (norm + 1e-6), max=1.0))
-            for optimizer in ordered:
-                optimizer.step()
-                optimizer.zero_grad()
-                for kept in (kept for kept in owned if owned[kept] is optimizer):
-                    kept.add(lr=float(optimizer.param_groups[0]["lr"]))
-                plans[optimizer].step()
-            for kept, optimizer in owned.items():
-                kept.after_step(optimizer)
-    for name, kept in lists.items():
-        ds = kept.agree_with(tmp_path / f"run.{name}.zarr")
-        assert ds.attrs["optimizer"]["class"].endswith(type(owned[kept]).__name__)
-    muon = open_run(tmp_path / f"run.{WIDTH}.zarr")
-    assert "momentum_buffer" in muon
-    assert "exp_avg" not in muon
-    replays = [replay(tmp_path / f"run.{name}.zarr") for name in lists]
-    assert [(result.clean, result.replayed) for result in replays] == [(True, 5)] * 2
-    expected = ("never decay", "weight decay", "labels", "logits")
-    assert [note for note in notes if not any(words in note for words in expected)] == []
 
 
 def test_all_parameters_of_both(model: Any, path: Path) -> None:
@@ -250,6 +205,21 @@ def test_the_optimizers_have_to_take_turns(model: Any, tmp_path: Path) -> None:
     with capture(model, [muon, adamw], tmp_path / "run.zarr") as run:
         muon.step()
     assert "no step of AdamW was taken" in run.notes()[-1]
+
+
+def test_a_run_continues_with_its_optimizers_in_their_order(model: Any, path: Path) -> None:
+    options: dict[str, Any] = {"variables": "everything", "parameter": WIDTH}
+    pair = muon_and_adamw(model)
+    with capture(model, pair, path, **options):
+        train_pair(model, pair, batches(1))
+    with (
+        pytest.raises(InvalidArgument, match="resume with the model and the optimizers"),
+        capture(model, pair[::-1], path, **options, resume=True, first_step=1),
+    ):
+        pass
+    with capture(model, pair, path, **options, resume=True, first_step=1):
+        train_pair(model, pair, batches(1, 1), first=1)
+    assert (replay(path).clean, replay(path).replayed) == (True, 2)
 
 
 def test_what_cannot_be_joined(model: Any) -> None:
@@ -341,64 +311,116 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
             for name, kept in lists.items():
                 kept.add(W=kept.parameter, skipped=torch.tensor(float(name in names)))
     factors = torch.clamp(0.5 / (torch.stack(norms) + 1e-6), max=1.0)
-    steps = [1, 2, 6]
+    taken = [1, 2, 6]
     for name, kept in lists.items():
         path, gradients = tmp_path / f"run.{name}.zarr", torch.stack(kept.rows.pop("grad"))
         ds = kept.agree_with(path)
-        np.testing.assert_array_equal(ds.clip_coef.sel(step=steps), factors)
-        np.testing.assert_array_equal(ds.grad.sel(step=steps), gradients[steps])
-        assert name == WIDTH or replay(path).replayed == 6
+        np.testing.assert_array_equal(ds.clip_coef.sel(step=taken), factors)
+        np.testing.assert_array_equal(ds.grad.sel(step=taken), gradients[taken])
+        owner = pair[name == HEAD]
+        assert ds.attrs["optimizer"]["class"].endswith(type(owner).__name__)
+        assert (ds.lr.values[1:] == owner.param_groups[0]["lr"]).all()
+        assert ("momentum_buffer" in ds, "exp_avg" in ds) == (name == WIDTH, name == HEAD)
+        assert (replay(path).clean, replay(path).replayed) == (True, 6)
     assert record.noted("skipped the step of Muon only")
     assert record.noted("skipped the step of AdamW only")
 
 
-def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"variables": "everything", "parameter": WIDTH}
-    data = batches(6)
-    for stop in (6, 3):
-        model = SmallGPT()
-        pair = muon_and_adamw(model)
-        with capture(model, pair, tmp_path / f"{stop}.zarr", **options):
-            train_pair(model, pair, data[:stop])
-    options |= {"resume": True, "first_step": 3}
-    with (
-        pytest.raises(InvalidArgument, match="resume with the model and the optimizers"),
-        capture(model, pair[::-1], tmp_path / "3.zarr", **options),
-    ):
-        pass
-    with capture(model, pair, tmp_path / "3.zarr", **options):
-        train_pair(model, pair, data[3:], first=3)
-    whole, resumed = (open_run(tmp_path / f"{stop}.zarr", chunks=None) for stop in (6, 3))
-    assert whole.equals(resumed)
-
-
-def test_hyperparameters_are_those_of_the_own_optimizer(model: Any, record: Any) -> None:
-    pair = muon_and_adamw(model)
-    with record(pair, model, parameter=WIDTH):
-        for number, batch in enumerate(batches(3)):
-            pair[1].param_groups[0]["eps"] = 1e-8 + number
-            pair[0].param_groups[0]["momentum"] = 0.85 + 0.02 * number
-            model(**batch)["loss"].backward()
-            for optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad()
-    numbers = record.read().hyperparameters
-    assert numbers.sel(hyperparameter="momentum")[1:].values.tolist() == [0.85, 0.87, 0.89]
-    assert not record.noted("changed")
-
-
 def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, record: Any) -> None:
-    class Other:
-        steps = 0
-
-        def step(self) -> None:
-            self.steps += 1
-
-    other, pair = Other(), muon_and_adamw(model)
+    pair, calls = muon_and_adamw(model), []
     with record(pair, model, parameter=WIDTH):
+        other = SimpleNamespace(step=lambda: calls.append("step"))
         torch.amp.GradScaler("cpu", enabled=False).step(other)
-        model(**batches(1)[0])["loss"].backward()
-        for optimizer in pair:
-            optimizer.step()
-    assert other.steps == 1
+        train_pair(model, pair, batches(1))
+    assert calls == ["step"]
     assert record.read().sizes["step"] == 2
+
+
+def test_a_pruned_matrix_is_followed(record: Any, tiny: Any) -> None:
+    optimizer, W = adamw(tiny), tiny.embedding.weight
+    lists = Lists(W)
+    with record(optimizer, parameter="embedding.weight"):
+        take_steps(tiny, optimizer, 2, lists=lists)
+        prune.l1_unstructured(tiny.embedding, "weight", 0.3)
+        take_steps(tiny, optimizer, 2, lists=lists)
+    ds = lists.agree_with(record.path)
+    np.testing.assert_array_equal(ds.exp_avg[-1], optimizer.state[W]["exp_avg"])
+    assert record.noted("computes embedding.weight from embedding.weight_orig")
+    assert replay(record.path).clean
+
+
+def test_a_recording_does_not_read_a_parametrization(record: Any) -> None:
+    """Spectral normalization changes its state whenever the weight is read."""
+    states = []
+    for is_recorded in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(29, 8), torch.nn.Linear(8, 29))
+        parametrizations.spectral_norm(model[0])
+        optimizer = adamw(model)
+        run = record(optimizer, model, parameter="0.parametrizations.weight.original")
+        with run if is_recorded else contextlib.nullcontext():
+            for _ in range(3):
+                model(torch.arange(29)).square().mean().backward()
+                optimizer.step()
+        states.append(model.state_dict())
+    assert same(*states)
+
+
+def test_a_new_optimizer(tiny: Any, record: Any) -> None:
+    first, second = adamw(tiny), adamw(tiny)
+    with record(first):
+        take_steps(tiny, first, 3)
+        take_steps(tiny, second, 3)
+    ds = record.read()
+    assert ds.sizes["step"] == 4
+    assert any("after the last row" in entry["note"] for entry in ds.attrs["notes"])
+
+
+@pytest.mark.parametrize(("through_data", "every"), [(False, 1), (True, 3)])
+def test_weights_that_are_written_outside_the_step(
+    through_data: bool, every: int, tiny: Any, record: Any
+) -> None:
+    optimizer, W = adamw(tiny), tiny.embedding.weight
+    start = W.detach().clone()
+    with record(optimizer, every=every):
+        for number, _ in enumerate(steps(tiny, optimizer, 4)):
+            if number:
+                with torch.no_grad():
+                    (W.data if through_data else W)[13:] = start[13:]
+    (entry,) = [e for e in record.read().attrs["notes"] if "outside optimizer.step()" in e["note"]]
+    assert (entry["first_step"], entry["count"], entry["unproven"]) == (2, 3, [[2, 4]])
+
+
+def test_weights_loaded_before_the_first_step(tiny: Any, record: Any) -> None:
+    optimizer = adamw(tiny)
+    with record(optimizer, variables="everything"):
+        tiny.load_state_dict({k: v + 1 for k, v in tiny.state_dict().items()})
+        W, mix = (p.detach().clone() for p in (tiny.embedding.weight, tiny.mix.weight))
+        take_steps(tiny, optimizer)
+    ds = record.read()
+    np.testing.assert_array_equal(ds.W[0], W)
+    np.testing.assert_array_equal(ds.traj.parameter("mix.weight").W[0], mix)
+
+
+def test_a_group_that_is_added_in_the_middle(tiny: Any, record: Any) -> None:
+    optimizer = torch.optim.AdamW([tiny.embedding.weight], lr=0.01)
+    with record(optimizer, variables="everything"):
+        for number, _ in enumerate(steps(tiny, optimizer, 4)):
+            if number == 1:
+                optimizer.add_param_group({"params": list(tiny.mix.parameters()), "lr": 0.1})
+    assert record.read().sizes["step"] == 5
+    assert record.noted("params_lr", "shape (2,)")
+
+
+def test_usual_loops_have_no_notes(tiny: Any, record: Any) -> None:
+    optimizer = adamw(tiny)
+    with record(optimizer, every=2, is_dead=np.arange(17) >= 13):
+        for batch in batches(3):
+            for _ in range(2):
+                (tiny(**batch)["loss"] / 2).backward()
+            with torch.no_grad():
+                tiny(**batch)
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert record.notes == []

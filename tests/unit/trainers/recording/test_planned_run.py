@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from trainings import (  # noqa: E402
     VOCAB,
     TinyModel,
     take_steps,
+    tiny_run,
+    trained,
 )
 
 from trajstore import (  # noqa: E402
@@ -29,7 +32,7 @@ from trajstore import (  # noqa: E402
 )
 from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture, fork, plan, record  # noqa: E402  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture, plan, record  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -115,32 +118,13 @@ def test_rows_after_each_multiple_are_passed_once_also_after_a_resume(tmp_path: 
 
 
 COUNTS = np.arange(VOCAB) % 5
-GIVEN: dict[str, Any] = {
-    "rare": "0 < token_count <= 1",
-    "first": [0, 1, 2],
-    "odd": np.arange(VOCAB) % 2 == 1,
-}
-EXPECTED = {
-    "is_rare": COUNTS == 1,
-    "is_first": np.arange(VOCAB) < 3,
-    "is_odd": np.arange(VOCAB) % 2 == 1,
-}
+ODD = np.arange(VOCAB) % 2 == 1
+GIVEN: dict[str, Any] = {"rare": "0 < token_count <= 1", "first": [0, 1, 2], "odd": ODD}
+EXPECTED = {"is_rare": COUNTS == 1, "is_first": np.arange(VOCAB) < 3, "is_odd": ODD}
 
 
-def run_of(path: Path, model: Any = None, **options: Any) -> Path:
-    torch.manual_seed(1)
-    model = TinyModel() if model is None else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {
-        "variables": "W,loss",
-        "token_count": COUNTS,
-        "block_rows": 4,
-        "fsync": False,
-        **options,
-    }
-    with capture(model, optimizer, path, **options):
-        take_steps(model, optimizer, 5)
-    return path
+SMALL: dict[str, Any] = {"variables": "W,loss", "token_count": COUNTS}
+run_of = partial(tiny_run, steps=5, clip=0, **SMALL)
 
 
 def test_tokens_that_never_occur_are_dead(tmp_path: Path) -> None:
@@ -175,21 +159,16 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
-    model = TinyModel()
-    path = run_of(tmp_path / "run.zarr", model, populations=GIVEN)
-    on: dict[str, Any] = {"resume": True}
-    for first, given in ((5, None), (10, GIVEN)):
-        run_of(path, model, populations=given, first_step=first, **on)
+    model, path = TinyModel(), tmp_path / "run.zarr"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, optimizer, path, populations=GIVEN, **SMALL)
+    on: dict[str, Any] = SMALL | {"resume": True}
+    for first, given in ((3, None), (6, GIVEN)):
+        trained(model, optimizer, path, populations=given, first_step=first, **on)
         np.testing.assert_array_equal(open_run(path).is_rare, EXPECTED["is_rare"])
     for given in ({"rare": GIVEN["rare"]}, {**GIVEN, "odd": [4]}):
         with pytest.raises(InvalidArgument, match=r"populations: is_.* was recorded with"):
-            run_of(path, model, populations=given, first_step=15, **on)
-
-
-def test_what_is_no_population_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="got the population 'token_count <', expected an "):
-        run_of(tmp_path / "run.zarr", populations={"rare": "token_count <"})
-    assert not (tmp_path / "run.zarr").exists()
+            trained(model, optimizer, path, populations=given, first_step=9, **on)
 
 
 def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> None:
@@ -209,18 +188,13 @@ def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> No
     with pytest.raises(InvalidArgument, match="expected NAME=EXPRESSION or NAME=FILE"):
         plan(config.with_values(['recording.populations=["rare"]']))
 
-    forked = fork(path, tmp_path / "forked.zarr", at=4, corpus=text)
-    xr.testing.assert_equal(open_run(forked, chunks=None), ds)
-    assert not verify(forked).problems
-    (tmp_path / "ids.txt").write_text("65\n67\n")
-    with pytest.raises(InvalidArgument, match=r"populations: is_capitals: .* was recorded with"):
-        fork(path, tmp_path / "other.zarr", at=4, corpus=text)
-    assert not (tmp_path / "other.zarr").exists()
 
-
-def test_an_empty_population_is_noted_at_the_start(tmp_path: Path) -> None:
+def test_a_population_is_refused_or_noted_at_the_start(tmp_path: Path) -> None:
     told: list[str] = []
     given = {"none": "token_count < 0", "capitals": [3]}
+    with pytest.raises(InvalidArgument, match="got the population 'token_count <', expected an "):
+        run_of(tmp_path / "run.zarr", populations={"rare": "token_count <"})
+    assert not (tmp_path / "run.zarr").exists()
     path = run_of(tmp_path / "run.zarr", populations=given, tokens=[3], on_note=told.append)
     assert told == ["the population none has no token"]
     assert information(path)["populations"] == {"capitals": 1, "none": 0}

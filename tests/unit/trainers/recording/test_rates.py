@@ -86,9 +86,13 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "momentum": (sgd(0.5), varied("momentum", lambda step: min(0.9, 0.5 + 0.1 * step))),
     "momentum from 0": (sgd(0.0), varied("momentum", lambda step: 0.1 * max(step - 3, 0))),
 }
+QUICK = ("coupled decay", "momentum from 0")
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in CHANGES],
+)
 def test_every_step_follows_from_the_row_before(name: str, tmp_path: Path, path: Path) -> None:
     ds, notes = train(path, *CHANGES[name], encoding="compact")
     assert not any("changed" in note for note in notes)

@@ -195,6 +195,7 @@ class Story:
         ("pass begin change:noise end", 1.0, ""),
         ("pass zero pass back begin end", 1.0, ""),
         ("begin closure pass clip end", None, ""),
+        ("begin closure grads assign:call end", 1.0, ""),
         ("begin closure pass zero pass end", math.nan, "several times"),
         ("pass void zero pass begin end", math.nan, "may have kept gradients"),
         ("pass begin:other end", 1.0, "grad_norm is NaN"),
@@ -254,6 +255,7 @@ def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
         ("assign:old", None, ""),
         ("grads assign:call", 1.0, ""),
         ("grads grads assign:call", 1.0, ""),
+        ("closure grads assign:call", 1.0, ""),
         ("grads grads assign", None, ""),
         ("pass:multiple unscale", None, ""),
         ("pass:multiple,scaled unscale", 1.0, ""),
@@ -272,6 +274,12 @@ def test_the_loss(words: str, loss: float | None, doubt: str) -> None:
     assert got == (loss if loss is None else pytest.approx(loss, nan_ok=True))
     assert doubt in said
     assert bool(said) == bool(doubt)
+
+
+def test_the_forward_passes_are_those_of_the_assigned_gradient() -> None:
+    story = Story("grads grads assign:call begin end")
+    used = used_passes(story.tape, [story.gradient()])
+    assert [forward.number for forward in used.forwards] == [1]
 
 
 def test_the_rates_are_those_of_the_innermost_begin() -> None:
