@@ -13,7 +13,7 @@ import pytest
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_block import divided_run
+from divided_runs import divided_run
 
 from trajstore import open_run
 from trajstore.codec.block_codec import BlockCodec

@@ -1,4 +1,4 @@
-"""Random bits: one block of them as an object, and a run of blocks in many parts."""
+"""Runs of W, of random bits, of which blocks are divided into objects and chunks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ from bits_and_calls import random_bits
 from damage import block_plan
 
 from trajstore import RunWriter
-from trajstore.codec.block import BlockForm, encoded_chunks, shard_parts
-from trajstore.codec.chunk import chain
-from trajstore.values.native_types import native_type
-
-OWN = "2b" * 16
-
-FORM = BlockForm(
-    array="W",
-    chain=chain(native_type("bfloat16"), 3, small=True),
-    shape=(8, 6, 2),
-    chunk=(4, 3, 2),
-    runs=((0, OWN),),
-)
-BITS = random_bits(FORM.shape, 3)
-
-
-def written(form: BlockForm = FORM, *, rows: int = 8, **place: int) -> bytes:
-    """An object that holds the random bits of its shape; of `FORM` these are `BITS`."""
-    chunks, at = encoded_chunks(form, random_bits(form.shape, 3)), {"block": 5, "part": 1} | place
-    return b"".join(shard_parts(form, chunks, **at, rows=rows))
-
 
 PARTS = {
     "_LARGEST_OBJECT": 5 << 10,
