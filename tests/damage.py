@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import zarr
+from bits_and_calls import random_bits
 
 from trajstore import RunWriter
 from trajstore.codec.block import LABEL, BlockLabel, digest_of
@@ -46,6 +47,8 @@ class Damage:
         Given the run.
     told : str
         Pattern of what `verify` says.
+    kept : int or None
+        Rows, of 11, that a `repair` keeps; None if it can do nothing.
     misled : tuple of {'plain', 'ours'}
         Readers, plain `xr.open_zarr` or `open_run`, that give other numbers then, because nothing
         that they read says so. The others raise, or give the right numbers.
@@ -54,6 +57,7 @@ class Damage:
     name: str
     act: Act
     told: str = ""
+    kept: int | None = 11
     misled: tuple[str, ...] = ()
 
 
@@ -128,6 +132,10 @@ def changed(key: str, change: Callable[[bytes], bytes]) -> Act:
     return lambda run: write(run / key, change((run / key).read_bytes()))
 
 
+def flipped(key: str, bit: int) -> Act:
+    return lambda run: flip(run / key, bit)
+
+
 def copied(key: str, to: str) -> Act:
     return lambda run: write(run / to, (run / key).read_bytes())
 
@@ -196,6 +204,17 @@ def codec(array: str, name: str, value: Any) -> Act:
     return member(array, f"codecs.0.configuration.{name}", value)
 
 
+def with_zarr(name: str, where: Any, values: Any) -> Act:
+    """Write values with zarr itself: every checksum fits, the metadata files stay."""
+
+    def act(run: Path) -> None:
+        for path in (path for path in (run / name).iterdir() if path.is_file()):
+            write(path, path.read_bytes())
+        zarr.open_array(run / name, mode="r+")[where] = values
+
+    return act
+
+
 # Shards.
 
 
@@ -206,6 +225,17 @@ def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int,
     with stored.opened(block, 0) as shard:
         index = shard.tail.index
     return path, [(int(offset), int(length)) for offset, length in index]
+
+
+def in_chunk(name: str, block: int, number: int) -> Act:
+    """A bit of a chunk is flipped."""
+
+    def act(run: Path) -> None:
+        path, index = shard_index(run, name, block)
+        offset, length = index[number]
+        flip(path, 8 * (offset + length // 2))
+
+    return act
 
 
 def write_shard(
@@ -298,6 +328,33 @@ def wide_run(path: Path, rows: int = 11) -> Path:
     return path
 
 
+def divided_run(path: Path, *, large: bool) -> np.ndarray:
+    """A run of W in three blocks of three objects, each of several chunks; its bits.
+
+    If `large`, it is stored as large rows are: in two chunks along step, and token by token.
+    """
+    bits = random_bits((11, 300, 3), 21)
+    sizes = {"_LARGEST_OBJECT": 5 << 10, "_CHUNK": 2 << 10, "_CHUNK_OF_HISTORIES": 1 << 10}
+    as_large = {"_SMALL_ROW": 0} if large else {}
+    with block_plan(**sizes, **as_large, _FEWEST_TOKENS=8, _ROWS_OF_A_SNAPSHOT=(2,)):
+        recorded(path, bits)
+    return bits
+
+
+def recorded(path: Path, bits: np.ndarray) -> Path:
+    """A run of these bits, in blocks of 4 rows."""
+    with RunWriter.create(
+        path,
+        token=np.arange(bits.shape[1]),
+        hidden=bits.shape[2],
+        variables={"W": "bfloat16"},
+        block_rows=4,
+    ) as run:
+        for row in range(len(bits)):
+            run.append(step=row, W=bits[row])
+    return path
+
+
 ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
 TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}
 SERIES = ("step", *TYPES)
@@ -373,6 +430,10 @@ def _renamed(metadata: dict[str, Any], old: str, new: str) -> dict[str, Any]:
     return {new if name == old else name: value for name, value in metadata.items()}
 
 
+def named(place: str, value: Any) -> str:
+    return f"{place} is missing" if value is ... else place
+
+
 # Copies of the metadata of `wide_run`: `verify` names the damaged one, `repair` restores it.
 
 _OF_W: tuple[tuple[str, Any, str], ...] = (
@@ -404,8 +465,32 @@ COPIES = (
     Damage("root: cut", changed(METADATA_KEY, lambda data: data[:500]), "not the JSON document"),
     Damage("own: step is missing", lost("step/zarr.json"), "it is missing"),
     Damage("own: token is missing", lost("token/zarr.json"), "it is missing"),
-    *(Damage(f"root: {place}", root(place, value), told) for place, value, told in _OF_THE_ROOT),
-    *(Damage(f"own: {place}", member("W", place, v, "own"), told) for place, v, told in _OF_W),
+    *(Damage(f"root: {named(at, v)}", root(at, v), told) for at, v, told in _OF_THE_ROOT),
+    *(Damage(f"own: {named(at, v)}", member("W", at, v, "own"), told) for at, v, told in _OF_W),
+)
+
+
+# Values of `wide_run`, of which there is one copy.
+
+_TEXTS = "token_text/c.0"
+_LOST = "its values are missing"
+VALUES = (
+    Damage("chunk: the last of exp_avg", in_chunk("exp_avg", 0, 2), "^exp_avg, block 0, .*sum", 0),
+    Damage("chunk: W", in_chunk("W", 1, 0), "^W, block 1, bytes 0 to .*checksum", 4),
+    Damage("chunk: loss", in_chunk("loss", 2, 0), "^loss, block 2, bytes 0 to .*checksum", 8),
+    Damage("chunk: step", in_chunk("step", 1, 0), "^step, block 1, bytes 0 to .*checksum", 4),
+    Damage("object: missing", lost("grad/c.2.0.0"), "^grad, block 2: the shard is missing", 8),
+    Damage(
+        "object: empty", changed("grad/c.2.0.0", lambda data: b""), "^grad.* 0 to 0: .*index", 8
+    ),
+    Damage("object: no end", changed("W/c.2.0.0", lambda data: data[:-1]), "^W, .*index", 8),
+    Damage("coordinate: a bit", flipped(_TEXTS, 140), "^token_text, block 0, .*checksum", None),
+    Damage("coordinate: no end", changed(_TEXTS, lambda data: data[:-3]), "^token_text", None),
+    Damage("coordinate: empty", changed(_TEXTS, lambda data: b""), "^token_text, block 0", None),
+    Damage("coordinate: missing", lost(_TEXTS), f"^token_text: {_LOST}", None),
+    Damage("coordinate: a token twice", with_zarr("token", 5, 4), "1 of 300 ids occur", None),
+    Damage("coordinate: is_dead", with_zarr("is_dead", 4, True), "^is_dead: .*position 4", None),
+    Damage("values: steps", with_zarr("step", 8, 7), "row 8 is step 7 after step 7; .*must", None),
 )
 
 
@@ -423,17 +508,6 @@ def exchanged(run: Path) -> None:
         return arrays | {"W": arrays["grad"], "grad": arrays["W"]}
 
     root(_ENTRIES, of)(run)
-
-
-def with_zarr(name: str, where: Any, values: Any) -> Act:
-    """Write values with zarr itself: every checksum fits, the metadata files stay."""
-
-    def act(run: Path) -> None:
-        for path in (path for path in (run / name).iterdir() if path.is_file()):
-            write(path, path.read_bytes())
-        zarr.open_array(run / name, mode="r+")[where] = values
-
-    return act
 
 
 def metadata_of(source: str) -> Act:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zarr
 from bits_and_calls import random_bits
-from divided_runs import divided_run, recorded
+from damage import divided_run, put, recorded, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
@@ -30,7 +30,6 @@ from trajstore.codec.block import (
     ANYWHERE,
     LABEL,
     BlockForm,
-    BlockLabel,
     Tail,
     encoded_chunks,
     shard_parts,
@@ -130,42 +129,20 @@ def test_a_fork_has_the_blocks_of_the_run_it_was_made_of_up_to_its_own() -> None
 
 
 def test_a_tail_that_is_cut_or_broken_is_refused() -> None:
-    tail = written()[-FORM.tail_length :]
-    for cut in (tail[1:], tail[-FORM.index_length :], tail[:-1], b""):
-        refused(cut, r"index, the last 68 bytes of it, is broken|label")
-    for position in range(0, len(tail), 5):
+    form = replace(FORM, array="é" * 16)  # all 32 bytes of the name
+    data, place = written(form, block=70_000, part=3), (70_000, 3)
+    label = tail_of(data, form, place).label
+    assert label == form.label(block=70_000, part=3, rows=8, digest=label.digest)
+    tail = data[-form.tail_length :]
+    for cut in (tail[1:], tail[-form.index_length :], tail[:-1], b""):
+        refused(cut, r"index, the last 68 bytes of it, is broken|label", form, place)
+    for bit in range(8 * len(tail)):
         broken = bytearray(tail)
-        broken[position] ^= 4
-        refused(bytes(broken), "label" if position < LABEL else "index")
-
-
-INDEX = bytes(range(32))
-A_LABEL = BlockLabel(
-    run="0123456789abcdef" * 2,
-    array="é" * 16,  # all 32 bytes
-    block=70_000,
-    part=3,
-    rows=256,
-    settings=b"s" * 32,
-    digest=b"d" * 32,
-)
-
-
-def test_every_flipped_bit_of_a_label_and_its_index_is_found() -> None:
-    data = A_LABEL.pack(INDEX) + INDEX
-    assert BlockLabel.unpack(data[:LABEL], INDEX) == A_LABEL
-    for bit in range(8 * len(data)):
-        broken = bytearray(data)
         broken[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError, match="label"):
-            BlockLabel.unpack(bytes(broken[:LABEL]), bytes(broken[LABEL:]))
-
-
-def test_what_is_no_label_is_refused_though_its_checksum_fits() -> None:
-    fields_of_another = b"trajblk9" + A_LABEL.pack(INDEX)[8:-4]
-    data = fields_of_another + checksum(fields_of_another + INDEX)
-    with pytest.raises(ValueError, match="it has no label"):
-        BlockLabel.unpack(data, INDEX)
+        refused(bytes(broken), "label" if bit < 8 * LABEL else "index", form, place)
+    fields, index = b"trajblk9" + tail[8 : LABEL - 4], tail[LABEL:]
+    of_another = fields + checksum(fields + index[:-4]) + index
+    refused(of_another, "it has no label", form, place)
 
 
 class Watched(StoreObject):
@@ -294,9 +271,10 @@ class Requests(WrapperStore[Any]):
     [(15_000, []), (200_000, [RangeByteRequest(0, 30), RangeByteRequest(150_000, 150_010)])],
 )
 def test_small_objects_and_near_ranges_take_one_request(
-    size: int, requests: list[ByteRequest]
+    size: int, requests: list[ByteRequest], tmp_path: Path
 ) -> None:
-    store = Requests(MemoryStore({"W/c.0": Buffer.from_bytes(DATA[:size])}))
+    write(tmp_path / "W" / "c.0", DATA[:size])
+    store = Requests(LocalStore(tmp_path))
 
     async def pieces() -> list[bytes]:
         opened = await StoreObject.opened(StorePath(store, "W/c.0"), buffer_prototype, 100)
@@ -527,25 +505,20 @@ CODEC = BlockCodec(array="W", chunk_shape=(4, 5, 3), chain=CHAIN, runs=((0, "5a"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("key", "value"),
     [
-        {"name": "trajstore.delta"},
-        {"array": None},
-        {"chunk_shape": "many"},
-        {"runs": 7},
-        {"kind": "secret"},
-        {"token_first": 1},
-        {"beyond": True},
+        ("name", "trajstore.delta"),
+        ("array", ...),
+        ("chunk_shape", "many"),
+        ("runs", 7),
+        ("kind", "secret"),
+        ("token_first", 1),
+        ("beyond", True),
     ],
 )
-def test_metadata_that_are_none_are_refused(change: dict[str, Any]) -> None:
-    """A setting of None stands for one that is missing."""
+def test_metadata_that_are_none_are_refused(key: str, value: Any) -> None:
     described = CODEC.to_dict()
-    for key, value in change.items():
-        place = described if key == "name" else described["configuration"]
-        place[key] = value
-        if value is None:
-            del place[key]
+    put(described, key if key == "name" else f"configuration.{key}", value)
     with pytest.raises(ValueError, match=r"^zarr\.json: codecs\.0"):
         BlockCodec.from_dict(described)
 
@@ -589,7 +562,7 @@ def test_what_zarr_writes_it_reads_and_can_change() -> None:
     same(array[...], values[:6])
     form = CODEC.form((4, 10, 3))
     del objects["zarr.json"]
-    labels = [form.read_tail(data.to_bytes(), None).label for data in objects.values()]
+    labels = [tail_of(data.to_bytes(), form, None).label for data in objects.values()]
     assert {(label.block, label.rows) for label in labels} == {(ANYWHERE, 4)}
 
 
