@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -25,13 +24,14 @@ from damage import (
     lost,
     member,
     root,
+    times,
     wide_run,
     write,
 )
 from disk import Disk, Writes, moves
 
 from trajstore import RunWriter, open_run, repair, verify
-from trajstore.errors import FormatError, InvalidArgument, RunLocked
+from trajstore.errors import RunLocked
 from trajstore.integrity.repair import Repair
 
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
@@ -45,9 +45,9 @@ def attributes(run: Path) -> dict[str, Any]:
 
 def mended(run: Path) -> Repair:
     """Repair a run, first dry; it is sound afterwards."""
-    before = contents(run)
+    before = times(run.parent)
     planned = repair(run, dry_run=True)
-    assert contents(run) == before
+    assert times(run.parent) == before  # nor was there a lock for a moment
     assert not planned.done
     done = repair(run)
     assert done.done
@@ -337,25 +337,7 @@ def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
     assert repair(path, dry_run=True).actions == ()
 
 
-def test_what_would_be_done_is_said_where_nothing_can_be_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
-            raise OSError(30, "Read-only file system", str(path))
-        return real(path, flags, *more, **options)
-
-    (run / "W" / "c.2.0.0").unlink()
-    monkeypatch.setattr(os, "open", refuse)
-    found = repair(run, dry_run=True)
-    assert (found.rows_before, found.rows, found.done) == (11, 8, False)
-    with pytest.raises(InvalidArgument, match="which is read-only"):
-        repair(run)
-
-
-@pytest.mark.parametrize("writes", nightly_but(range(1, 8, 2), 3))
+@pytest.mark.parametrize("writes", nightly_but(range(0, 6, 2), 2))
 def test_a_repair_that_ends_in_the_middle_can_be_repaired(
     run: Path, whole: Path, writes: int
 ) -> None:
@@ -366,47 +348,6 @@ def test_a_repair_that_ends_in_the_middle_can_be_repaired(
         repair(run)
     mended(run)
     assert_first_rows(run, whole, 8)
-
-
-def _of_others(folder: Path) -> Path:
-    """A Zarr of another program, which has the names of a run, and whose root can be lost."""
-    group = zarr.create_group(folder)
-    for name, shape in {"step": (3,), "token": (2,), "W": (3, 2, 2)}.items():
-        dims = ("step", "token", "hidden") if name == "W" else (name,)
-        array = group.create_array(name, shape=shape, dtype="i4", dimension_names=dims)
-        array[...] = np.arange(np.prod(shape)).reshape(shape)
-    return folder
-
-
-def _result(folder: Path, run: Path) -> Path:
-    """What an analysis wrote: coordinates of the run, and `step` with its copy of the root."""
-    shutil.copytree(run, folder)
-    for name in ("W", "grad", "exp_avg", "loss"):
-        shutil.rmtree(folder / name)
-    metadata = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    (folder / "zarr.json").write_text(json.dumps(metadata))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("what", "has_root"),
-    [("others", True), ("others", False), ("result", True), ("result", False), ("runs", True)],
-)
-def test_what_others_have_written_is_not_repaired(
-    run: Path, tmp_path: Path, what: str, has_root: bool
-) -> None:
-    if what == "runs":
-        folder = tmp_path
-    else:
-        folder = tmp_path / "there"
-        _of_others(folder) if what == "others" else _result(folder, run)
-        if not has_root:
-            (folder / "zarr.json").unlink()
-    before = contents(folder)
-    with pytest.raises(FormatError, match=r"name one of run\.zarr" if what == "runs" else "no"):
-        repair(folder)
-    assert contents(folder) == before
-    assert {path.name for path in tmp_path.iterdir()} <= {"run.zarr", "there"}
 
 
 def test_the_lock_of_a_run_is_the_same_by_every_link(run: Path, tmp_path: Path) -> None:

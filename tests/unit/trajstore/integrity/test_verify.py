@@ -20,12 +20,15 @@ from damage import (
     all_of,
     attribute,
     contents,
+    copied,
     cut,
     flip,
     member,
     root,
     shard_index,
+    times,
     with_zarr,
+    write,
     write_shard,
 )
 from golden_runs import unpack
@@ -77,11 +80,6 @@ def test_a_zip_file_is_checked_as_its_content(run: Path, tmp_path: Path) -> None
         file.filelist[-1].file_size = 1 << 60
     with pytest.raises(FormatError, match=r"packed.zip unpacks to .*, but .* free; set TM"):
         verify(packed)
-    inner = shutil.make_archive(str(tmp_path / "inner"), "zip", run.parent, run.name)
-    with pytest.raises(
-        FormatError, match=r"inner.zip is not .* or has no zarr.json at its top; pack"
-    ):
-        verify(inner)
 
 
 def cut_run(run: Path) -> RunWriter:
@@ -195,9 +193,9 @@ def test_only_a_resume_that_died_leaves_an_older_copy_of_the_attributes(
 
 
 def test_what_a_crash_leaves_is_a_note(run: Path) -> None:
-    shutil.copy(run / "W" / "c.2.0.0", run / "W" / "c.3.0.0")
-    (run / "W" / ".c.4.0.0.123.partial").write_bytes(b"half")
-    (run / "notes.txt").write_text("mine")
+    copied("W/c.2.0.0", "W/c.3.0.0")(run)
+    write(run / "W" / ".c.4.0.0.123.partial", b"half")
+    write(run / "notes.txt", b"mine")
     found = verify(run)
     assert found.clean
     assert "W has shards past the commit (1)" in found.notes[0]
@@ -279,33 +277,57 @@ def test_what_the_system_refuses_to_read_is_named_and_nothing_is_put_in_its_plac
 ) -> None:
     """A later attempt may succeed."""
     act(run / key)
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    before = times(run)
     problem = only(verify(run))
     assert (problem.path, problem.remedy) == (run / key, "none")
     assert told in problem.message
     found = repair(run)
     assert (found.actions, found.rows, found.unrepaired) == ((), found.rows_before, (str(problem),))
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert times(run) == before
 
 
-@pytest.mark.parametrize("check", [verify, repair])
-def test_a_path_without_a_run_is_an_error(tmp_path: Path, run: Path, check: Any) -> None:
+def of_others(folder: Path) -> Path:
+    """A Zarr of another program, which has the names of a run."""
+    group = zarr.create_group(folder)
+    for name, shape in {"step": (3,), "token": (2,), "W": (3, 2, 2)}.items():
+        dims = ("step", "token", "hidden") if name == "W" else (name,)
+        group.create_array(name, data=np.zeros(shape, "i4"), dimension_names=dims)
+    return folder
+
+
+def of_an_analysis(folder: Path, run: Path) -> Path:
+    """A result: coordinates of the run, and `step` with its copy of the root."""
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("W", "grad", "exp_avg", "loss"))
+    metadata = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    write(folder / "zarr.json", json.dumps(metadata).encode())
+    return folder
+
+
+def test_what_is_no_run_is_an_error_and_stays(tmp_path: Path, run: Path) -> None:
     (tmp_path / "empty").mkdir()
-    zarr.create_group(tmp_path / "group.zarr")
     export(run, tmp_path / "exported.zarr", format="zarr")
-    there = {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(RunNotFound):
-        check(tmp_path / "nothing.zarr")
-    for name, message in (
-        ("empty", "is not a run"),
-        ("group.zarr", "no trajstore_format"),
-        ("exported.zarr", "is a Zarr group, but not a run"),
-    ):
-        with pytest.raises(FormatError, match=message):
-            check(tmp_path / name)
-    with pytest.raises(InvalidArgument, match="got threads=0"):
-        check(run, threads=0)
-    assert {path.name for path in tmp_path.iterdir()} == there
+    made = of_others(tmp_path / "others.zarr"), of_an_analysis(tmp_path / "result.zarr", run)
+    for folder in made:
+        without_root = shutil.copytree(folder, tmp_path / f"rootless-{folder.name}")
+        (without_root / "zarr.json").unlink()
+    before = contents(tmp_path)
+    for check in (verify, repair):
+        for name, told in (
+            ("", r"name one of .*run\.zarr"),
+            ("empty", r"is not a run: it has no zarr\.json"),
+            ("exported.zarr", "is a Zarr group, but not a run"),
+            ("others.zarr", "no trajstore_format"),
+            ("result.zarr", "no trajstore_format"),
+            ("rootless-others.zarr", "is not a run"),
+            ("rootless-result.zarr", "is not a run"),
+        ):
+            with pytest.raises(FormatError, match=told):
+                check(tmp_path / name)
+        with pytest.raises(RunNotFound):
+            check(tmp_path / "nothing.zarr")
+        with pytest.raises(InvalidArgument, match="got threads=0"):
+            check(run, threads=0)
+    assert contents(tmp_path) == before
 
 
 def test_another_format_is_not_judged(run: Path) -> None:
@@ -324,8 +346,6 @@ def test_a_digest_that_differs_names_the_version_which_may_know_more(tmp_path: P
 def test_far_more_shards_than_there_are_are_not_looked_for(run: Path) -> None:
     for name in ("step", "W", "grad", "exp_avg", "loss"):
         member(name, "shape.0", 1 << 44)(run)
-    with pytest.raises(FormatError, match="expected 17592186044416, the rows"):
-        open_run(run)
     root("attributes.committed_rows", 1 << 44)(run)
     with pytest.raises(FormatError, match=r"announces [\d,]+ shards of \w+, and there are"):
         verify(run)
