@@ -318,6 +318,7 @@ def wide_run(path: Path, rows: int = 11) -> Path:
             token_text=[f"«{number}»" for number in range(tokens)],
             config={"why": "a test", "lr": 1.5e-05},
             block_rows=4,
+            fsync=False,
         )
     with writer as run:
         for row in range(rows):
@@ -354,6 +355,7 @@ def recorded(path: Path, bits: np.ndarray) -> Path:
         hidden=bits.shape[2],
         variables={"W": "bfloat16"},
         block_rows=4,
+        fsync=False,
     ) as run:
         for row in range(len(bits)):
             run.append(step=row, W=bits[row])
@@ -398,6 +400,7 @@ def _record(path: Path, seed: int) -> None:
             token_text=[f"«{number + seed}»" for number in range(TOKENS)],
             config={"seed": seed},
             block_rows=BLOCK,
+            fsync=False,
         )
     with writer:
         _append(writer, range(ROWS), seed)

@@ -107,7 +107,7 @@ def test_rows_that_the_rule_does_not_give_are_corrected(sample: Path, tmp_path: 
 
 def test_changing_hyperparameters_of_each_row_compute_it(tmp_path: Path) -> None:
     notes: list[str] = []
-    path = scheduled_run(tmp_path / "run.zarr", on_note=notes.append)
+    path = scheduled_run(tmp_path / "run.zarr", on_note=notes.append, fsync=False)
     assert all(stored_forms(path)[name]["corrected"] == 0 for name in RULE_ARRAYS)
     assert (open_run(path).attrs["trajstore_format"], notes) == (4, [])
     for kept in (11, 16):  # rows of a block that the stored one holds more of, and whole blocks
@@ -139,6 +139,7 @@ def of_sgd(path: Path, W: Any, grad: np.ndarray, decay: float = 0) -> Path:
         block_rows=9,
         attributes={"optimizer": optimizer},
         encoding="compact",
+        fsync=False,
     ) as run:
         for step, row in enumerate(W):
             run.append(step=step, W=row, grad=grad[step], lr=0.25)
