@@ -230,6 +230,11 @@ def test_a_file_is_read_in_parts_and_stays_while_it_is_open(tmp_path: Path) -> N
                 at_once(source.sibling("lr/c.0", 4))
     with pytest.raises(FileNotFoundError):
         LocalObject(path)
+    os.mkfifo(path)  # to open it for reading would wait for a writer, forever
+    writer = os.open(path, os.O_RDWR)  # so that this test ends in any case
+    with pytest.raises(OSError, match=r"not a regular file: .*c\.0"):
+        LocalObject(path)
+    os.close(writer)
 
 
 def test_a_coroutine_that_waits_needs_a_loop() -> None:
@@ -426,6 +431,7 @@ def test_a_child_process_has_threads_of_its_own(small: Stored) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.nightly
 def test_a_run_can_be_read_while_the_interpreter_ends(small: Stored) -> None:
     path, values = small
     script = """
@@ -461,19 +467,6 @@ def test_what_is_no_block_of_its_place_is_named(small: Stored, kind: str) -> Non
         FormatError, match=r"^W, block 1 \(.*c\.1\.0\.0\) is missing; if the run was"
     ):
         opened(path, kind)[...]
-
-
-def test_a_pipe_in_place_of_an_object_is_an_error(small: Stored) -> None:
-    """To open one for reading would wait for a writer, forever."""
-    shard = small[0] / "W" / "c.1.0.0"
-    shard.unlink()
-    os.mkfifo(shard)
-    writer = os.open(shard, os.O_RDWR)  # so that this test ends in any case
-    try:
-        with pytest.raises(OSError, match=r"not a regular file: .*c\.1\.0\.0"):
-            opened(small[0])[5]
-    finally:
-        os.close(writer)
 
 
 def open_below(folder: Path) -> list[str]:
