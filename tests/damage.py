@@ -293,6 +293,8 @@ def index_swapped(data: bytes) -> bytes:
 
 # Runs to damage.
 
+ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
+
 
 @contextmanager
 def block_plan(**limits: Any) -> Iterator[None]:
@@ -303,23 +305,32 @@ def block_plan(**limits: Any) -> Iterator[None]:
         yield
 
 
-def wide_run(path: Path, rows: int = 11) -> Path:
-    """A run of several chunks a shard, in blocks of 4 rows, as training makes it."""
-    rng = np.random.default_rng(7)
-    tokens = 300
-    with block_plan(_CHUNK=1 << 10):
-        writer = RunWriter.create(
+def _created(
+    path: Path, token: np.ndarray, *, variables: Any, config: Any, seed: int = 0, **sizes: Any
+) -> RunWriter:
+    """A new run in blocks of 4 rows; chunks and parts have these sizes."""
+    place = np.arange(len(token)) + seed
+    with block_plan(**sizes):
+        return RunWriter.create(
             path,
-            token=np.arange(tokens),
-            hidden=3,
-            variables={"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "loss": "float32"},
-            is_dead=np.arange(tokens) % 3 == 0,
-            token_count=np.arange(tokens) % 3 * 5,
-            token_text=[f"«{number}»" for number in range(tokens)],
-            config={"why": "a test", "lr": 1.5e-05},
-            block_rows=4,
+            token=token,
+            hidden=HIDDEN,
+            variables=variables,
+            is_dead=place % 3 == 0,
+            token_count=place % 3 * 5,
+            token_text=[f"«{number}»" for number in place],
+            config=config,
+            block_rows=BLOCK,
             fsync=False,
         )
+
+
+def wide_run(path: Path, rows: int = 11) -> Path:
+    """A run of several chunks a shard, as training makes it."""
+    rng, tokens = np.random.default_rng(7), 300
+    types = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "loss": "float32"}
+    config = {"why": "a test", "lr": 1.5e-05}
+    writer = _created(path, np.arange(tokens), variables=types, config=config, _CHUNK=1 << 10)
     with writer as run:
         for row in range(rows):
             grad = rng.normal(size=(tokens, 3)).astype("float16").astype("float32")
@@ -362,7 +373,6 @@ def recorded(path: Path, bits: np.ndarray) -> Path:
     return path
 
 
-ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
 TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}
 SERIES = ("step", *TYPES)
 COORDINATES = ("token", "is_dead", "token_count", "token_text")
@@ -389,20 +399,9 @@ def write_runs(folder: Path) -> Path:
 
 
 def _record(path: Path, seed: int) -> None:
-    with block_plan(_FEWEST_TOKENS=3, _LARGEST_OBJECT=BLOCK * HIDDEN * 4 * 6, _CHUNK=150):
-        writer = RunWriter.create(
-            path,
-            token=np.arange(TOKENS) * 7 + seed,
-            hidden=HIDDEN,
-            variables=TYPES,
-            is_dead=(np.arange(TOKENS) + seed) % 3 == 0,
-            token_count=(np.arange(TOKENS) + seed) % 3 * 5,
-            token_text=[f"«{number + seed}»" for number in range(TOKENS)],
-            config={"seed": seed},
-            block_rows=BLOCK,
-            fsync=False,
-        )
-    with writer:
+    sizes = {"_FEWEST_TOKENS": 3, "_LARGEST_OBJECT": BLOCK * HIDDEN * 4 * 6, "_CHUNK": 150}
+    token, config = np.arange(TOKENS) * 7 + seed, {"seed": seed}
+    with _created(path, token, variables=TYPES, config=config, seed=seed, **sizes) as writer:
         _append(writer, range(ROWS), seed)
 
 
