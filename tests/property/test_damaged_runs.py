@@ -378,7 +378,12 @@ def test_damaged_metadata_are_errors() -> None:
     kits = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": kits}
     done = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, timeout=7200, check=False
+        arguments,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=7200 * len(COMMANDS),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for name, found in json.loads(done.stdout.splitlines()[-1]).items():
