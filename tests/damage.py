@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import zarr
+from bits_and_calls import random_bits
 
 from trajstore import RunWriter
 from trajstore.codec.block import LABEL, BlockLabel, digest_of
@@ -46,6 +47,8 @@ class Damage:
         Given the run.
     told : str
         Pattern of what `verify` says.
+    kept : int or None
+        Rows, of 11, that a `repair` keeps; None if it can do nothing.
     misled : tuple of {'plain', 'ours'}
         Readers, plain `xr.open_zarr` or `open_run`, that give other numbers then, because nothing
         that they read says so. The others raise, or give the right numbers.
@@ -54,6 +57,7 @@ class Damage:
     name: str
     act: Act
     told: str = ""
+    kept: int | None = 11
     misled: tuple[str, ...] = ()
 
 
@@ -106,6 +110,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def times(folder: Path) -> dict[Path, int]:
+    """When a folder, and each file and folder below, was changed last."""
+    return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+
+
 def arrays_of(root: dict[str, Any]) -> dict[str, Any]:
     """Metadata of the arrays in the root."""
     found: dict[str, Any] = root["consolidated_metadata"]["metadata"]
@@ -126,6 +135,10 @@ def lost(key: str) -> Act:
 
 def changed(key: str, change: Callable[[bytes], bytes]) -> Act:
     return lambda run: write(run / key, change((run / key).read_bytes()))
+
+
+def flipped(key: str, bit: int) -> Act:
+    return lambda run: flip(run / key, bit)
 
 
 def copied(key: str, to: str) -> Act:
@@ -196,6 +209,17 @@ def codec(array: str, name: str, value: Any) -> Act:
     return member(array, f"codecs.0.configuration.{name}", value)
 
 
+def with_zarr(name: str, where: Any, values: Any) -> Act:
+    """Write values with zarr itself: every checksum fits, the metadata files stay."""
+
+    def act(run: Path) -> None:
+        for path in (path for path in (run / name).iterdir() if path.is_file()):
+            write(path, path.read_bytes())
+        zarr.open_array(run / name, mode="r+")[where] = values
+
+    return act
+
+
 # Shards.
 
 
@@ -206,6 +230,17 @@ def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int,
     with stored.opened(block, 0) as shard:
         index = shard.tail.index
     return path, [(int(offset), int(length)) for offset, length in index]
+
+
+def in_chunk(name: str, block: int, number: int) -> Act:
+    """A bit of a chunk is flipped."""
+
+    def act(run: Path) -> None:
+        path, index = shard_index(run, name, block)
+        offset, length = index[number]
+        flip(path, 8 * (offset + length // 2))
+
+    return act
 
 
 def write_shard(
@@ -258,6 +293,8 @@ def index_swapped(data: bytes) -> bytes:
 
 # Runs to damage.
 
+ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
+
 
 @contextmanager
 def block_plan(**limits: Any) -> Iterator[None]:
@@ -268,22 +305,32 @@ def block_plan(**limits: Any) -> Iterator[None]:
         yield
 
 
-def wide_run(path: Path, rows: int = 11) -> Path:
-    """A run of several chunks a shard, in blocks of 4 rows, as training makes it."""
-    rng = np.random.default_rng(7)
-    tokens = 300
-    with block_plan(_CHUNK=1 << 10):
-        writer = RunWriter.create(
+def _created(
+    path: Path, token: np.ndarray, *, variables: Any, config: Any, seed: int = 0, **sizes: Any
+) -> RunWriter:
+    """A new run in blocks of 4 rows; chunks and parts have these sizes."""
+    place = np.arange(len(token)) + seed
+    with block_plan(**sizes):
+        return RunWriter.create(
             path,
-            token=np.arange(tokens),
-            hidden=3,
-            variables={"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "loss": "float32"},
-            is_dead=np.arange(tokens) % 3 == 0,
-            token_count=np.arange(tokens) % 3 * 5,
-            token_text=[f"«{number}»" for number in range(tokens)],
-            config={"why": "a test", "lr": 1.5e-05},
-            block_rows=4,
+            token=token,
+            hidden=HIDDEN,
+            variables=variables,
+            is_dead=place % 3 == 0,
+            token_count=place % 3 * 5,
+            token_text=[f"«{number}»" for number in place],
+            config=config,
+            block_rows=BLOCK,
+            fsync=False,
         )
+
+
+def wide_run(path: Path, rows: int = 11) -> Path:
+    """A run of several chunks a shard, as training makes it."""
+    rng, tokens = np.random.default_rng(7), 300
+    types = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "loss": "float32"}
+    config = {"why": "a test", "lr": 1.5e-05}
+    writer = _created(path, np.arange(tokens), variables=types, config=config, _CHUNK=1 << 10)
     with writer as run:
         for row in range(rows):
             grad = rng.normal(size=(tokens, 3)).astype("float16").astype("float32")
@@ -298,7 +345,34 @@ def wide_run(path: Path, rows: int = 11) -> Path:
     return path
 
 
-ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
+def divided_run(path: Path, *, large: bool) -> np.ndarray:
+    """A run of W in three blocks of three objects, each of several chunks; its bits.
+
+    If `large`, it is stored as large rows are: in two chunks along step, and token by token.
+    """
+    bits = random_bits((11, 300, 3), 21)
+    sizes = {"_LARGEST_OBJECT": 5 << 10, "_CHUNK": 2 << 10, "_CHUNK_OF_HISTORIES": 1 << 10}
+    as_large = {"_SMALL_ROW": 0} if large else {}
+    with block_plan(**sizes, **as_large, _FEWEST_TOKENS=8, _ROWS_OF_A_SNAPSHOT=(2,)):
+        recorded(path, bits)
+    return bits
+
+
+def recorded(path: Path, bits: np.ndarray) -> Path:
+    """A run of these bits, in blocks of 4 rows."""
+    with RunWriter.create(
+        path,
+        token=np.arange(bits.shape[1]),
+        hidden=bits.shape[2],
+        variables={"W": "bfloat16"},
+        block_rows=4,
+        fsync=False,
+    ) as run:
+        for row in range(len(bits)):
+            run.append(step=row, W=bits[row])
+    return path
+
+
 TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}
 SERIES = ("step", *TYPES)
 COORDINATES = ("token", "is_dead", "token_count", "token_text")
@@ -325,19 +399,9 @@ def write_runs(folder: Path) -> Path:
 
 
 def _record(path: Path, seed: int) -> None:
-    with block_plan(_FEWEST_TOKENS=3, _LARGEST_OBJECT=BLOCK * HIDDEN * 4 * 6, _CHUNK=150):
-        writer = RunWriter.create(
-            path,
-            token=np.arange(TOKENS) * 7 + seed,
-            hidden=HIDDEN,
-            variables=TYPES,
-            is_dead=(np.arange(TOKENS) + seed) % 3 == 0,
-            token_count=(np.arange(TOKENS) + seed) % 3 * 5,
-            token_text=[f"«{number + seed}»" for number in range(TOKENS)],
-            config={"seed": seed},
-            block_rows=BLOCK,
-        )
-    with writer:
+    sizes = {"_FEWEST_TOKENS": 3, "_LARGEST_OBJECT": BLOCK * HIDDEN * 4 * 6, "_CHUNK": 150}
+    token, config = np.arange(TOKENS) * 7 + seed, {"seed": seed}
+    with _created(path, token, variables=TYPES, config=config, seed=seed, **sizes) as writer:
         _append(writer, range(ROWS), seed)
 
 
@@ -373,6 +437,10 @@ def _renamed(metadata: dict[str, Any], old: str, new: str) -> dict[str, Any]:
     return {new if name == old else name: value for name, value in metadata.items()}
 
 
+def named(place: str, value: Any) -> str:
+    return f"{place} is missing" if value is ... else place
+
+
 # Copies of the metadata of `wide_run`: `verify` names the damaged one, `repair` restores it.
 
 _OF_W: tuple[tuple[str, Any, str], ...] = (
@@ -404,8 +472,30 @@ COPIES = (
     Damage("root: cut", changed(METADATA_KEY, lambda data: data[:500]), "not the JSON document"),
     Damage("own: step is missing", lost("step/zarr.json"), "it is missing"),
     Damage("own: token is missing", lost("token/zarr.json"), "it is missing"),
-    *(Damage(f"root: {place}", root(place, value), told) for place, value, told in _OF_THE_ROOT),
-    *(Damage(f"own: {place}", member("W", place, v, "own"), told) for place, v, told in _OF_W),
+    *(Damage(f"root: {named(at, v)}", root(at, v), told) for at, v, told in _OF_THE_ROOT),
+    *(Damage(f"own: {named(at, v)}", member("W", at, v, "own"), told) for at, v, told in _OF_W),
+)
+
+
+# Values of `wide_run`, of which there is one copy.
+
+_TEXTS = "token_text/c.0"
+_LOST = "its values are missing"
+VALUES = (
+    Damage("chunk: W", in_chunk("W", 1, 0), "^W, block 1, bytes 0 to .*checksum", 4),
+    Damage("chunk: step", in_chunk("step", 1, 0), "^step, block 1, bytes 0 to .*checksum", 4),
+    Damage("object: missing", lost("grad/c.2.0.0"), "^grad, block 2: the shard is missing", 8),
+    Damage(
+        "object: empty", changed("grad/c.2.0.0", lambda data: b""), "^grad.* 0 to 0: .*index", 8
+    ),
+    Damage("object: no end", changed("W/c.2.0.0", lambda data: data[:-1]), "^W, .*index", 8),
+    Damage("coordinate: a bit", flipped(_TEXTS, 140), "^token_text, block 0, .*checksum", None),
+    Damage("coordinate: no end", changed(_TEXTS, lambda data: data[:-3]), "^token_text", None),
+    Damage("coordinate: empty", changed(_TEXTS, lambda data: b""), "^token_text, block 0", None),
+    Damage("coordinate: missing", lost(_TEXTS), f"^token_text: {_LOST}", None),
+    Damage("coordinate: a token twice", with_zarr("token", 5, 4), "1 of 300 ids occur", None),
+    Damage("coordinate: is_dead", with_zarr("is_dead", 4, True), "^is_dead: .*position 4", None),
+    Damage("values: steps", with_zarr("step", 8, 7), "row 8 is step 7 after step 7; .*must", None),
 )
 
 
@@ -423,17 +513,6 @@ def exchanged(run: Path) -> None:
         return arrays | {"W": arrays["grad"], "grad": arrays["W"]}
 
     root(_ENTRIES, of)(run)
-
-
-def with_zarr(name: str, where: Any, values: Any) -> Act:
-    """Write values with zarr itself: every checksum fits, the metadata files stay."""
-
-    def act(run: Path) -> None:
-        for path in (path for path in (run / name).iterdir() if path.is_file()):
-            write(path, path.read_bytes())
-        zarr.open_array(run / name, mode="r+")[where] = values
-
-    return act
 
 
 def metadata_of(source: str) -> Act:
@@ -493,16 +572,12 @@ _SAFE: dict[str, Act] = {
     ),
     "brought back: the fingerprint": root_of("shorter.zarr", "attributes.fingerprint"),
     "brought back: the root of before rows were recorded again": taken("before.zarr", METADATA_KEY),
-    "missing or cut: an object": lost(_W1),
     "missing or cut: the folder of W": lost("W"),
     "missing or cut: an array, also from the root": all_of(
         lost("grad"), root(f"{_ENTRIES}.grad", ...)
     ),
     "missing or cut: an array, from the root only": root(f"{_ENTRIES}.grad", ...),
-    "missing or cut: the last byte": changed(_W1, lambda data: data[:-1]),
     "missing or cut: nothing: a byte more": changed(_W1, lambda data: data + b"\0"),
-    "missing or cut: the metadata file of W": lost("W/zarr.json"),
-    "missing or cut: the root": lost(METADATA_KEY),
     "missing or cut: the root's list of arrays": root("consolidated_metadata", ...),
     "forged: an object without its label": changed(
         _W1, lambda data: put_together(taken_apart(data)[0], None)
@@ -667,26 +742,24 @@ def _change_one(metadata: Any, rng: random.Random) -> None:
 def broken_text(data: bytes, rng: random.Random) -> bytes:
     """Bytes that are no metadata file, or hardly one."""
     at = rng.randrange(len(data))
-    kind = rng.randrange(10)
-    if kind == 0:
-        return data[:at]
-    if kind == 1:
-        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
-    if kind == 2:
-        return data[:at] + b"\xff\xfe\x80" + data[at:]
-    if kind == 3:
-        return data.decode().encode(rng.choice(("utf-16", "utf-8-sig", "utf-32")))
-    if kind == 4:  # a member twice
-        return data.replace(b"{", b'{"attributes": {}, "shape": [1], "attributes": 1, ', 1)
-    if kind == 5:
-        return rng.choice((b"", b"null", b"[]", b"{}", b"1", b'"x"', b"[" * 10000, b"\x00" * 9))
-    if kind == 6:
-        return data[:at] + data[at:].replace(b"3", b"9" * 5000, 1)
-    if kind == 7:
-        return data[:at] + data[at:].replace(b"null", b"NaN", 1).replace(b"1", b"Infinity", 1)
-    if kind == 8:
-        return data[:at] + data[at + rng.choice((1, 8, 64)) :]
-    return data + data[at:]
+    before, after = data[:at], data[at:]
+    twice = b'{"attributes": {}, "shape": [1], "attributes": 1, '
+    other = (b"", b"null", b"[]", b"{}", b"1", b'"x"', b"[" * 10000, b"\x00" * 9)
+    encoding = rng.choice(("utf-16", "utf-8-sig", "utf-32"))
+    return rng.choice(
+        (
+            before,
+            before + rng.randbytes(1) + after[1:],
+            before + b"\xff\xfe\x80" + after,
+            data.decode(errors="replace").encode(encoding),
+            data.replace(b"{", twice, 1),
+            rng.choice(other),
+            before + after.replace(b"3", b"9" * 5000, 1),
+            before + after.replace(b"null", b"NaN", 1).replace(b"1", b"Infinity", 1),
+            before + after[rng.choice((1, 8, 64)) :],
+            data + after,
+        )
+    )
 
 
 def claim_length(run: Path, rng: random.Random) -> None:

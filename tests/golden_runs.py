@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -133,9 +132,11 @@ def golden_metadata(run: str = "delta.zarr", version: str = "0.3.0") -> Any:
         return json.loads(archive.read(f"{run}/zarr.json"))
 
 
-def unpack(folder: Path, version: str = "0.3.0") -> Path:
-    """Unpack the runs of a version into a new folder, and return it."""
-    shutil.unpack_archive(DATA / f"runs-{version}.zip", folder / version)
+def unpack(folder: Path, version: str = "0.3.0", run: str = "") -> Path:
+    """Unpack the runs of a version, or one of them, into a new folder, and return it."""
+    with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
+        names = [name for name in archive.namelist() if name.startswith(run)]
+        archive.extractall(folder / version, names)
     return folder / version
 
 

@@ -72,6 +72,7 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two packets
 
         def forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -130,6 +131,7 @@ def web_server(
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two packets
 
         def do_GET(self) -> None:
             seen.append(f"{self.command} {self.path}")

@@ -1,9 +1,9 @@
 """Damage of any kind: `verify` notices it or it changes nothing, and no command fails unnamed.
 
 `make flips` flips 300 bits instead of 60. ``TRAJSTORE_METADATA=5000`` tries that many runs with
-damaged metadata files with each command instead of a few; with ``pytest -s`` each prints its row of
-``benchmarks/results/metadata-fuzz.md``. This file is also the script that a process of its own
-runs: ``test_damaged_runs.py COMMAND TRIES [FIRST]`` prints as JSON what came of it.
+damaged metadata files with each command instead of a few; with ``pytest -s`` each prints what came
+of it, as in ``benchmarks/results/metadata-fuzz.md``. This file is also the script that a process of
+its own runs: ``test_damaged_runs.py COMMAND,… TRIES [FIRST]``; its last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -265,7 +265,11 @@ def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continue
     assert verify(copy).clean
 
 
+# Commands that are tried on damaged metadata files; in a process of its own, for its memory.
+
+TRIES = int(os.environ.get("TRAJSTORE_METADATA", "40"))
 MOST_SECONDS = 10
+MOST_MEMORY = 100 << 20
 MOST_SPACE = 3 << 30
 """Bytes of addresses that a try may take; each thread takes many and uses few."""
 
@@ -297,7 +301,7 @@ def _annotated(run: Path) -> None:
 
 
 def _repaired(run: Path) -> None:
-    _command("repair", str(run))
+    _command("repair", run)
     found = verify(run)
     if found.clean:
         open_run(run, chunks=None).load()
@@ -306,86 +310,59 @@ def _repaired(run: Path) -> None:
         assert repair(run, dry_run=True).unrepaired, f"repaired, and not sound: {found.problems[0]}"
 
 
-def _command(*arguments: str) -> None:
+def _command(name: str, run: Path) -> None:
     with suppress(SystemExit):
-        command(["--debug", *arguments], prog_name="trajstore", standalone_mode=False)
+        command(["--debug", name, str(run)], prog_name="trajstore", standalone_mode=False)
 
 
 COMMANDS: dict[str, Callable[[Path], None]] = {
     "open_run": _opened,
     "resume": _resumed,
-    "verify": lambda run: _command("verify", str(run)),
+    "verify": partial(_command, "verify"),
     "repair": _repaired,
     "annotate": _annotated,
-    "info": lambda run: _command("info", str(run)),
+    "info": partial(_command, "info"),
 }
 
 
 def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     """Try a command on so many damaged runs; what it came to."""
-    run = Path(tempfile.mkdtemp(prefix="metadata files-")) / "run.zarr"
-    classes: Counter[str] = Counter()
-    raw: dict[str, str] = {}
-    hangs = 0
-    slowest = 0.0
-    folder = unpack(run.parent)
-    sound = {each: folder / each for each in GOLDEN}
-    for place in sound.values():
-        COMMANDS[name](_fresh(place, run))  # what is loaded is no memory of a try
-    start = _memory("VmRSS")
-    space = _memory("VmSize") + MOST_SPACE
+    folder = Path(tempfile.mkdtemp(prefix="metadata files-"))
+    sound, run = unpack(folder), folder / "run.zarr"
+    came_to: Counter[str] = Counter()
+    raw: dict[str, int] = {}
+
+    def fresh(golden: str) -> Path:
+        """A copy of links: writers and damage replace files, and write into none."""
+        shutil.rmtree(run, ignore_errors=True)
+        return Path(shutil.copytree(sound / golden, run, copy_function=os.link))
+
+    for golden in GOLDEN:
+        COMMANDS[name](fresh(golden))  # what is loaded is no memory of a try
+    start, space = _memory("VmRSS"), _memory("VmSize") + MOST_SPACE
     Path("/proc/self/clear_refs").write_text("5")
     resource.setrlimit(resource.RLIMIT_AS, (space, resource.RLIM_INFINITY))
     for number in range(first, first + tries):
-        rng = random.Random(f"{name} {number}")
-        damage_metadata(_fresh(sound[GOLDEN[number % 2]], run), rng)
-        begun = time.monotonic()
+        damage_metadata(fresh(GOLDEN[number % 2]), random.Random(f"{name} {number}"))
+        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
         try:
-            with _limited():
-                COMMANDS[name](run)
-            classes["done"] += 1
+            COMMANDS[name](run)
+            came_to["done"] += 1
         except TrajstoreError as error:
-            classes[type(error).__name__] += 1
-        except Hang:
-            hangs += 1
-            raw.setdefault(f"hang: {_where()}", f"{number}")
-        except Exception as error:
-            classes["raw"] += 1
-            text = f"{type(error).__name__} at {_where()}: {str(error)[:200]}"
-            raw.setdefault(text, f"{number}")
-        slowest = max(slowest, time.monotonic() - begun)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    peak = _memory("VmHWM") - start
-    shutil.rmtree(run.parent)
-    return {"command": name, "tries": tries, "classes": dict(classes), "hangs": hangs,
-            "raw": raw, "peak": peak, "seconds": usage.ru_utime + usage.ru_stime,
-            "slowest": slowest}  # fmt: skip
-
-
-def _where() -> str:
-    frames = traceback.extract_tb(sys.exc_info()[2])
-    own = [frame for frame in frames if "trajstore" in frame.filename] or list(frames)
-    last = [own[-1], frames[-1]]
-    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last)
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            came_to[type(error).__name__] += 1
+        except (Exception, Hang) as error:
+            came_to["raw"] += 1
+            frames = traceback.extract_tb(error.__traceback__)[-2:]
+            where = " < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames)
+            raw.setdefault(f"{type(error).__name__} at {where}: {str(error)[:200]}", number)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    shutil.rmtree(folder)
+    return {"came_to": came_to, "raw": raw, "peak": _memory("VmHWM") - start}
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
     raise Hang
-
-
-def _fresh(sound: Path, run: Path) -> Path:
-    """Copy of a run, of links: writers and damage replace files, and write into none."""
-    shutil.rmtree(run, ignore_errors=True)
-    return Path(shutil.copytree(sound, run, copy_function=os.link))
 
 
 def _memory(of: str) -> int:
@@ -394,60 +371,32 @@ def _memory(of: str) -> int:
     return int(status.partition(f"{of}:")[2].split()[0]) << 10
 
 
-TRIES = int(os.environ.get("TRAJSTORE_METADATA", "40"))
-MOST_MEMORY = 100 << 20
-
-
-def row(found: dict[str, Any]) -> str:
-    classes = found["classes"]
-    errors = ", ".join(
-        f"{name} {count:,}"
-        for name, count in sorted(classes.items())
-        if name not in ("done", "raw")
-    )
-    return (
-        f"| {found['command']} | {found['tries']:,} | {classes.get('done', 0):,} | {errors or '—'} "
-        f"| {classes.get('raw', 0)} | {found['hangs']} | {found['peak'] / (1 << 20):.0f} MiB "
-        f"| {found['slowest']:.1f} s |"
-    )
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="measures the memory as Linux tells it")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_damaged_metadata_are_errors(command: str) -> None:
-    arguments = [sys.executable, __file__, command, str(TRIES)]
+def test_damaged_metadata_are_errors() -> None:
+    arguments = [sys.executable, __file__, ",".join(COMMANDS), str(TRIES)]
     kits = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": kits}
     done = subprocess.run(
         arguments,
-        env=os.environ | {"PYTHONPATH": kits},
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=7200,
+        timeout=7200 * len(COMMANDS),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    print(f"\n{row(found)}")
-    assert found["raw"] == {}
-    assert found["hangs"] == 0
-    assert found["peak"] < MOST_MEMORY
-    # Some damage is harmless to who does not read it; some must be noticed.
-    classes = found["classes"]
-    assert classes["done"] > 0
-    assert command in ("verify", "repair") or classes["FormatError"] > TRIES / 4
-
-
-def main() -> None:
-    """Try, and print what it came to."""
-    signal.signal(signal.SIGALRM, _too_long)
-    os.fsync = lambda descriptor: None  # no try loses its power
-    result = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2) if "-v" not in sys.argv else None
-    found = fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    os.write(result, json.dumps(found, indent=1).encode() + b"\n")
+    for name, found in json.loads(done.stdout.splitlines()[-1]).items():
+        print(f"\n{name}: {TRIES} tries, {found}")
+        assert found["raw"] == {}, name
+        assert found["peak"] < MOST_MEMORY, name
+        # Some damage is harmless to who does not read it; some must be noticed.
+        assert found["came_to"]["done"] > 0, name
+        assert name in ("verify", "repair") or found["came_to"]["FormatError"] > TRIES / 4, name
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGALRM, _too_long)
+    os.fsync = lambda descriptor: None  # no try loses its power
+    tries, *first = map(int, sys.argv[2:])
+    print("\n" + json.dumps({name: fuzz(name, tries, *first) for name in sys.argv[1].split(",")}))

@@ -13,6 +13,7 @@ import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
 from compact_runs import RULE_ARRAYS, same_bits, sample_part, scheduled_run
+from damage import contents, cut, flip
 from stored_forms import stored_forms
 from zarr.storage import MemoryStore
 
@@ -50,19 +51,11 @@ def _no_cache() -> Iterator[None]:
     cache.clear()
 
 
-def damage(run: Path, name: str, block: int) -> None:
-    shard = run / name / f"c.{block}.0.0"
-    data = bytearray(shard.read_bytes())
-    data[40] ^= 1
-    shard.write_bytes(data)
-
-
 def in_memory(run: Path) -> xr.Dataset:
     from zarr.core.buffer import default_buffer_prototype
 
     buffer = default_buffer_prototype().buffer
-    files = (path for path in run.rglob("*") if path.is_file())
-    held = {str(path.relative_to(run)): buffer.from_bytes(path.read_bytes()) for path in files}
+    held = {key: buffer.from_bytes(data) for key, data in contents(run).items()}
     return xr.open_zarr(MemoryStore(held))
 
 
@@ -85,15 +78,13 @@ def test_plain_xarray_computes_the_rows(
     assert ds.W.isel(selected).values.tobytes() == history.W.isel(selected).values.tobytes()
 
 
-def test_single_tokens_equal_those_of_the_whole_array(written: Path, history: xr.Dataset) -> None:
+@pytest.mark.parametrize("steps", [slice(3), slice(20, 30), slice(None)], ids=str)
+def test_single_tokens_equal_those_of_the_whole_array(
+    written: Path, history: xr.Dataset, steps: slice
+) -> None:
     ds = open_run(written, chunks=None)
-    for steps, tokens in (
-        (slice(3), 5),
-        (slice(None), 5),
-        (slice(20, 30), 9),
-        (slice(None), [9, 2]),
-    ):
-        for name in MATRICES:
+    for name in MATRICES:
+        for tokens in (5, [9, 2]):
             selected = ds[name][steps, tokens].values
             np.testing.assert_array_equal(selected, history[name][steps, tokens].values)
 
@@ -106,7 +97,7 @@ def test_rows_that_the_rule_does_not_give_are_corrected(sample: Path, tmp_path: 
         "grad": {"chunks": 3, "differences": 0}
     }
     rows = xr.open_zarr(path).load()
-    with RunWriter.resume(path, rows=21) as run:
+    with RunWriter.resume(path, rows=21, fsync=False) as run:
         row: dict[str, Any] = {str(name): rows[name].values[21] for name in rows.data_vars}
         row["W"][5:8, 3] = 22
         run.append(21, **row)
@@ -116,41 +107,49 @@ def test_rows_that_the_rule_does_not_give_are_corrected(sample: Path, tmp_path: 
 
 def test_changing_hyperparameters_of_each_row_compute_it(tmp_path: Path) -> None:
     notes: list[str] = []
-    path = scheduled_run(tmp_path / "run.zarr", on_note=notes.append)
+    path = scheduled_run(tmp_path / "run.zarr", on_note=notes.append, fsync=False)
     assert all(stored_forms(path)[name]["corrected"] == 0 for name in RULE_ARRAYS)
     assert (open_run(path).attrs["trajstore_format"], notes) == (4, [])
     for kept in (11, 16):  # rows of a block that the stored one holds more of, and whole blocks
         rows, digest = xr.open_zarr(path).load(), open_run(path).attrs["content_digest"]
-        with RunWriter.resume(path, rows=kept) as run:
+        with RunWriter.resume(path, rows=kept, fsync=False) as run:
             for at in range(kept, 20):
                 row = {str(name): rows[name].values[at] for name in rows.data_vars}
                 run.append(at, **row)
         assert open_run(path).attrs["content_digest"] == digest
     export(path, tmp_path / "copy.zarr", encoding="delta")
     same_bits(tmp_path / "copy.zarr", path)
-    damage(path, "grad", 1)
+    flip(path / "grad" / "c.1.0.0", 320)
     assert repair(path).rows == 8
     assert verify(path).clean
     same_bits(tmp_path / "copy.zarr", path, rows=8)
 
 
-def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    grad = np.random.default_rng(1).standard_normal((9, 4, 2)).astype(np.float32)
-    W = np.ones_like(grad)  # which no rule gives
+NATIVES = {"W": "float32", "grad": "float32", "lr": "float64"}
+
+
+def of_sgd(path: Path, W: Any, grad: np.ndarray, decay: float = 0) -> Path:
+    """A run of these rows, in one block."""
+    optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": decay}}
     with RunWriter.create(
         path,
         token=range(4),
         hidden=2,
-        variables={"W": "float32", "grad": "float32", "lr": "float64"},
+        variables=NATIVES,
         block_rows=9,
-        attributes={
-            "optimizer": {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
-        },
+        attributes={"optimizer": optimizer},
         encoding="compact",
+        fsync=False,
     ) as run:
         for step, row in enumerate(W):
-            run.append(step=step, W=row, grad=grad[step], lr=0.1)
+            run.append(step=step, W=row, grad=grad[step], lr=0.25)
+    return path
+
+
+def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
+    grad = np.random.default_rng(1).standard_normal((9, 4, 2)).astype(np.float32)
+    W = np.ones_like(grad)  # which no rule gives
+    path = of_sgd(tmp_path / "run.zarr", W, grad)
     shutil.rmtree(path / "grad")
     for ds in (in_memory(path), xr.open_zarr(path)):
         np.testing.assert_array_equal(ds.W.values, W)
@@ -158,8 +157,7 @@ def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opened", [in_memory, xr.open_zarr])
 def test_an_array_that_is_broken_or_missing_is_named(run: Path, opened: Any) -> None:
-    shard = run / "grad" / "c.1.0.0"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    cut(run / "grad" / "c.1.0.0", -1)
     with pytest.raises(FormatError, match=r"W, block 1 .* computed from grad .* not usable: the i"):
         _ = opened(run).W.values
     shutil.rmtree(run / "grad")
@@ -173,30 +171,21 @@ def test_an_array_that_is_broken_or_missing_is_named(run: Path, opened: Any) -> 
 def test_runs_that_differ_in_their_rule_alone_share_no_rows(tmp_path: Path) -> None:
     """Their files hold the same bytes: the first rows, gradients, and corrections of 0."""
     cache.clear(most=1 << 20)
-    natives = {"W": "float32", "grad": "float32", "lr": "float64"}
+    grad = np.ones((4, 4, 2), np.float32)
     for decay in (0.0, 0.5):
-        optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": decay}}
-        rule = OptimizerRule.of(optimizer)
-        W, grad = np.ones((4, 2), np.float32), np.ones((4, 2), np.float32)
-        path, expected = tmp_path / f"{decay}.zarr", [W]
-        with RunWriter.create(
-            path,
-            token=range(4),
-            hidden=2,
-            variables=natives,
-            attributes={"optimizer": optimizer},
-            encoding="compact",
-        ) as run:
-            run.append(step=0, W=W, grad=grad, lr=0.25)
-            for step in range(1, 4):
-                rates = Rates(step=step, lr=0.25, clip=1)
-                expected.append(rule.next_row({"W": expected[-1]}, grad, natives, rates)["W"])
-                run.append(step=step, W=expected[-1], grad=grad, lr=0.25)
-        np.testing.assert_array_equal(open_run(path).W.values, expected)
+        rule = OptimizerRule.of(
+            {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": decay}}
+        )
+        W = [grad[0]]
+        for step in range(1, 4):
+            rates = Rates(step=step, lr=0.25, clip=1)
+            W.append(rule.next_row({"W": W[-1]}, grad[0], NATIVES, rates)["W"])
+        path = of_sgd(tmp_path / f"{decay}.zarr", W, grad, decay)
+        np.testing.assert_array_equal(open_run(path).W.values, W)
 
 
 def test_a_repair_drops_the_rows_of_all_that_is_computed(run: Path, history: xr.Dataset) -> None:
-    damage(run, "exp_avg", 1)
+    flip(run / "exp_avg" / "c.1.0.0", 320)
     (problem,) = verify(run).problems
     assert problem.array == "exp_avg"
     done = repair(run)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from damage import divided_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_block import divided_run
 
 from trajstore import open_run
 from trajstore.codec.block_codec import BlockCodec
