@@ -75,8 +75,22 @@ def create(path: Path, **options: Any) -> RunWriter:
         "block_rows": BLOCK,
         "threads": 2,
         "commit_every": None,
+        "fsync": False,
     }
     return RunWriter.create(path, **arguments | options)
+
+
+def extend(run: RunWriter, stop: int) -> None:
+    """Append the rows up to so many."""
+    for step in range(run.rows, stop):
+        run.append(step, **row(step, encoding_of(Path(run.path))))
+
+
+def recorded(path: Path, rows: int, **options: Any) -> Path:
+    """A run of so many such rows."""
+    with create(path, **options) as run:
+        extend(run, rows)
+    return path
 
 
 @dataclass
@@ -117,7 +131,7 @@ def write_rows(
     if kill is not None:
         kill.install()
     there = path.exists()
-    writer = RunWriter.resume(path, commit_every=None) if there else create(path)
+    writer = RunWriter.resume(path, commit_every=None, fsync=False) if there else create(path)
     with writer:
         for step in range(writer.rows, rows):
             writer.append(step=step, **row(step, encoding_of(path)))
@@ -188,6 +202,14 @@ def check_rows(ds: xr.Dataset) -> None:
     number = "loss" if "loss" in bits else "lr"
     assert ds[number].values.tobytes() == bits[number].tobytes()
     assert (narrow(ds.grad.values, native_type("float16")) == bits["grad"]).all()
+
+
+def check(path: Path, rows: int) -> None:
+    """Fail unless a reader sees so many rows, each whole."""
+    ds = xr.open_zarr(path)
+    assert ds.sizes["step"] == ds.attrs["committed_rows"] == rows
+    assert ds.step.values.tolist() == list(range(rows))
+    check_rows(ds)
 
 
 class Reader:
