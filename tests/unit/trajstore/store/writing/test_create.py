@@ -196,8 +196,6 @@ def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) 
         texts.write_text(text)
         with pytest.raises(FormatError, match=message):
             texts_of(texts, np.array([3, 5, 7]))
-    again = ["annotate", str(run), "--texts", str(texts)]
-    assert "already has token_text" in CliRunner().invoke(main, again).stderr.replace("\n", " ")
     both = ["annotate", str(run), "--texts", str(texts), "--tokenizer", "ascii"]
     for wrong in (both, ["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
         assert CliRunner().invoke(main, wrong).exit_code == 2
