@@ -75,7 +75,6 @@ def create(path: Path, **options: Any) -> RunWriter:
         "block_rows": BLOCK,
         "threads": 2,
         "commit_every": None,
-        "fsync": False,
     }
     return RunWriter.create(path, **arguments | options)
 
@@ -131,7 +130,7 @@ def write_rows(
     if kill is not None:
         kill.install()
     there = path.exists()
-    writer = RunWriter.resume(path, commit_every=None, fsync=False) if there else create(path)
+    writer = RunWriter.resume(path, commit_every=None) if there else create(path)
     with writer:
         for step in range(writer.rows, rows):
             writer.append(step=step, **row(step, encoding_of(path)))

@@ -37,7 +37,7 @@ class Disk:
         self.early: list[Path] = []
         self._flushed: dict[int, State] = {}
         watched = {name: self._watched(getattr(os, name)) for name in ("rename", "replace")}
-        _stand_in(monkeypatch, fsync=self._fsync, **watched)
+        stand_in(monkeypatch, fsync=self._fsync, **watched)
 
     def survives(self, path: Path, *, below: Path | None = None) -> bool:
         """Whether all of a file or folder is flushed, and its name, and those below a folder."""
@@ -89,7 +89,7 @@ class Writes:
 def moves(call: Callable[[Any, Any], None]) -> Iterator[None]:
     """Have `call` put every object in its place meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        _stand_in(patch, replace=call)
+        stand_in(patch, replace=call)
         yield
 
 
@@ -119,7 +119,8 @@ def objects_of(run: Path) -> dict[str, bytes]:
     }
 
 
-def _stand_in(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., object]) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., object]) -> None:
+    """Replace calls of the system."""
     for name, call in calls.items():
         monkeypatch.setattr(os, name, call)
 

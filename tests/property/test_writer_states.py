@@ -86,7 +86,7 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         rows = data.draw(st.none() | st.integers(0, self.least))
-        self.writer = RunWriter.resume(self.path, rows=rows, commit_every=None, fsync=False)
+        self.writer = RunWriter.resume(self.path, rows=rows, commit_every=None)
         self.least = self.most = self.writer.rows
         assert rows is None or rows == self.least
 

@@ -266,7 +266,7 @@ def test_addresses_that_cannot_be(address: str, told: str) -> None:
 
 
 def _run(path: Path) -> Path:
-    options: dict[str, Any] = {"variables": {"W": "float32"}, "block_rows": 2, "fsync": False}
+    options: dict[str, Any] = {"variables": {"W": "float32"}, "block_rows": 2}
     with RunWriter.create(path, token=[1, 2], hidden=2, **options) as run:
         for step in range(6):
             run.append(step, W=np.zeros((2, 2), "f4"))

@@ -300,7 +300,7 @@ def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(
 
 
 def test_a_reader_by_the_specification_reads_changing_hyperparameters(tmp_path: Path) -> None:
-    reader = Reader(scheduled_run(tmp_path / "run.zarr", fsync=False))
+    reader = Reader(scheduled_run(tmp_path / "run.zarr"))
     for name in reader.series:
         np.testing.assert_array_equal(reader.values(name), open_run(reader.path)[name].values)
     attributes = reader.attributes
@@ -319,14 +319,14 @@ def test_an_array_with_more_rows_of_a_block_than_the_others_is_read(
             run.commit()
             shutil.copytree(run.path, path)
 
-    whole = scheduled_run(tmp_path / "whole.zarr", on_row=keep, fsync=False)
+    whole = scheduled_run(tmp_path / "whole.zarr", on_row=keep)
     shutil.copy(whole / name / "c.2.0.0", path / name)
     ds = same_bits(whole, path, 18)
     for each in RULE_ARRAYS:
         assert (Reader(path).values(each) == ds[each].values).all(), each
     assert verify(path).clean
     more = open_run(whole).isel(step=slice(18, None)).load()
-    with RunWriter.resume(path, fsync=False) as run:
+    with RunWriter.resume(path) as run:
         for row, step in enumerate(more.step.values.tolist()):
             run.append(step, **{each: more[each].values[row] for each in more.data_vars})
     assert same_bits(whole, path).sizes["step"] == 20

@@ -30,7 +30,6 @@ def write(path: Path, seed: int = 0, steps: range = range(5), **options: Any) ->
         "is_dead": [True, False, False, True],
         "config": CONFIG,
         "block_rows": 3,
-        "fsync": False,
     } | options
     arguments["config"] = arguments["config"] | {"training": {"seed": seed}}
     with RunWriter.create(path, **arguments) as run:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk import stand_in
 
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
@@ -88,7 +89,7 @@ def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch)
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, flags, *more, **options)
 
-    monkeypatch.setattr(os, "open", refuse)  # root may write despite the permissions
+    stand_in(monkeypatch, open=refuse)  # root may write despite the permissions
     for check in (check_target, check_file_target, RunLock.acquire):
         with pytest.raises(InvalidArgument, match=expected):
             check(run)

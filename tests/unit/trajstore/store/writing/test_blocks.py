@@ -151,21 +151,6 @@ def test_a_process_waits_for_a_recording_and_for_no_run_that_is_left_open(tmp_pa
 ROWS, ROW = 8, (4 << 20) // 4  # rows of 4 MiB
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems give memory at the first write")
-@pytest.mark.parametrize("first", [0, 11])  # of a new run, and of a resumed one
-def test_rows_have_their_memory_before_they_are_written(first: int) -> None:
-    buffers = [{"W": np.empty((ROWS, ROW), np.uint32)} for _ in range(2)]
-    memory = ReadyMemory(buffers, first)
-    end = (first // ROWS + 2) * ROWS
-    for number in range(first, end):
-        place = buffers[number // ROWS % 2]["W"][number % ROWS]
-        place[:] = number
-        memory.reach(number + 1)
-    memory.close()
-    for number in range(first, end):  # to ask again changes nothing
-        assert (buffers[number // ROWS % 2]["W"][number % ROWS] == number).all()
-
-
 def faults_of_writing(*, is_ready: bool) -> int:
     """Return how often the first write to two rows had to get memory from the system."""
     memory = mmap.mmap(-1, 2 * ROWS * ROW * 4)
@@ -441,7 +426,7 @@ def test_an_error_in_the_thread_of_the_timer_is_raised(
 def test_a_real_timer_commits_until_the_run_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One commit: the pause before the next is five times as long, on a slow disk half a minute."""
+    """One commit: the pause before the next is five times as long, half a minute if it is slow."""
     monkeypatch.undo()
     committed = threading.Event()
     with begin(tmp_path / "run.zarr", commit_every=1e-3) as run:

@@ -110,7 +110,7 @@ def write_steps(path: Path, **coordinates: Any) -> Path:
     with RunWriter.create(
         path, token=[3, 5, 7], hidden=2, variables=VARIABLES, parameter=["a", "b"],
         populations={"is_odd": [True, True, False]}, block_rows=BLOCK, config={"a": 1},
-        fsync=False, **coordinates,
+        **coordinates,
     ) as run:  # fmt: skip
         for step in range(ROWS):
             run.append(step, W=np.full((3, 2), step, "f4"), **ROW)

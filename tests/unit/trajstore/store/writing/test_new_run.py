@@ -153,7 +153,7 @@ def own(share: TokenShare, whole: Row) -> Row:
 
 def create(path: Path, share: TokenShare, tokens: int = TOKENS, **options: Any) -> RunWriter:
     sizes: dict[str, Any] = {"token": np.arange(tokens), "hidden": HIDDEN, "block_rows": BLOCK}
-    return RunWriter.create(path, variables=VARIABLES, share=share, fsync=False, **sizes | options)
+    return RunWriter.create(path, variables=VARIABLES, share=share, **sizes | options)
 
 
 def record(path: Path, share: TokenShare, rows: int, tokens: int = TOKENS) -> RunWriter:
@@ -165,7 +165,7 @@ def record(path: Path, share: TokenShare, rows: int, tokens: int = TOKENS) -> Ru
 
 def go_on(path: Path, share: TokenShare, first: int, rows: int, tokens: int = TOKENS) -> int:
     """Resume after the first rows, up to so many, and return how many are committed."""
-    with RunWriter.resume(path, rows=first, share=share, fsync=False) as run:
+    with RunWriter.resume(path, rows=first, share=share) as run:
         for step in range(first, rows):
             run.append(step, **own(share, row(step, tokens)))
     return run.committed_rows

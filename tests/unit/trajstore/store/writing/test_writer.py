@@ -81,7 +81,6 @@ def of_examples(tmp_path_factory: pytest.TempPathFactory) -> Stored:
         positions=6,
         variables={name: native for name, (native, _) in EXAMPLES.items()},
         block_rows=4,
-        fsync=False,
     ) as run:
         for at in range(10):
             for name, place in run.next_row().items():
@@ -364,7 +363,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
                 raise Death
 
         with moves(replace), pytest.raises(Death):
-            RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}}, fsync=False)
+            RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
         checked = verify(path)
         assert checked.clean, checked.problems
         before = xr.open_zarr(path).attrs
@@ -434,13 +433,13 @@ def test_committed_rows_survive_a_loss_of_power(
     """Also those of a run that goes on, which were written without."""
     disk = Disk(monkeypatch)
     path = tmp_path / "new" / "folder" / "run.zarr"
-    run = create(path, fsync=True)
+    run = create(path)
     assert disk.survives(path, below=tmp_path)
     extend(run, 2 * BLOCK)
     run.close()
     assert disk.survives(path, below=tmp_path)
     flushes = disk.flushes
-    recorded(path, BLOCK + 1, overwrite=True)
+    recorded(path, BLOCK + 1, overwrite=True, fsync=False)
     assert disk.flushes == flushes
     assert not disk.survives(path)
     disk.early.clear()
@@ -453,7 +452,7 @@ def test_each_step_of_a_commit_is_flushed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards, then the metadata files of the arrays, then the root; of a cut, the root first."""
-    run, disk = create(tmp_path / "run.zarr", fsync=True), Disk(monkeypatch)
+    run, disk = create(tmp_path / "run.zarr"), Disk(monkeypatch)
     extend(run, BLOCK)
     run.close()
     shards = ["flush shards", "move shards", "flush arrays"]
