@@ -312,19 +312,6 @@ def test_the_end_is_that_of_a_run_without(tmp_path: Path, buffers: int) -> None:
     assert run.bytes_written == whole.bytes_written > 0
 
 
-def test_no_commit_by_time_while_a_block_is_written(tmp_path: Path) -> None:
-    run = begin(tmp_path / "run.zarr")
-    with held_moves():
-        extend(run, 6)
-        timer = StillTimer.of(run)
-        timer.now = 10.0
-        assert timer.commit_if_due() == 1.0, "to be asked again soon"
-        assert run.committed_rows == 0
-    commit_now(run)
-    check(run.path, 6)
-    run.close()
-
-
 @pytest.mark.parametrize(("buffers", "rows"), [(1, 4), (2, 8)])
 def test_the_recording_does_not_wait_for_it_until_the_buffer_is_needed(
     tmp_path: Path, buffers: int, rows: int
@@ -337,6 +324,9 @@ def test_the_recording_does_not_wait_for_it_until_the_buffer_is_needed(
         assert run._blocks._commit_unfinished()
         extend(run, rows)
         assert run.seconds_waited == 0
+        timer = StillTimer.of(run)
+        timer.now = 10.0
+        assert timer.commit_if_due() == 1.0, "to be asked again soon"
         rest.start()
         rest.join(timeout=0.1)
         assert (run.rows, run.committed_rows) == (rows, 0)
@@ -347,20 +337,25 @@ def test_the_recording_does_not_wait_for_it_until_the_buffer_is_needed(
     assert verify(run.path).clean
 
 
-def test_rows_that_are_being_filled_are_no_part_of_it(tmp_path: Path) -> None:
-    with begin(tmp_path / "run.zarr") as run:
-        extend(run, 1)
-        places = run.next_rows(2)
-        for place in places.values():
-            place[...] = 0x7FC1 if place.itemsize == 2 else 7
-        commit_now(run)
-        check(run.path, 1)
-        for at, step in enumerate((1, 2)):
-            for name, value in row(step).items():
-                places[name][at] = value.view(places[name].dtype)
-        run.commit_rows([1, 2])
-        commit_now(run)
-        check(run.path, 3)
+def test_next_rows_end_with_the_block_and_are_no_part_of_the_run_before_they_are_committed(
+    tmp_path: Path,
+) -> None:
+    with begin(tmp_path / "run.zarr", buffers=1) as run:
+        got = []
+        while run.rows < 11:
+            places = run.next_rows(min(3, 11 - run.rows))
+            for place in places.values():
+                place[...] = 0x7FC1 if place.itemsize == 2 else 7
+            commit_now(run)
+            check(run.path, run.rows)
+            steps = np.arange(run.rows, run.rows + len(places["W"]))
+            for at, step in enumerate(steps.tolist()):
+                for name, value in row(step).items():
+                    places[name][at] = value.view(places[name].dtype)
+            run.commit_rows(steps)
+            got.append(len(steps))
+        assert got == [3, 1, 3, 1, 3]
+    check(run.path, 11)
 
 
 QUICK = ((6, 0), (6, 10), (8, 3))  # a shard, the root, and in a full block a shard
