@@ -12,11 +12,9 @@ import pytest
 import xarray as xr
 import zarr
 from bits_and_calls import Cli
-from click.testing import CliRunner
 from disk import Disk
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.cli.main import main
 from trajstore.errors import FormatError, InvalidArgument, RunExists, RunLocked
 from trajstore.exchange.token_tables import texts_of
 from trajstore.store.storage.lock import RunLock
@@ -182,31 +180,32 @@ def test_what_cannot_be_is_refused_and_what_is_there_is_replaced_only_if_asked(
     assert verify(run).clean
 
 
-def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:
-    run = write_steps(tmp_path / "run.zarr")
+def test_the_command_takes_masks_a_text_and_texts(tmp_path: Path, trajstore_cli: Cli) -> None:
+    pytest.importorskip("transformers")
+    run, text, texts = (tmp_path / name for name in ("run.zarr", "text", "texts.json"))
+    write_steps(run)
     np.save(tmp_path / "dead_mask.npy", np.arange(10) % 5 == 3)
     done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
     assert "1 of 3 tokens are dead" in done.stdout
     assert open_run(run).is_dead.values.tolist() == [True, False, False]
-    texts = tmp_path / "texts.json"
-    texts.write_text('["a", "b", "c", "\\n", "e", "f", "g", "é"]')
-    trajstore_cli("annotate", run, "--texts", texts)
-    assert open_run(run).token_text.values.tolist() == ["\n", "f", "é"]
-    for text, message in (('["a"]', "1 texts"), ('{"a": 0}', "a list"), ("a\nb", "not JSON")):
-        texts.write_text(text)
-        with pytest.raises(FormatError, match=message):
-            texts_of(texts, np.array([3, 5, 7]))
-    both = ["annotate", str(run), "--texts", str(texts), "--tokenizer", "ascii"]
-    for wrong in (both, ["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
-        assert CliRunner().invoke(main, wrong).exit_code == 2
-
-
-def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
-    pytest.importorskip("transformers")
-    run = write_steps(tmp_path / "run.zarr")
-    (tmp_path / "text").write_text("\x03\x03\x07 and more")
-    trajstore_cli("annotate", run, "--corpus", tmp_path / "text", "--tokenizer", "ascii")
+    text.write_text("\x03\x03\x07 and more")
+    trajstore_cli("annotate", run, "--corpus", text, "--tokenizer", "ascii", "--overwrite")
     ds = open_run(run)
     assert ds.token_count.values.tolist() == [2, 0, 1]
     assert ds.is_dead.values.tolist() == [False, True, False]
     assert ds.token_text.values.tolist() == [r"\x03", r"\x05", r"\x07"]
+    texts.write_text('["a", "b", "c", "\\n", "e", "f", "g", "é"]')
+    trajstore_cli("annotate", run, "--texts", texts, "--overwrite")
+    assert open_run(run).token_text.values.tolist() == ["\n", "f", "é"]
+    both = ["--texts", texts, "--tokenizer", "ascii"]
+    for wrong in (both, ["--corpus", text], []):
+        trajstore_cli("annotate", run, *wrong, rc=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('["a"]', "1 texts"), ('{"a": 0}', "a list"), ("a\nb", "not JSON")]
+)
+def test_a_file_that_holds_no_text_for_each_token(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "texts.json").write_text(text)
+    with pytest.raises(FormatError, match=message):
+        texts_of(tmp_path / "texts.json", np.array([3, 5, 7]))
