@@ -13,7 +13,6 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
-from bits_and_calls import nightly_but
 from compact_runs import RULE_ARRAYS, same_bits, scheduled_run
 from golden_runs import DATA, unpack
 from numcodecs import blosc
@@ -307,7 +306,8 @@ def test_a_reader_by_the_specification_reads_changing_hyperparameters(tmp_path: 
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
 
 
-@pytest.mark.parametrize("name", nightly_but(RULE_ARRAYS, "W"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RULE_ARRAYS)
 def test_an_array_with_more_rows_of_a_block_than_the_others_is_read(
     name: str, tmp_path: Path
 ) -> None:
