@@ -387,7 +387,7 @@ def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> Non
         file.write_bytes(b"mine")
     with RunWriter.resume(path, rows=6) as run:
         extend(run, 7)
-    assert zarr.open_group(path)["mask"][...].tolist() == [7, 8, 9]  # type: ignore[index]
+    assert zarr.open_group(path)["mask"][...].tolist() == [7, 8, 9]
     assert all(file.exists() for file in theirs)
     assert not (path / "W" / "c.2.0.0").exists()
     assert not of_the_dead.exists()
