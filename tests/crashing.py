@@ -79,6 +79,19 @@ def create(path: Path, **options: Any) -> RunWriter:
     return RunWriter.create(path, **arguments | options)
 
 
+def extend(run: RunWriter, stop: int) -> None:
+    """Append the rows up to so many."""
+    for step in range(run.rows, stop):
+        run.append(step, **row(step, encoding_of(Path(run.path))))
+
+
+def recorded(path: Path, rows: int, **options: Any) -> Path:
+    """A run of so many such rows."""
+    with create(path, **options) as run:
+        extend(run, rows)
+    return path
+
+
 @dataclass
 class KillAt:
     """Kills its process at one move of an object into its place: right before it, or right after.
@@ -188,6 +201,14 @@ def check_rows(ds: xr.Dataset) -> None:
     number = "loss" if "loss" in bits else "lr"
     assert ds[number].values.tobytes() == bits[number].tobytes()
     assert (narrow(ds.grad.values, native_type("float16")) == bits["grad"]).all()
+
+
+def check(path: Path, rows: int) -> None:
+    """Fail unless a reader sees so many rows, each whole."""
+    ds = xr.open_zarr(path)
+    assert ds.sizes["step"] == ds.attrs["committed_rows"] == rows
+    assert ds.step.values.tolist() == list(range(rows))
+    check_rows(ds)
 
 
 class Reader:

@@ -25,17 +25,19 @@ class Disk:
     ----------
     flushes : int
         How many there were.
+    calls : list of (str, Path)
+        Each flush, and each move to a target, in order.
     early : list of Path
         What got its name when its data was not flushed; not of what is made in hidden folders.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.flushes = 0
+        self.calls: list[tuple[str, Path]] = []
         self.early: list[Path] = []
         self._flushed: dict[int, State] = {}
-        monkeypatch.setattr(os, "fsync", self._fsync)
-        for name in ("rename", "replace"):
-            monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
+        watched = {name: self._watched(getattr(os, name)) for name in ("rename", "replace")}
+        stand_in(monkeypatch, fsync=self._fsync, **watched)
 
     def survives(self, path: Path, *, below: Path | None = None) -> bool:
         """Whether all of a file or folder is flushed, and its name, and those below a folder."""
@@ -46,6 +48,7 @@ class Disk:
 
     def _fsync(self, descriptor: int) -> None:
         self.flushes += 1
+        self.calls.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
         self._flushed[os.fstat(descriptor).st_ino] = _state(descriptor)
 
     def _watched(self, call: Any) -> Any:
@@ -53,6 +56,7 @@ class Disk:
             hidden = any(part.startswith(".") for part in Path(target).parts)
             if not hidden and not self._is_flushed(Path(source)):
                 self.early.append(Path(target))
+            self.calls.append(("move", Path(target)))
             call(source, target)
 
         return move
@@ -85,7 +89,7 @@ class Writes:
 def moves(call: Callable[[Any, Any], None]) -> Iterator[None]:
     """Have `call` put every object in its place meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", call)
+        stand_in(patch, replace=call)
         yield
 
 
@@ -106,15 +110,6 @@ def held_moves() -> Iterator[tuple[threading.Event, threading.Event]]:
             go_on.set()
 
 
-@contextmanager
-def identity(name: str = "5a" * 16) -> Iterator[None]:
-    """Give it to every run that is made meanwhile, so that their objects can be compared."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Not uuid4: dask names its arrays by it.
-        patch.setattr("trajstore.store.writing.new_run.new_identity", lambda: name)
-        yield
-
-
 def objects_of(run: Path) -> dict[str, bytes]:
     """Every object of a run but the metadata files, which hold times."""
     return {
@@ -122,6 +117,12 @@ def objects_of(run: Path) -> dict[str, bytes]:
         for file in run.rglob("*")
         if file.is_file() and file.name != "zarr.json"
     }
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., object]) -> None:
+    """Replace calls of the system."""
+    for name, call in calls.items():
+        monkeypatch.setattr(os, name, call)
 
 
 def _state(place: Path | int) -> State:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,13 @@ from crashing import (
     Reader,
     check_rows,
     create,
-    encoding_of,
+    extend,
     killed,
-    row,
     write_rows,
     write_rows_by_time,
 )
-from disk import identity
 
-from trajstore import repair, verify
+from trajstore import RunWriter, repair, verify
 
 pytestmark = pytest.mark.nightly
 
@@ -61,13 +60,10 @@ def finish(path: Path) -> None:
     """Resume to the end, and compare with the run that was never killed, file by file."""
     assert not killed(write_rows, path, ROWS, None)
     ds = xr.open_zarr(path)
-    ((_, name),) = ds.attrs["runs"]
-    whole = path.with_name(f"whole-{path.name}")
-    with identity(name):  # as blocks have it
-        run = create(whole)
-    with run:
-        for step in range(ROWS):
-            run.append(step=step, **row(step, encoding_of(path)))
+    whole = path.with_name(f"whole-{path.name}")  # of the same identity, which blocks have
+    shutil.copytree(path, whole, ignore=shutil.ignore_patterns(".*"))
+    with RunWriter.resume(whole, rows=0) as run:
+        extend(run, ROWS)
     assert xr.open_zarr(whole).attrs["content_digest"] == ds.attrs["content_digest"]
     for file in whole.rglob("c.*"):
         assert (path / file.relative_to(whole)).read_bytes() == file.read_bytes()
@@ -88,8 +84,7 @@ def test_killed_at_every_move_of_a_commit(
     path = tmp_path / name
     if by_time:
         with create(path) as run:
-            for step in range(BLOCK + 1):
-                run.append(step=step, **row(step, encoding_of(path)))
+            extend(run, BLOCK + 1)
     else:
         assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, odd_after))
     with Reader(path) as reader:

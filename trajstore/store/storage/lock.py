@@ -200,8 +200,7 @@ def _dump(facts: Mapping[str, Any]) -> bytes:
 
 _TRIES = 3
 
-_CHECKS = 1000
-"""Tries while other processes check the lock, over ten seconds."""
+_CHECKS = 1000  # over ten seconds
 
 _descriptors: set[int] = set()
 """Descriptors of the locks of this process."""
@@ -240,10 +239,16 @@ class RunLock(AbstractContextManager["RunLock"]):
         self._dropped = weakref.finalize(self, _close, descriptor)
 
     @classmethod
-    def acquire(cls, run: Location) -> Self | RemoteLock:
+    def acquire(cls, run: Location, *, checks: int = _CHECKS) -> Self | RemoteLock:
         """Lock a run. The run need not exist, but its parent folder must.
 
         The lock of a dead process on this machine is taken over.
+
+        Parameters
+        ----------
+        run : Path or RemotePath
+        checks : int
+            Most tries, every hundredth of a second, while other processes check a local lock.
 
         Raises
         ------
@@ -265,7 +270,7 @@ class RunLock(AbstractContextManager["RunLock"]):
             except PermissionError as error:
                 raise read_only(path) from error
             try:
-                _take(descriptor, run)
+                _take(descriptor, run, checks)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -376,10 +381,10 @@ def _lock_file(run: Path) -> Path:
     return real.parent / f".{real.name}.lock"
 
 
-def _take(descriptor: int, run: Path) -> None:
+def _take(descriptor: int, run: Path, checks: int) -> None:
     """Lock a file. Retry while `is_written_to` holds it for its check."""
     refused = 0
-    for left in reversed(range(_CHECKS)):
+    for left in reversed(range(checks)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

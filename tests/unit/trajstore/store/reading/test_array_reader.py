@@ -15,7 +15,6 @@ from damage import divided_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trajstore import open_run
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import FormatError
 from trajstore.store.metadata.block_plan import plan
@@ -122,30 +121,9 @@ def test_an_array_stored_otherwise_is_left_to_zarr(tmp_path: Path) -> None:
     assert form.chain == codec.chain
 
 
-def test_dask_reads_only_what_a_selection_needs(
-    small_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    real = os.open
-
-    def spy(path: Any, *arguments: Any) -> int:
-        read.append(Path(path).name)
-        return real(path, *arguments)
-
-    ds = open_run(small_run[0])
-    monkeypatch.setattr(os, "open", spy)
-    assert ds.W[:7, 3].values.shape == (7, 6)
-    assert sorted(name for name in read if name.startswith("c.")) == ["c.0.0.0", "c.1.0.0"]
-
-
-def shard_of(path: Path, block: int) -> Path:
-    return path / "W" / f"c.{block}.0.0"
-
-
 def test_a_broken_block_is_named_and_closed(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
-    array = reader(path)
-    shard = shard_of(path, 1)
+    array, shard = reader(path), path / "W" / "c.1.0.0"
     data = shard.read_bytes()
     array.bits(())
     before = len(os.listdir("/proc/self/fd"))

@@ -53,7 +53,7 @@ def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> Non
 
 def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
-    plain, ours = xr.open_zarr(path).load(), open_run(path, chunks=None)
+    plain, ours, lazy = xr.open_zarr(path).load(), open_run(path, chunks=None), open_run(path)
     assert ours.W.chunks is None
     xr.testing.assert_identical(plain, ours.copy().load())
     for where in (
@@ -72,21 +72,18 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
     assert (changed.W[0] == 1.0).all()
     xr.testing.assert_identical(plain.W, open_run(path, chunks=None).W)
     # What is missing is noticed by who needs it, and only then.
-    (path / "W" / "c.1.0.0").unlink()
-    ours.W[3].load()
-    with pytest.raises(FormatError, match=r"^W, block 1: .*is missing"):
-        ours.W[:, 3].load()
+    (path / "W" / "c.2.0.0").unlink()
+    for ds in (ours, lazy):
+        xr.testing.assert_identical(plain.W[:7, 3], ds.W[:7, 3].compute())
+        with pytest.raises(FormatError, match=r"^W, block 2: .*is missing"):
+            ds.W[:, 3].compute()
 
 
 def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
-    with RunWriter.create(
-        tmp_path / "run.zarr",
-        token=np.arange(50_257),
-        hidden=64,
-        variables={"W": "bfloat16", "logits": "bfloat16"},
-    ) as run:
-        inner = run.layout.arrays["W"].chunk
-    ds = open_run(run.path)
+    sizes = {"token": np.arange(50_257), "hidden": 64}
+    run = RunWriter.create(tmp_path / "run.zarr", variables={"W": "bfloat16"}, **sizes)
+    run.close()
+    ds, inner = open_run(run.path), run.layout.arrays["W"].chunk
     tokens = ds.W.chunksizes["token"]
     assert all(length % inner[1] == 0 for length in tokens[:-1])
     assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 16 << 20
@@ -105,29 +102,24 @@ def test_a_zip_file_of_a_run_is_what_the_folder_is(small_run: tuple[Path, Any]) 
     xr.testing.assert_identical(ds.traj.grad_norms(), folder.traj.grad_norms())
 
 
-def test_a_zip_file_that_is_not_the_content_of_a_run(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    outside = shutil.make_archive(str(path.parent / "outside"), "zip", path.parent, path.name)
-    with pytest.raises(FormatError, match=r"no.*zarr\.json at its top; pack .*zip -0r"):
-        open_run(outside)
-    path.with_suffix(".zip").write_bytes(b"text")
-    with pytest.raises(FormatError, match="not a zip file"):
-        open_run(path.with_suffix(".zip"))
-    with pytest.raises(FormatError, match="unpack a zip file first"):
-        export(outside, outside + ".safetensors")
-
-
-def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFound, match="no run at"):
-        open_run(tmp_path / "nothing.zarr")
+def test_what_is_not_a_run_is_named(small_run: tuple[Path, Any], tmp_path: Path) -> None:
+    outside = shutil.make_archive(str(tmp_path / "outside"), "zip", tmp_path, small_run[0].name)
+    (tmp_path / "text.zip").write_bytes(b"text")
+    (tmp_path / "folder").mkdir()
+    zarr.create_group(tmp_path / "other.zarr")
+    for name, error, message in (
+        ("nothing.zarr", RunNotFound, "no run at"),
+        ("folder", FormatError, "not a Zarr v3 group"),
+        ("other.zarr", FormatError, "no trajstore_format"),
+        ("outside.zip", FormatError, r"no.*zarr\.json at its top; pack .*zip -0r"),
+        ("text.zip", FormatError, "not a zip file"),
+    ):
+        with pytest.raises(error, match=message):
+            open_run(tmp_path / name)
     with pytest.raises(InvalidArgument, match="chunks='auto', expected 'blocks' or None"):
         open_run(tmp_path, chunks="auto")  # type: ignore[arg-type]
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(FormatError, match="not a Zarr v3 group"):
-        open_run(tmp_path / "folder")
-    zarr.create_group(tmp_path / "other.zarr")
-    with pytest.raises(FormatError, match="no trajstore_format"):
-        open_run(tmp_path / "other.zarr")
+    with pytest.raises(FormatError, match="unpack a zip file first"):
+        export(outside, outside + ".safetensors")
 
 
 def test_a_damaged_root_names_the_repair(small_run: tuple[Path, Any]) -> None:
@@ -164,10 +156,8 @@ def test_another_format_names_the_version_that_reads_it(
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
 
 
-def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
+def test_the_accessor_has_the_functions_of_analysis(small_run: tuple[Path, Any]) -> None:
     ds = open_run(small_run[0])
-    assert ds.traj.dead.token.values.tolist() == [0, 21, 42, 63]
-    assert ds.traj.live.sizes["token"] == 6
     assert "grad_norms" in dir(ds.traj)
     xr.testing.assert_identical(
         ds.traj.grad_norms(ord=1).compute(), analysis.grad_norms(ds, ord=1).compute()
@@ -192,21 +182,16 @@ def test_it_opens_a_run_also_where_nobody_names_it(
     lazy = xr.open_dataset(path, engine=engine, chunks={})
     assert lazy.W.chunksizes == {"step": (4, 4, 3), "token": (10,), "hidden": (6,)}
     assert lazy.loss.chunksizes == {"step": (4, 4, 3)}
-
-
-def test_variables_can_be_left_out(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
     for names in (["grad", "logits", "token_text"], "grad"):
-        ds = xr.open_dataset(path, engine="trajstore", drop_variables=names)
-        xr.testing.assert_identical(ds.load(), xr.open_zarr(path).drop_vars(names).load())
+        part = xr.open_dataset(path, engine=engine, drop_variables=names)
+        xr.testing.assert_identical(part.load(), expected.drop_vars(names))
 
 
 def test_it_takes_runs_for_its_own_and_nothing_else(
     small_run: tuple[Path, Any], tmp_path: Path
 ) -> None:
     engine = TrajstoreBackend()
-    assert engine.guess_can_open(small_run[0])
-    assert engine.guess_can_open(str(small_run[0]))
+    assert all(engine.guess_can_open(kind(small_run[0])) for kind in (Path, str))
     zarr.create_group(tmp_path / "theirs.zarr")
     for name, root in (("broken.zarr", "{"), ("list.zarr", '["attributes"]'), ("folder", "")):
         (tmp_path / name).mkdir()
@@ -227,12 +212,8 @@ def test_a_copy_that_xarray_makes_reads_the_same(
     expected = xr.open_zarr(path).load()
     for again in (xr.open_zarr, open_run):
         ds = again(tmp_path / "copy.zarr")
-        for name in expected.variables:
-            assert ds[name].dtype == expected[name].dtype
-            assert ds[name].values.tobytes() == expected[name].values.tobytes() or (
-                expected[name].dtype.kind not in "fiu"
-                and (ds[name].values == expected[name].values).all()
-            ), name
+        xr.testing.assert_equal(ds.load(), expected)
+        assert ds.W.values.tobytes() == expected.W.values.tobytes()
     array = zarr.open_array(tmp_path / "copy.zarr" / "W")
     (codec,) = array.metadata.codecs
     if isinstance(codec, BlockCodec):
@@ -259,14 +240,10 @@ def test_selections_can_be_written_with_xarray(small_run: tuple[Path, Any], tmp_
 # Groups and addresses.
 
 
-def test_a_missing_address_is_an_error() -> None:
+def test_an_address_without_a_run_is_refused(small_run: tuple[Path, Any]) -> None:
     with pytest.raises(RunNotFound, match="there is no run at memory://open/none"):
         open_group("memory://open/none")
-
-
-def test_a_group_without_a_run_is_refused(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    copied(path / "W", "memory://open/array")
+    copied(small_run[0] / "W", "memory://open/array")
     with pytest.raises(FormatError, match="memory://open/array is not a Zarr v3 group"):
         open_group("memory://open/array")
 
@@ -276,15 +253,11 @@ def test_a_group_without_a_run_is_refused(small_run: tuple[Path, Any]) -> None:
     [
         ("file:///tmp/run.zarr", "an unknown kind of address, expected one of s3://, gs://"),
         ("s3://bucket", "names no run; expected SCHEME://BUCKET/KEY"),
-        ("s3:///run.zarr", "names no run"),
         ("s3://user:secret@bucket/run.zarr", "credentials come from the environment"),
         ("hf://datasets/user/name", "names no run; expected hf://datasets/USER/NAME/RUN.zarr"),
         ("hf://user//run.zarr", "names no run; expected hf://"),
         ("s3://[bucket/run.zarr", "is not an address: Invalid IPv6 URL"),
-        (
-            "https://host/run.zarr?signature=1",
-            "is not a supported address, expected SCHEME://BUCKET/KEY",
-        ),
+        ("https://host/run.zarr?signature=1", "is not a supported address, expected SCHEME"),
     ],
 )
 def test_addresses_that_cannot_be(address: str, told: str) -> None:
@@ -293,22 +266,21 @@ def test_addresses_that_cannot_be(address: str, told: str) -> None:
 
 
 def _run(path: Path) -> Path:
-    with RunWriter.create(
-        path, token=[1, 2], hidden=2, variables={"W": "float32"}, block_rows=2
-    ) as run:
+    options: dict[str, Any] = {"variables": {"W": "float32"}, "block_rows": 2}
+    with RunWriter.create(path, token=[1, 2], hidden=2, **options) as run:
         for step in range(6):
             run.append(step, W=np.zeros((2, 2), "f4"))
     return path
 
 
 ARRAYS = "consolidated_metadata.metadata"
+LENGTH = f"{ARRAYS}.W.chunk_grid.configuration.chunk_shape.0"
 HUGE = 1 << 40
 ROWS = {
     "attributes.committed_rows": HUGE,
     f"{ARRAYS}.W.shape.0": HUGE,
     f"{ARRAYS}.step.shape.0": HUGE,
 }
-LONG_BLOCKS = {f"{ARRAYS}.W.chunk_grid.configuration.chunk_shape.0": HUGE}
 
 
 def _changed(metadata: Path, changes: dict[str, Any]) -> bytes:
@@ -334,35 +306,18 @@ def is_noticed(run: Path) -> bool:
     ("changes", "message"),
     [
         (ROWS, r"step has shape \[1099511627776\], but its last block is not stored"),
-        (
-            {"attributes.committed_rows": HUGE},
-            "committed_rows is 1099511627776, expected 6, the rows of its arrays",
-        ),
-        (
-            {f"{ARRAYS}.W.shape.1": HUGE, f"{ARRAYS}.token.shape.0": HUGE},
-            r"token\.chunk_grid\.configuration\.chunk_shape\.0 is 2, expected 1099511627776",
-        ),
-        (
-            {f"{ARRAYS}.W.shape.2": HUGE},
-            r"W\.shape is .*, expected lengths that blocks of \[2, 2, 2\] cover",
-        ),
-        (
-            LONG_BLOCKS,
-            r"chunk_shape is \[1099511627776, 2, 2\], expected .* at most 274,877,906,944",
-        ),
-        (
-            {f"{ARRAYS}.W.chunk_grid.configuration.chunk_shape.0": 1 << 30},
-            r"metadata\.W\.codecs\.0\..*, expected at most 65,536 chunks in a block",
-        ),
-        (
-            {"attributes.config": reduce(lambda inner, _: {"a": inner}, range(200), {})},
-            "nested more than 100 deep",
-        ),
+        ({"attributes.committed_rows": HUGE}, "is 1099511627776, expected 6, the rows of its"),
+        ({f"{ARRAYS}.W.shape.1": HUGE, f"{ARRAYS}.token.shape.0": HUGE},
+         r"token\.chunk_grid\.configuration\.chunk_shape\.0 is 2, expected 1099511627776"),
+        ({LENGTH: HUGE}, r"chunk_shape is \[1099511627776, 2, 2\], .* at most 274,877,906,944"),
+        ({LENGTH: 1 << 30}, r"W\.codecs\.0\..*, expected at most 65,536 chunks in a block"),
+        ({"attributes.config": reduce(lambda inner, _: {"a": inner}, range(200), {})},
+         "nested more than 100 deep"),
         ({ARRAYS: {"../../x": {}}}, "an invalid name, '../../x'"),
         ("large", "at most 16,777,216"),
         ("pipe", "not a regular file"),
     ],
-)
+)  # fmt: skip
 def test_what_is_out_of_all_proportion_is_refused(
     tmp_path: Path, changes: Any, message: str
 ) -> None:
@@ -385,7 +340,6 @@ def test_the_same_at_an_address(tmp_path: Path) -> None:
     far = copied(metadata.parent, "memory://out/of/proportion.zarr")
     for content, message in (
         (metadata.read_bytes() + b" " * (17 << 20), "at most 16,777,216"),
-        (_changed(metadata, LONG_BLOCKS), r"chunk_shape is \[1099511627776, 2, 2\], expected"),
         (_changed(metadata, ROWS), r"step has shape .* last block is not stored"),
     ):
         (far / "zarr.json").write_bytes(content)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import nightly_but
-from crashing import BLOCK, HIDDEN, TOKENS, TYPES, check_rows, row
-from disk import Writes, held_moves, identity, moves, objects_of
+from crashing import BLOCK, check, check_rows, create, extend, row
+from disk import Writes, held_moves, moves, objects_of
 from still_timer import StillTimer, commit_now
 
 from trajstore import RunWriter, repair, verify
@@ -75,65 +78,69 @@ def test_the_next_block_is_encoded_while_one_is_written(tmp_path: Path, layout: 
     pipeline.close()
 
 
-def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_chunks_are_encoded_ahead(tmp_path: Path) -> None:
     planned = plan({"W": "bfloat16"}, tokens=128 * 40, hidden=256, block_rows=32, threads=1)
     layout = replace(planned, runs=RUNS)
     w = layout.arrays["W"]
     assert w.parts * math.prod(w.form(RUNS).grid) > 2 * CHUNKS_AHEAD
     started = threading.Semaphore(0)
-    taken, most = [], CHUNKS_AHEAD * layout.threads + 1
+    taken, most = 0, CHUNKS_AHEAD * layout.threads + 1
 
     class Empty(Chain):
         def encode(self, *_: Any) -> bytes:
             started.release()
             return b""
 
-    def put_all(objects: Any, **_: Any) -> int:
-        for path, parts in objects:
-            for _part in parts:
-                taken.append(path)
-                # Those that may be ahead, and the one that was taken, have begun; no other has.
-                assert len(taken) > 1 or all(started.acquire(timeout=30) for _ in range(most))
-                assert len(taken) > 1 or not started.acquire(blocking=False)
-        return 1
-
-    monkeypatch.setattr("trajstore.store.writing.blocks.put_all", put_all)
     pipeline = BlockWriter(tmp_path, with_chains(layout, Empty))
     pipeline.encode(0, block(layout))
-    pipeline.write(0, layout.block_rows)
+    for _, parts in pipeline._shards(tmp_path, 0, layout.block_rows, {}):
+        for _part in parts:
+            taken += 1
+            # Those that may be ahead, and the one that was taken, have begun; no other has.
+            assert taken > 1 or all(started.acquire(timeout=30) for _ in range(most))
+            assert taken > 1 or not started.acquire(blocking=False)
     pipeline.close()
-    assert len(taken) == sum(
+    assert taken == sum(
         array.parts * (math.prod(array.form(RUNS).grid) + 1) for array in layout.arrays.values()
     )
 
 
-OUTLIVING = """
+PROCESS = """
 import sys, threading
 import numpy as np
 from trajstore import RunWriter
 
+def create(name, tokens=2, every=1e-3):
+    return RunWriter.create(
+        name, token=np.arange(tokens), hidden=64, variables={"W": "float32", "grad": "float32"},
+        block_rows=16, commit_every=every, fsync=False,
+    )
+
 def train():
-    with RunWriter.create(
-        sys.argv[1], token=np.arange(4096), hidden=64,
-        variables={"W": "float32", "grad": "float32"}, block_rows=16,
-        commit_every=1e-3,
-    ) as run:
+    with create("run.zarr", 2048) as run:
         for step in range(16 * 6):
-            values = np.full((4096, 64), step, "float32")
+            values = np.full((2048, 64), step, "float32")
             run.append(step=step, W=values, grad=-values)
             if step == 16:
                 started.set()
 
+runs = [create("late.zarr", every=1e300), create("soon.zarr")]
+for run in runs:
+    run.append(step=0, W=np.zeros((2, 64), "float32"), grad=np.zeros((2, 64), "float32"))
+while not run.committed_rows:
+    pass
 started = threading.Event()
 threading.Thread(target=train).start()
 started.wait()
 """
 
 
-def test_a_recording_outlives_the_main_thread(tmp_path: Path) -> None:
+def test_a_process_waits_for_a_recording_and_for_no_run_that_is_left_open(tmp_path: Path) -> None:
     """Pools take no more work then, and the caller's thread writes behind the writing thread."""
-    command = [sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", PROCESS], cwd=tmp_path, check=True, timeout=120)
+    for name, rows in (("late.zarr", 0), ("soon.zarr", 1)):
+        ds = xr.open_zarr(tmp_path / name)
+        assert (ds.sizes["step"], ds.attrs["status"]) == (rows, "recording")
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.attrs["status"] == "complete"
     assert ds.step.values.tolist() == list(range(96))
@@ -142,21 +149,6 @@ def test_a_recording_outlives_the_main_thread(tmp_path: Path) -> None:
 
 
 ROWS, ROW = 8, (4 << 20) // 4  # rows of 4 MiB
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems give memory at the first write")
-@pytest.mark.parametrize("first", [0, 11])  # of a new run, and of a resumed one
-def test_rows_have_their_memory_before_they_are_written(first: int) -> None:
-    buffers = [{"W": np.empty((ROWS, ROW), np.uint32)} for _ in range(2)]
-    memory = ReadyMemory(buffers, first)
-    end = (first // ROWS + 2) * ROWS
-    for number in range(first, end):
-        place = buffers[number // ROWS % 2]["W"][number % ROWS]
-        place[:] = number
-        memory.reach(number + 1)
-    memory.close()
-    for number in range(first, end):  # to ask again changes nothing
-        assert (buffers[number // ROWS % 2]["W"][number % ROWS] == number).all()
 
 
 def faults_of_writing(*, is_ready: bool) -> int:
@@ -212,11 +204,13 @@ def test_the_timer_calls_again_after_the_returned_time() -> None:
     assert commits == [10.0, 34.0]
 
 
-def test_its_thread_ends_when_there_is_no_writer_any_more() -> None:
-    timer = CommitTimer(1e-6, lambda: None)
+def test_its_thread_asks_again_until_there_is_no_writer_any_more() -> None:
+    answers = iter([True, False, True, None])
+    timer = CommitTimer(1e-6, lambda: next(answers))
     timer.start()
     timer._thread.join(timeout=30)
     assert not timer._thread.is_alive()
+    assert list(answers) == []
 
 
 def test_the_timer_can_be_stopped_by_its_own_thread() -> None:
@@ -241,31 +235,6 @@ def test_a_wrong_commit_interval_is_an_error(wrong: float) -> None:
     check_commit_every(None)
 
 
-NOT_CLOSED = """
-import numpy as np
-from trajstore import RunWriter
-
-runs = []
-for every in ("1e300", "1e-3"):
-    run = RunWriter.create(
-        every, token=[0, 1], hidden=1, variables={"W": "float32"}, commit_every=float(every)
-    )
-    run.append(step=0, W=np.zeros((2, 1), "float32"))
-    runs.append(run)
-while not run.committed_rows:
-    pass
-"""
-
-
-def test_runs_that_are_not_closed_keep_no_process_alive(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", NOT_CLOSED]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    for every, rows in (("1e300", 0), ("1e-3", 1)):
-        ds = xr.open_zarr(tmp_path / every)
-        assert ds.sizes["step"] == rows
-        assert ds.attrs["status"] == "recording"
-
-
 # Commits by time, with a clock that the tests move on.
 
 
@@ -274,17 +243,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     StillTimer.install(monkeypatch)
 
 
-def create(path: Path, **options: Any) -> RunWriter:
-    sizes = {"token": np.arange(TOKENS), "hidden": HIDDEN, "variables": TYPES}
-    return RunWriter.create(path, block_rows=BLOCK, **sizes, **options)
-
-
-def check(path: Path, rows: int) -> None:
-    """Fail unless a reader sees so many rows, each whole."""
-    ds = xr.open_zarr(path)
-    assert ds.sizes["step"] == ds.attrs["committed_rows"] == rows
-    assert ds.step.values.tolist() == list(range(rows))
-    check_rows(ds)
+begin = partial(create, commit_every=10.0)
 
 
 def settle(run: RunWriter) -> None:
@@ -303,81 +262,54 @@ def ask(run: RunWriter, now: float) -> float | None:
     return seconds
 
 
-def test_rows_are_seen_after_ten_seconds(tmp_path: Path) -> None:
-    with create(tmp_path / "run.zarr") as run:
-        run.append(0, **row(0))
+def test_rows_are_seen_after_ten_seconds_and_nothing_is_written_without_new_ones(
+    tmp_path: Path,
+) -> None:
+    with begin(tmp_path / "run.zarr") as run:
+        extend(run, 1)
         assert ask(run, 9.0) == 1.0
         check(run.path, 0)
         assert ask(run, 10.0) == 10.0
         check(run.path, 1)
-        run.append(1, **row(1))
-        run.append(2, **row(2))
+        extend(run, 3)
         assert ask(run, 15.0) == 5.0
         check(run.path, 1)
         ask(run, 20.0)
         check(run.path, 3)
-        run.append(3, **row(3))  # the block is full
-        run.append(4, **row(4))
+        extend(run, 5)  # a block is full
         ask(run, 20.0)
         check(run.path, 4)
         ask(run, 30.0)
         check(run.path, 5)
-    check(run.path, 5)
-    assert xr.open_zarr(run.path).attrs["status"] == "complete"
-
-
-def test_without_new_rows_nothing_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    with create(path) as run:
-        assert ask(run, 100.0) == 10.0
-        for step in range(6):
-            run.append(step, **row(step))
-        ask(run, 200.0)
-        check(path, 6)
         moved: list[Any] = []
         with moves(lambda *names: moved.append(names)):
-            ask(run, 300.0)
+            assert ask(run, 100.0) == 10.0
         assert moved == []
-    with RunWriter.resume(path) as run:
-        updated = xr.open_zarr(path).attrs["updated"]
+    check(run.path, 5)
+    with RunWriter.resume(run.path) as run:
+        updated = xr.open_zarr(run.path).attrs["updated"]
         commit_now(run)  # what was there before are no new rows
-        assert xr.open_zarr(path).attrs["updated"] == updated
+        assert xr.open_zarr(run.path).attrs["updated"] == updated
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_the_end_is_that_of_a_run_without(tmp_path: Path, buffers: int) -> None:
     """Object by object, with a commit after every row and the last block left as it was."""
-    with identity():
-        whole = create(tmp_path / "whole.zarr", buffers=buffers, commit_every=None)
-        run = create(tmp_path / "run.zarr", buffers=buffers)
-    with whole:
-        for step in range(11):
-            whole.append(step, **row(step))
+    run, path = begin(tmp_path / "run.zarr", buffers=buffers), tmp_path / "whole.zarr"
+    shutil.copytree(run.path, path)  # of the same identity
+    with RunWriter.resume(path, commit_every=None) as whole:
+        extend(whole, 11)
     with run:
-        for step in range(11):
-            run.append(step, **row(step))
+        for rows in range(1, 12):
+            extend(run, rows)
             commit_now(run)
-            if step in (2, 3, 4):  # in the last row of a block, and beside it
-                check(run.path, step + 1)
+            if rows in (3, 4, 5):  # in the last row of a block, and beside it
+                check(run.path, rows)
                 found = verify(run.path)
                 assert found.clean, found.problems
                 assert all("in row 0" in note for note in found.notes)
-    assert objects_of(run.path) == objects_of(whole.path)
+    assert objects_of(run.path) == objects_of(path)
     assert run.bytes_written == whole.bytes_written > 0
-
-
-def test_no_commit_by_time_while_a_block_is_written(tmp_path: Path) -> None:
-    run = create(tmp_path / "run.zarr")
-    with held_moves():
-        for step in range(6):
-            run.append(step, **row(step))
-        timer = StillTimer.of(run)
-        timer.now = 10.0
-        assert timer.commit_if_due() == 1.0, "to be asked again soon"
-        assert run.committed_rows == 0
-    commit_now(run)
-    check(run.path, 6)
-    run.close()
 
 
 @pytest.mark.parametrize(("buffers", "rows"), [(1, 4), (2, 8)])
@@ -385,16 +317,19 @@ def test_the_recording_does_not_wait_for_it_until_the_buffer_is_needed(
     tmp_path: Path, buffers: int, rows: int
 ) -> None:
     """Its buffer is filled on, and is not filled anew before it is written."""
-    run = create(tmp_path / "run.zarr", buffers=buffers)
-    run.append(0, **row(0))
-    rest = threading.Thread(target=lambda: [run.append(at, **row(at)) for at in range(rows, 14)])
+    run = begin(tmp_path / "run.zarr", buffers=buffers)
+    extend(run, 1)
+    rest = threading.Thread(target=extend, args=(run, 14))
     with held_moves():
         assert run._blocks._commit_unfinished()
-        for step in range(1, rows):
-            run.append(step, **row(step))
+        extend(run, rows)
         assert run.seconds_waited == 0
+        timer = StillTimer.of(run)
+        timer.now = 10.0
+        assert timer.commit_if_due() == 1.0, "to be asked again soon"
         rest.start()
-        assert run.committed_rows == 0
+        rest.join(timeout=0.1)
+        assert (run.rows, run.committed_rows) == (rows, 0)
     rest.join(timeout=60)
     assert run.seconds_waited > 0
     run.close()
@@ -402,53 +337,63 @@ def test_the_recording_does_not_wait_for_it_until_the_buffer_is_needed(
     assert verify(run.path).clean
 
 
-def test_rows_that_are_being_filled_are_no_part_of_it(tmp_path: Path) -> None:
-    with create(tmp_path / "run.zarr") as run:
-        run.append(0, **row(0))
-        places = run.next_rows(2)
-        for place in places.values():
-            place[...] = 0x7FC1 if place.itemsize == 2 else 7
-        commit_now(run)
-        check(run.path, 1)
-        for at, step in enumerate((1, 2)):
-            for name, value in row(step).items():
-                places[name][at] = value.view(places[name].dtype)
-        run.commit_rows([1, 2])
-        commit_now(run)
-        check(run.path, 3)
+def test_next_rows_end_with_the_block_and_are_no_part_of_the_run_before_they_are_committed(
+    tmp_path: Path,
+) -> None:
+    with begin(tmp_path / "run.zarr", buffers=1) as run:
+        got = []
+        while run.rows < 11:
+            places = run.next_rows(min(3, 11 - run.rows))
+            for place in places.values():
+                place[...] = 0x7FC1 if place.itemsize == 2 else 7
+            commit_now(run)
+            check(run.path, run.rows)
+            steps = np.arange(run.rows, run.rows + len(places["W"]))
+            for at, step in enumerate(steps.tolist()):
+                for name, value in row(step).items():
+                    places[name][at] = value.view(places[name].dtype)
+            run.commit_rows(steps)
+            got.append(len(steps))
+        assert got == [3, 1, 3, 1, 3]
+    check(run.path, 11)
 
 
-OBJECTS = 11  # of a commit: five shards, five metadata files, the root
+QUICK = ((6, 0), (6, 10), (8, 3))  # a shard, the root, and in a full block a shard
 
 
-@pytest.mark.parametrize("left", nightly_but(range(0, OBJECTS, 2), 0, 10))
-def test_a_failure_is_raised_by_the_next_append(tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "left"),
+    [
+        pytest.param(rows, left, marks=() if (rows, left) in QUICK else pytest.mark.nightly)
+        for rows in (6, 8)
+        for left in (0, 3, 6, 10)  # of five shards, five metadata files, and the root
+    ],
+)
+def test_a_failure_is_raised_by_the_next_append(tmp_path: Path, rows: int, left: int) -> None:
     """Whichever of its writes fails, readers see the commit before, and a resume goes on."""
-    run = create(tmp_path / "run.zarr")
-    for step in range(5):
-        run.append(step, **row(step))
+    run = begin(tmp_path / "run.zarr")
+    extend(run, 5)
     commit_now(run)
-    run.append(5, **row(5))
-    with moves(Writes(left)):
-        assert run._blocks._commit_unfinished()
-        assert run._blocks._last is not None
-        with pytest.raises(OSError, match="No space"):
-            run._blocks._last.result()
+    with moves(Writes(left)), pytest.raises(OSError, match="No space"):  # noqa: PT012
+        extend(run, rows)
+        run._blocks._commit_unfinished()
+        settle(run)
     with pytest.raises(OSError, match="No space"):
-        run.append(6, **row(6))
+        extend(run, rows + 1)
     timer = StillTimer.of(run)
     timer.now = 100.0
     assert timer.commit_if_due() == 10.0, "nothing is begun any more"
-    with pytest.raises(OSError, match="No space"):
-        run.close()
+    with pytest.raises(OSError, match="No space"), run:
+        pass
     check(run.path, 5)
+    assert not [*run.path.rglob("*.partial")]
     found = verify(run.path)
     assert found.clean, found.problems
     repair(run.path)
     check(run.path, 5)
     with RunWriter.resume(run.path) as run:
-        for step in range(5, 9):
-            run.append(step, **row(step))
+        for stop in range(6, 10):
+            extend(run, stop)
             commit_now(run)
     check(run.path, 9)
     assert verify(run.path).clean
@@ -457,8 +402,8 @@ def test_a_failure_is_raised_by_the_next_append(tmp_path: Path, left: int) -> No
 def test_an_error_in_the_thread_of_the_timer_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = create(tmp_path / "run.zarr")
-    run.append(0, **row(0))
+    run = begin(tmp_path / "run.zarr")
+    extend(run, 1)
 
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
@@ -467,7 +412,7 @@ def test_an_error_in_the_thread_of_the_timer_is_raised(
         patch.setattr(BlockWriter, "encode", fail)
         assert ask(run, 10.0) == 10.0
     with pytest.raises(MemoryError, match="no room"):
-        run.append(1, **row(1))
+        extend(run, 2)
     with pytest.raises(MemoryError, match="no room"):
         run.close()
     check(run.path, 0)
@@ -476,24 +421,21 @@ def test_an_error_in_the_thread_of_the_timer_is_raised(
 def test_a_real_timer_commits_until_the_run_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One commit: the pause before the next is five times as long, half a minute if it is slow."""
     monkeypatch.undo()
-    with create(tmp_path / "run.zarr", commit_every=1e-3) as run:
-        for step in range(3):
-            committed = threading.Event()
-            run.on_commit = lambda *_, committed=committed: committed.set()
-            run.append(step, **row(step))
-            assert committed.wait(timeout=30)
-        check(run.path, 3)
+    committed = threading.Event()
+    with begin(tmp_path / "run.zarr", commit_every=1e-3) as run:
+        run.on_commit = lambda *_: committed.set()
+        extend(run, 1)
+        assert committed.wait(timeout=60)
         timer = run._blocks._timer
     assert timer is not None
     assert not timer._thread.is_alive()
+    check(run.path, 1)
 
 
 def test_a_writer_that_is_dropped_is_not_held_by_its_timer(tmp_path: Path) -> None:
-    import gc
-    import weakref
-
-    run = create(tmp_path / "run.zarr")
+    run = begin(tmp_path / "run.zarr")
     timer, gone = StillTimer.of(run), weakref.ref(run)
     del run
     gc.collect()
@@ -505,12 +447,12 @@ def test_a_writer_that_is_dropped_is_not_held_by_its_timer(tmp_path: Path) -> No
 def test_rows_are_seen_after_a_commit(tmp_path: Path) -> None:
     """Also by who has opened the shorter run, whose last block has been replaced."""
     opened: list[xr.Dataset] = []
-    with create(tmp_path / "run.zarr") as run:
-        for step in range(BLOCK + 1):
+    with begin(tmp_path / "run.zarr") as run:
+        for rows in range(BLOCK + 1):
             run.commit()
-            check(run.path, step)
+            check(run.path, rows)
             opened.append(xr.open_zarr(run.path))
-            run.append(step, **row(step))
+            extend(run, rows + 1)
         run.commit()
         run.commit()  # there is nothing new
         check(run.path, BLOCK + 1)

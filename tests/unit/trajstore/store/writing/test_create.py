@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import pytest
 import xarray as xr
 import zarr
 from bits_and_calls import Cli
-from click.testing import CliRunner
 from disk import Disk
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.cli.main import main
 from trajstore.errors import FormatError, InvalidArgument, RunExists, RunLocked
 from trajstore.exchange.token_tables import texts_of
 from trajstore.store.storage.lock import RunLock
@@ -43,83 +40,50 @@ def dead() -> int:
 
 
 @pytest.mark.parametrize("kind", [staged_file, staged_folder, staged_run])
-def test_leftovers_of_killed_writers_are_removed(tmp_path: Path, kind: object, dead: int) -> None:
-    target = tmp_path / "run.zarr"
+def test_leftovers_of_killed_writers_are_removed_and_a_failure_leaves_none(
+    tmp_path: Path, kind: Any, dead: int
+) -> None:
     partial, old = (tmp_path / f".run.zarr.{dead}{end}" for end in (".partial", ".old"))
     partial.write_text("of a file")
     (old / "W").mkdir(parents=True)
     (tmp_path / ".run.zarr.lock").write_text("{}")
-    with kind(target) as place:  # type: ignore[operator]
+    with pytest.raises(RuntimeError), kind(tmp_path / "run.zarr") as place:  # noqa: PT012
         assert not partial.exists()
         assert not old.exists()
         if kind is staged_run:
             write(place, 1)
-    assert {path.name for path in tmp_path.iterdir()} <= {"run.zarr"}
-
-
-@pytest.mark.parametrize("kind", [staged_file, staged_folder, staged_run])
-def test_a_failure_leaves_nothing(tmp_path: Path, kind: object) -> None:
-    def failing(place: Path) -> None:
-        if kind is staged_run:
-            write(place, 1)
         raise RuntimeError
-
-    with pytest.raises(RuntimeError), kind(tmp_path / "run.zarr") as place:  # type: ignore[operator]
-        failing(place)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_being_recorded_is_not_replaced(tmp_path: Path) -> None:
-    run = tmp_path / "run.zarr"
-    write(run, 1)
-    with RunLock.acquire(run), pytest.raises(RunLocked), staged_run(run, overwrite=True):
-        pass
-    assert value(run) == 1
-
-
-@pytest.fixture(params=[True, False], ids=["at once", "in two steps"])
-def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the system call that exchanges two folders, and without it."""
-    if not request.param:
-        monkeypatch.setattr("trajstore.store.writing.create.exchange", lambda one, other: False)
-
-
-@pytest.mark.usefixtures("replacing")
-def test_a_run_is_replaced_whole(tmp_path: Path) -> None:
-    run = tmp_path / "run.zarr"
-    write(run, 1)
-    with staged_run(run, overwrite=True) as new:
-        write(new, 2)
-        assert value(run) == 1
-    assert value(run) == 2
-    assert value(run) == 2
-    assert list(tmp_path.iterdir()) == [run]
-
-
-@pytest.mark.usefixtures("replacing")
-def test_what_is_replaced_stays_until_the_new_one_survives_a_loss_of_power(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_run_is_replaced_whole_and_survives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    run, file = tmp_path / "new" / "run.zarr", tmp_path / "other" / "file"
-    disk = Disk(monkeypatch)
-    survived: list[bool] = []
-    remove = shutil.rmtree
-
-    def watched(path: Path, **options: Any) -> None:
-        survived.append(disk.survives(run, below=tmp_path))
-        remove(path, **options)
-
+    """With the system call that exchanges two folders, and without it."""
+    if not at_once:
+        monkeypatch.setattr("trajstore.store.writing.create.exchange", lambda one, other: False)
+    disk, run, file = Disk(monkeypatch), tmp_path / "new" / "run.zarr", tmp_path / "other" / "file"
     with staged_run(run) as new:
         write(new, 1, fsync=False)
-    monkeypatch.setattr(shutil, "rmtree", watched)
+    with RunLock.acquire(run), pytest.raises(RunLocked), staged_run(run, overwrite=True):
+        pass
+    disk.calls.clear()
     with staged_run(run, overwrite=True) as new:
         write(new, 2, fsync=False)
+        assert value(run) == 1
+    assert value(run) == 2
+    assert disk.survives(run, below=tmp_path)
+    # The old one gets another name, and is removed, after the new one has survived.
+    assert disk.calls[-1][0] == ("move" if at_once else "flush")
     write(run, 3, overwrite=True)
-    assert survived == [True, True]
+    assert value(run) == 3
     with staged_file(file) as new:
         new.write_text("x")
+    assert disk.survives(run, below=tmp_path)
     assert disk.survives(file, below=tmp_path)
     assert disk.early == []
+    assert list(run.parent.iterdir()) == [run]
 
 
 def test_verify_names_what_the_dead_have_left(tmp_path: Path, dead: int) -> None:
@@ -135,16 +99,19 @@ def test_verify_names_what_the_dead_have_left(tmp_path: Path, dead: int) -> None
 
 
 ROWS, BLOCK = 10, 4
+VARIABLES = {"W": "bfloat16", "logits": "float32", "loss": "float32", "param_norm": "float32"}
+ROW: dict[str, Any] = {"logits": np.ones(3, "f4"), "loss": 1.0, "param_norm": np.ones(2, "f4")}
 
 
 def write_steps(path: Path, **coordinates: Any) -> Path:
-    variables = {"W": "bfloat16", "logits": "float32", "loss": "float32"}
+    """A run with names of parameters and a population, which annotations keep."""
     with RunWriter.create(
-        path, token=[3, 5, 7], hidden=2, variables=variables, block_rows=BLOCK,
-        config={"a": 1}, **coordinates,
+        path, token=[3, 5, 7], hidden=2, variables=VARIABLES, parameter=["a", "b"],
+        populations={"is_odd": [True, True, False]}, block_rows=BLOCK, config={"a": 1},
+        **coordinates,
     ) as run:  # fmt: skip
         for step in range(ROWS):
-            run.append(step, W=np.full((3, 2), step, "f4"), logits=np.ones(3, "f4"), loss=1.0)
+            run.append(step, W=np.full((3, 2), step, "f4"), **ROW)
     return path
 
 
@@ -168,7 +135,8 @@ def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) ->
     }
     assert annotate_run(run, **told) == tuple(told)  # type: ignore[arg-type]
     recorded = write_steps(tmp_path / "recorded.zarr", **told)
-    assert verify(run).clean, [*map(str, verify(run).problems)]
+    found = verify(run)
+    assert found.clean, found.problems
     assert root(run)["notes"] == notes
     (run / "notes.txt").unlink()
     assert verify(run).notes == verify(recorded).notes
@@ -187,22 +155,7 @@ def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) ->
     }
     assert inodes == {file: (run / file).stat().st_ino for file in inodes}
     with RunWriter.resume(run) as more:
-        more.append(ROWS, W=np.ones((3, 2), "f4"), logits=np.ones(3, "f4"), loss=1.0)
-    assert verify(run).clean
-
-
-def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
-    run = tmp_path / "run.zarr"
-    with RunWriter.create(
-        run, token=[3, 5, 7], hidden=2, variables={"W": "bfloat16", "param_norm": "float32"},
-        parameter=["a", "b"], populations={"is_odd": [True, True, False]}, block_rows=BLOCK,
-    ) as writer:  # fmt: skip
-        for step in range(ROWS):
-            writer.append(step, W=np.ones((3, 2), "f4"), param_norm=np.ones(2, "f4"))
-    annotate_run(run, token_text=["a", "b", "c"])
-    ds = open_run(run)
-    assert set(ds.coords) == {"step", "token", "parameter", "is_odd", "token_text"}
-    assert ds.is_odd.values.tolist() == [True, True, False]
+        more.append(ROWS, W=np.ones((3, 2), "f4"), **ROW)
     assert verify(run).clean
 
 
@@ -227,33 +180,32 @@ def test_what_cannot_be_is_refused_and_what_is_there_is_replaced_only_if_asked(
     assert verify(run).clean
 
 
-def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:
-    run = write_steps(tmp_path / "run.zarr")
+def test_the_command_takes_masks_a_text_and_texts(tmp_path: Path, trajstore_cli: Cli) -> None:
+    pytest.importorskip("transformers")
+    run, text, texts = (tmp_path / name for name in ("run.zarr", "text", "texts.json"))
+    write_steps(run)
     np.save(tmp_path / "dead_mask.npy", np.arange(10) % 5 == 3)
     done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
     assert "1 of 3 tokens are dead" in done.stdout
     assert open_run(run).is_dead.values.tolist() == [True, False, False]
-    texts = tmp_path / "texts.json"
-    texts.write_text('["a", "b", "c", "\\n", "e", "f", "g", "é"]')
-    trajstore_cli("annotate", run, "--texts", texts)
-    assert open_run(run).token_text.values.tolist() == ["\n", "f", "é"]
-    for text, message in (('["a"]', "1 texts"), ('{"a": 0}', "a list"), ("a\nb", "not JSON")):
-        texts.write_text(text)
-        with pytest.raises(FormatError, match=message):
-            texts_of(texts, np.array([3, 5, 7]))
-    again = ["annotate", str(run), "--texts", str(texts)]
-    assert "already has token_text" in CliRunner().invoke(main, again).stderr.replace("\n", " ")
-    both = ["annotate", str(run), "--texts", str(texts), "--tokenizer", "ascii"]
-    for wrong in (both, ["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
-        assert CliRunner().invoke(main, wrong).exit_code == 2
-
-
-def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
-    pytest.importorskip("transformers")
-    run = write_steps(tmp_path / "run.zarr")
-    (tmp_path / "text").write_text("\x03\x03\x07 and more")
-    trajstore_cli("annotate", run, "--corpus", tmp_path / "text", "--tokenizer", "ascii")
+    text.write_text("\x03\x03\x07 and more")
+    trajstore_cli("annotate", run, "--corpus", text, "--tokenizer", "ascii", "--overwrite")
     ds = open_run(run)
     assert ds.token_count.values.tolist() == [2, 0, 1]
     assert ds.is_dead.values.tolist() == [False, True, False]
     assert ds.token_text.values.tolist() == [r"\x03", r"\x05", r"\x07"]
+    texts.write_text('["a", "b", "c", "\\n", "e", "f", "g", "é"]')
+    trajstore_cli("annotate", run, "--texts", texts, "--overwrite")
+    assert open_run(run).token_text.values.tolist() == ["\n", "f", "é"]
+    both = ["--texts", texts, "--tokenizer", "ascii"]
+    for wrong in (both, ["--corpus", text], []):
+        trajstore_cli("annotate", run, *wrong, rc=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('["a"]', "1 texts"), ('{"a": 0}', "a list"), ("a\nb", "not JSON")]
+)
+def test_a_file_that_holds_no_text_for_each_token(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "texts.json").write_text(text)
+    with pytest.raises(FormatError, match=message):
+        texts_of(tmp_path / "texts.json", np.array([3, 5, 7]))

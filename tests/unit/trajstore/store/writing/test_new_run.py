@@ -24,7 +24,7 @@ from trajstore.schema import OPTIMIZER_STATE
 from trajstore.store.metadata.metadata_form import CONTENT
 from trajstore.store.reading.run_info import information
 from trajstore.store.writing.new_run import check_encoding, compact_rule
-from trajstore.store.writing.resumed_run import TokenShare
+from trajstore.store.writing.resumed_run import ALONE, TokenShare
 
 ADAMW: dict[str, Any] = {
     "class": "torch.optim.adamw.AdamW",
@@ -152,17 +152,23 @@ def own(share: TokenShare, whole: Row) -> Row:
 
 
 def create(path: Path, share: TokenShare, tokens: int = TOKENS, **options: Any) -> RunWriter:
-    return RunWriter.create(
-        path, token=np.arange(tokens), hidden=HIDDEN, variables=VARIABLES,
-        **{"block_rows": BLOCK, **options}, share=share,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"token": np.arange(tokens), "hidden": HIDDEN, "block_rows": BLOCK}
+    return RunWriter.create(path, variables=VARIABLES, share=share, **sizes | options)
 
 
-def record(path: Path, share: TokenShare, steps: range, tokens: int = TOKENS) -> RunWriter:
+def record(path: Path, share: TokenShare, rows: int, tokens: int = TOKENS) -> RunWriter:
     with create(path, share, tokens) as run:
-        for step in steps:
+        for step in range(rows):
             run.append(step, **own(share, row(step, tokens)))
     return run
+
+
+def go_on(path: Path, share: TokenShare, first: int, rows: int, tokens: int = TOKENS) -> int:
+    """Resume after the first rows, up to so many, and return how many are committed."""
+    with RunWriter.resume(path, rows=first, share=share) as run:
+        for step in range(first, rows):
+            run.append(step, **own(share, row(step, tokens)))
+    return run.committed_rows
 
 
 def content(path: Path) -> str:
@@ -170,85 +176,71 @@ def content(path: Path) -> str:
     return digest
 
 
-def whole_run(path: Path, of: Path, steps: range, tokens: int = TOKENS) -> str:
-    """Content digest of the run that one writer makes, with blocks as those of another."""
-    shutil.copytree(of, path)
-    with RunWriter.resume(path, rows=0) as run:
-        for step in steps:
-            run.append(step, **row(step, tokens))
-    return content(path)
+def check(path: Path, rows: int, tokens: int = TOKENS) -> None:
+    """Fail unless a run has so many rows, and the content of the run that one writer makes."""
+    assert verify(path).clean
+    values = open_run(path).W.values
+    assert np.array_equal(values, [row(step, tokens)["W"] for step in range(rows)])
+    whole = path.with_name("whole.zarr")
+    shutil.copytree(path, whole)  # with blocks as it has them
+    go_on(whole, ALONE, 0, rows, tokens)
+    assert content(whole) == content(path)
 
 
 # 2 processes with tokens of unequal number, 4 of which the last has none
 @pytest.mark.parametrize(("count", "tokens"), [(2, 11), (4, 5)])
 def test_the_run_of_several_is_the_run_of_one(tmp_path: Path, count: int, tokens: int) -> None:
-    path, steps = tmp_path / "run.zarr", range(2 * BLOCK + 1)
-    runs = all_together(count, lambda share: record(path, share, steps, tokens))
-    assert [run.committed_rows for run in runs] == [len(steps)] * count  # type: ignore[union-attr]
-    assert verify(path).clean
-    ds = open_run(path)
-    for step in steps:
-        assert np.array_equal(ds.W.values[step], row(step, tokens)["W"])
-    assert content(path) == whole_run(tmp_path / "whole.zarr", path, steps, tokens)
-
-
-def test_each_holds_and_writes_only_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    first, second = all_together(2, lambda share: record(path, share, range(BLOCK)))
-    assert isinstance(first, RunWriter)
-    assert isinstance(second, RunWriter)
+    """Each holds and writes only its own."""
+    path, rows = tmp_path / "run.zarr", 2 * BLOCK + 1
+    runs = all_together(count, lambda share: record(path, share, rows, tokens))
+    first, *others = (run for run in runs if isinstance(run, RunWriter))
+    assert [run.committed_rows for run in (first, *others)] == [rows] * count
     assert "loss" in first.layout.arrays
-    assert "loss" not in second.layout.arrays
-    assert first.layout.arrays["W"].row == (6, HIDDEN)
-    assert second.layout.arrays["W"].row == (5, HIDDEN)
-    files = sum(
-        file.stat().st_size for file in path.glob("*/c.0*") if file.parent.name in VARIABLES
-    )
-    files += (path / "step" / "c.0").stat().st_size
-    assert first.bytes_written > second.bytes_written > 0
-    assert first.bytes_written + second.bytes_written == files
+    assert all("loss" not in run.layout.arrays for run in others)
+    held = [run.layout.arrays["W"].row[0] for run in (first, *others) if "W" in run.layout.arrays]
+    assert sum(held) == tokens
+    assert max(held) == -(-tokens // count)
+    written = [run.bytes_written for run in (first, *others)]
+    files = [file for name in ("step", *VARIABLES) for file in (path / name).glob("c.*")]
+    assert sum(written) == sum(file.stat().st_size for file in files)
+    assert written[0] > written[1] > 0
+    check(path, rows, tokens)
 
 
-def record_with_failure(
-    path: Path, place: str, error: OSError, blocks: int
-) -> list[RunWriter | BaseException]:
-    """Record in two processes, of which one cannot put an object in its place."""
-    move = os.replace
+@pytest.mark.parametrize(
+    ("place", "failing", "rows"),
+    [
+        ("W/c.1.1.0", 1, BLOCK),  # of the second process, in the second block
+        ("zarr.json", 0, None),
+    ],
+)
+def test_all_processes_stop_when_one_cannot_write(
+    tmp_path: Path, place: str, failing: int, rows: int | None
+) -> None:
+    path, move = tmp_path / "run.zarr", os.replace
 
     def replace(source: Any, target: Any) -> None:
         if Path(target) == path / place:
-            raise error
+            raise OSError(28, "No space left on device")
         move(source, target)
 
     with moves(replace):
-        return all_together(2, lambda share: record(path, share, range(blocks * BLOCK)))
-
-
-def test_all_processes_stop_when_one_cannot_write(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    full = OSError(28, "No space left on device")
-    # Of the second process, in the second block.
-    first, second = record_with_failure(path, "W/c.1.1.0", full, 5)
-    assert isinstance(second, OSError)
-    assert second.errno == 28
-    assert isinstance(first, RecordingError)
-    assert str(first).startswith("the recording failed in process 1: OSError: [Errno 28]")
-    ds = open_run(path)
-    assert (ds.sizes["step"], ds.attrs["status"]) == (BLOCK, "interrupted")
-    assert verify(path).clean
-
-
-def test_all_processes_stop_when_the_first_cannot_commit(tmp_path: Path) -> None:
-    broken = OSError(5, "Input/output error")
-    first, second = record_with_failure(tmp_path / "run.zarr", "zarr.json", broken, 3)
-    assert isinstance(first, OSError)
-    assert isinstance(second, RecordingError)
-    assert "process 0: OSError" in str(second)
+        ended = all_together(2, lambda share: record(path, share, 5 * BLOCK))
+    failed, told = ended[failing], ended[1 - failing]
+    assert isinstance(failed, OSError)
+    assert failed.errno == 28
+    assert isinstance(told, RecordingError)
+    message = f"the recording failed in process {failing}: OSError: [Errno 28]"
+    assert str(told).startswith(message)
+    if rows is not None:
+        ds = open_run(path)
+        assert (ds.sizes["step"], ds.attrs["status"]) == (rows, "interrupted")
+        assert verify(path).clean
 
 
 def test_rows_that_not_all_have_are_not_committed(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    ended = all_together(2, lambda share: record(path, share, range(BLOCK + 1 + share.number)))
+    ended = all_together(2, lambda share: record(path, share, BLOCK + 1 + share.number))
     for error in ended:
         assert isinstance(error, RecordingError)
         assert "process 0 with 5 rows, complete, process 1 with 6 rows, complete" in str(error)
@@ -257,16 +249,14 @@ def test_rows_that_not_all_have_are_not_committed(tmp_path: Path) -> None:
     assert verify(path).clean
 
 
-def test_a_run_that_is_there_is_refused_in_all(tmp_path: Path) -> None:
+def test_what_one_refuses_is_refused_in_all(tmp_path: Path) -> None:
+    """A run that is there, and folders that not all see."""
     path = tmp_path / "run.zarr"
-    all_together(2, lambda share: record(path, share, range(2)))
+    all_together(2, lambda share: record(path, share, 1))
     first, second = all_together(2, lambda share: create(path, share))
     assert isinstance(first, RunExists)
     assert isinstance(second, RecordingError)
     assert "process 0: RunExists" in str(second)
-
-
-def test_a_folder_that_not_all_see_is_refused_in_all(tmp_path: Path) -> None:
     first, second = all_together(
         2, lambda share: create(tmp_path / str(share.number) / "run.zarr", share)
     )
@@ -278,46 +268,28 @@ def test_a_folder_that_not_all_see_is_refused_in_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [2 * BLOCK - 1, 0])
 def test_several_continue_with_the_run_of_several(tmp_path: Path, kept: int) -> None:
-    path, steps = tmp_path / "run.zarr", range(3 * BLOCK)
-    all_together(2, lambda share: record(path, share, range(2 * BLOCK + 1)))
-
-    def go_on(share: TokenShare) -> int:
-        with RunWriter.resume(path, rows=kept, share=share) as run:
-            for step in range(kept, len(steps)):
-                run.append(step, **own(share, row(step)))
-        return run.committed_rows
-
-    assert all_together(2, go_on) == [len(steps)] * 2
-    assert verify(path).clean
-    assert content(path) == whole_run(tmp_path / "whole.zarr", path, steps)
+    path, rows = tmp_path / "run.zarr", 2 * BLOCK + 2
+    all_together(2, lambda share: record(path, share, 2 * BLOCK + 1))
+    assert all_together(2, lambda share: go_on(path, share, kept, rows)) == [rows] * 2
+    check(path, rows)
 
 
 def test_another_number_continues_if_the_shards_fit(tmp_path: Path) -> None:
-    path, tokens = tmp_path / "run.zarr", 12
-    all_together(4, lambda share: record(path, share, range(BLOCK), tokens))
-
-    def go_on(share: TokenShare) -> int:
-        with RunWriter.resume(path, share=share) as run:
-            run.append(BLOCK, **own(share, row(BLOCK, tokens)))
-        return run.committed_rows
-
-    assert all_together(2, go_on) == [BLOCK + 1] * 2
-    assert verify(path).clean
+    path, tokens, rows = tmp_path / "run.zarr", 12, BLOCK + 1
+    all_together(4, lambda share: record(path, share, BLOCK, tokens))
+    assert all_together(2, lambda share: go_on(path, share, BLOCK, rows, tokens)) == [rows] * 2
+    check(path, rows, tokens)
     before = content(path)
-    first, *_ = ended = all_together(3, go_on)
+    first, *ended = all_together(3, lambda share: go_on(path, share, rows, rows, tokens))
     assert isinstance(first, RecordingError)  # its own tokens begin with a shard
-    assert all(isinstance(error, InvalidArgument) for error in ended[1:])
-    assert "its shards hold 3 tokens, but each of 3 processes has 4" in str(ended[1])
+    assert all(isinstance(error, InvalidArgument) for error in ended)
+    assert "its shards hold 3 tokens, but each of 3 processes has 4" in str(ended[0])
     assert content(path) == before
 
 
 def test_the_memory_is_that_of_each(tmp_path: Path) -> None:
-    tokens = 60_000
-    shares = all_together(
-        4, lambda share: create(
-            tmp_path / "run.zarr", share, tokens, block_rows=None, memory="100 MiB", threads=1
-        )
-    )  # fmt: skip
+    options = {"block_rows": None, "memory": "100 MiB", "threads": 1}
+    shares = all_together(4, lambda share: create(tmp_path / "run.zarr", share, 60_000, **options))
     for run in shares:
         assert isinstance(run, RunWriter)
         assert run.layout.memory <= 100 << 20

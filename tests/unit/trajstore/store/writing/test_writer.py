@@ -1,14 +1,13 @@
-""""""
+"""A writer: its rows, what it refuses, resumed runs, and what survives a loss of power."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import os
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from bits_and_calls import random_bits
-from crashing import BLOCK, HIDDEN, TOKENS, TYPES, create, row
-from disk import Disk, Writes, held_moves, identity, moves, objects_of
+from bits_and_calls import nightly_but, random_bits
+from crashing import BLOCK, HIDDEN, TOKENS, TYPES, check, create, extend, recorded, row
+from damage import contents
+from disk import Disk, held_moves, moves, objects_of
 
 import trajstore
 from trajstore import RunWriter, analysis, open_run, repair, verify
@@ -32,27 +32,6 @@ from trajstore.errors import (
 )
 from trajstore.exchange.export_run import branch_run
 from trajstore.schema import FORMAT
-from trajstore.store.metadata.block_plan import BLOCKS
-from trajstore.store.storage import atomic
-
-
-def create_small(path: Path, **options: Any) -> RunWriter:
-    arguments: dict[str, Any] = {
-        "token": np.arange(5),
-        "hidden": 3,
-        "variables": {"W": "bfloat16", "loss": "float32"},
-        "block_rows": 4,
-        "commit_every": None,
-    }
-    return RunWriter.create(path, **(arguments | options))
-
-
-def small_row(step: int) -> dict[str, Any]:
-    return {"step": step, "W": random_bits((5, 3), step), "loss": np.float32(step)}
-
-
-def names_below(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_every_variable_comes_back_bit_for_bit(small_run: tuple[Path, Any]) -> None:
@@ -75,78 +54,110 @@ def test_every_variable_comes_back_bit_for_bit(small_run: tuple[Path, Any]) -> N
     assert ds.attrs["created"] <= ds.attrs["updated"]
 
 
+EXAMPLES = {
+    "W": ("bfloat16", ("token", "hidden")),
+    "hidden_trace": ("float32", ()),
+    "batch": ("float64", ("example",)),
+    "example_loss": ("float32", ("example",)),
+    "hidden_states": ("bfloat16", ("example", "position", "hidden")),
+}
+SIZES = {"token": 5, "hidden": 3, "example": 4, "position": 6}
+Stored = tuple[Path, dict[str, np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def of_examples(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """A run of 10 rows with variables along examples, which tests only read, and its bits."""
+    path, values = tmp_path_factory.mktemp("examples") / "run.zarr", {}
+    for name, (native, dims) in EXAMPLES.items():
+        shape = (10, *(SIZES[dim] for dim in dims))
+        values[name] = random_bits(shape, 5, 16 if native == "bfloat16" else int(native[5:]))
+    values["hidden_trace"][0] = 0x7FC00000  # there is none before the first step
+    with RunWriter.create(
+        path,
+        token=range(5),
+        hidden=3,
+        examples=4,
+        positions=6,
+        variables={name: native for name, (native, _) in EXAMPLES.items()},
+        block_rows=4,
+    ) as run:
+        for at in range(10):
+            for name, place in run.next_row().items():
+                place[...] = values[name][at]
+            run.commit_row(at)
+    return path, values
+
+
+def agree(stored: Stored, path: Path, at: slice = slice(None)) -> None:
+    """Fail unless a run holds these rows of another, bit for bit."""
+    ds = open_run(path)
+    for name, bits in stored[1].items():
+        wide = bits.astype("u4") << 16 if bits.dtype == "u2" else bits
+        assert np.array_equal(ds[name].values.view(wide.dtype), wide[at]), name
+        assert ds[name].dims == ("step", *EXAMPLES[name][1])
+
+
+def test_values_along_examples_come_back_bit_for_bit(of_examples: Stored, tmp_path: Path) -> None:
+    path, branch = of_examples[0], tmp_path / "branch.zarr"
+    agree(of_examples, path)
+    xr.testing.assert_identical(xr.open_zarr(path).load(), open_run(path).load())
+    assert verify(path).clean
+    trajstore.export(path, tmp_path / "part.zarr", format="run", steps="2:9", block_rows=3)
+    agree(of_examples, tmp_path / "part.zarr", slice(2, 9))
+    types = {name: native for name, (native, _) in EXAMPLES.items()} | {"W": "float32"}
+    branch_run(path, branch, 7, types=types, attributes={}, memory="1GiB")
+    agree(of_examples, branch, slice(0, 7))
+    next((branch / "hidden_states").glob("c.1.*")).unlink()
+    repair(branch)
+    agree(of_examples, branch, slice(0, 4))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5"])
+def test_files_of_whole_runs_hold_them(of_examples: Stored, tmp_path: Path, form: str) -> None:
+    if form == "hdf5":
+        pytest.importorskip("h5py")
+    file = trajstore.export(of_examples[0], tmp_path / "file", format=form)
+    trajstore.import_file(file, tmp_path / "again.zarr")
+    agree(of_examples, tmp_path / "again.zarr")
+
+
+def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(
+    of_examples: Stored, tmp_path: Path
+) -> None:
+    h5py = pytest.importorskip("h5py")
+    file = trajstore.export(of_examples[0], tmp_path / "run.h5", format="hdf5")
+    with h5py.File(file, "a") as opened:
+        del opened["trajstore_json"]  # now it is a file of any program
+    done = trajstore.import_file(file, tmp_path / "again.zarr")
+    assert set(done.variables) == {"W", "hidden_trace"}
+    assert any("omitted: " in note and "hidden_states" in note for note in done.notes)
+
+
+def test_compare_leaves_out_what_has_other_examples(of_examples: Stored) -> None:
+    ds = open_run(of_examples[0])
+    compared = analysis.compare(ds, ds.isel(example=slice(2)))
+    assert compared["variable"].values.tolist() == ["W", "hidden_trace"]
+    other = ds.assign(hidden_states=ds.hidden_states.where(ds.step != 6, 0))
+    assert analysis.compare(ds, other).first_difference.sel(variable="hidden_states") == 6
+
+
 def test_an_exception_leaves_the_whole_rows_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), create_small(tmp_path / "run.zarr") as run:  # noqa: PT012
-        for step in range(6):
-            run.append(**small_row(step))
+    with pytest.raises(KeyError), create(tmp_path / "run.zarr") as run:  # noqa: PT012
+        extend(run, 6)
         raise KeyError("the trainer failed")
-    ds = xr.open_zarr(run.path)
-    assert ds.attrs["status"] == "interrupted"
-    assert ds.loss.values.tolist() == list(range(6))
-
-
-def check_small_rows(path: Path, count: int) -> None:
-    ds = xr.open_zarr(path)
-    assert ds.step.values.tolist() == ds.loss.values.tolist() == list(range(count))
-    expected = np.stack([small_row(step)["W"] for step in range(count)])
-    assert (ds.W.values.view("u4") == expected.astype("u4") << 16).all()
-
-
-A_COMMIT = 7  # objects of a block: three shards, three metadata files, the root
-
-
-@pytest.mark.parametrize("failing", [0, 3, A_COMMIT - 1])  # a shard, metadata, the root
-def test_a_failed_write_loses_nothing_that_was_committed(tmp_path: Path, failing: int) -> None:
-    """Whichever write of a block fails, readers see the rows of the commit before."""
-    run = create_small(tmp_path / "run.zarr")
-    failing_move = moves(Writes(A_COMMIT + failing))
-    with failing_move, pytest.raises(OSError, match="No space"), run:  # noqa: PT012
-        for step in range(40):
-            run.append(**small_row(step))
-    assert run.rows < 40, "the failure surfaced while rows were appended"
-    check_small_rows(run.path, 4)
-    assert not [name for name in names_below(run.path) if "partial" in name]
-    with pytest.raises(WriterClosed):
-        run.append(**small_row(50))
-
-
-def test_a_full_pipeline_makes_append_wait(tmp_path: Path) -> None:
-    """Nothing is dropped and no buffer is reused before it is written, however slow the disk."""
-    gate = threading.Semaphore(0)
-    move = os.replace
-
-    def slow(source: Any, target: Any) -> None:
-        gate.acquire()
-        move(source, target)
-
-    run = create_small(tmp_path / "run.zarr")
-    done = threading.Event()
-
-    def produce() -> None:
-        for step in range(40):
-            run.append(**small_row(step))
-        done.set()
-
-    producer = threading.Thread(target=produce)
-    with moves(slow):
-        producer.start()
-        for _ in range(10 * A_COMMIT):
-            assert run.rows - run.committed_rows <= BLOCKS * 4
-            gate.release()
-        producer.join(timeout=30)
-        assert done.is_set()
-        gate.release(2)
-        run.close()
-    assert run.seconds_waited > 0
-    check_small_rows(run.path, 40)
+    check(run.path, 6)
+    run.close()  # a second time changes nothing
+    assert xr.open_zarr(run.path).attrs["status"] == "interrupted"
+    with pytest.raises(WriterClosed, match="is closed, with the status interrupted"):
+        run.append(6, **row(6))
 
 
 def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    run = create_small(path)
+    run = create(path)
     with held_moves() as (waits, _):
-        for step in range(4):
-            run.append(**small_row(step))
+        extend(run, BLOCK)
         assert waits.wait(timeout=60)
         written = run._blocks._last
         assert written is not None
@@ -156,39 +167,22 @@ def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(tmp_path: Path)
             RunWriter.resume(path)
     written.result(timeout=60)
     with RunWriter.resume(path) as again:
-        assert again.rows == 4
-        again.append(**small_row(4))
+        assert again.rows == BLOCK
+        extend(again, BLOCK + 1)
     assert verify(path).clean
-    check_small_rows(path, 5)
-
-
-def test_next_rows_end_with_the_block(tmp_path: Path) -> None:
-    with create_small(tmp_path / "run.zarr", buffers=1) as run:  # 4 rows a block
-        assert run.layout.buffers == 1
-        got = []
-        while run.rows < 11:
-            places = run.next_rows(min(3, 11 - run.rows))
-            count = len(places["W"])
-            steps = np.arange(run.rows, run.rows + count)
-            for at, step in enumerate(steps):
-                places["W"][at] = small_row(step)["W"]
-                places["loss"][at] = np.float32(step).view("u4")
-            run.commit_rows(steps)
-            got.append(count)
-        assert got == [3, 1, 3, 1, 3]
-    check_small_rows(run.path, 11)
+    check(path, BLOCK + 1)
 
 
 def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
-    with create_small(tmp_path / "run.zarr") as run:
-        run.next_rows(4)
-        with pytest.raises(InvalidArgument, match="got step 3 after step 5"):
-            run.commit_rows([1, 5, 3])
-        with pytest.raises(InvalidArgument, match="got 5 steps, expected at most 4"):
-            run.commit_rows(range(5))
-        run.next_rows(1)
-        with pytest.raises(InvalidArgument, match="got 2 steps, expected at most 1"):
-            run.commit_rows(range(2))
+    with create(tmp_path / "run.zarr") as run:
+        for places, steps, message in (
+            (4, [1, 5, 3], "got step 3 after step 5"),
+            (4, range(5), "got 5 steps, expected at most 4"),
+            (1, range(2), "got 2 steps, expected at most 1"),
+        ):
+            run.next_rows(places)
+            with pytest.raises(InvalidArgument, match=message):
+                run.commit_rows(steps)
         assert run.rows == 0
 
 
@@ -196,273 +190,108 @@ def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"W": None}, r"append\(\) lacks W;"),
-        ({"grad": 1.0}, "got the unknown grad;"),
-        ({"W": np.zeros((5, 4), "u2")}, r"got shape \(5, 4\), expected \(5, 3\)"),
-        ({"W": np.full((5, 3), 0.1, "f4")}, "not exactly representable in bfloat16"),
-        ({"W": np.zeros((5, 3), "i8")}, "got int64"),
-        ({"step": 0}, "got step 0 after step 0"),
+        ({"exp_avg": 1.0}, "got the unknown exp_avg;"),
+        ({"W": np.zeros((5, 4), "u2")}, r"got shape \(5, 4\), expected \(40, 6\)"),
+        ({"W": np.full((TOKENS, HIDDEN), 0.1, "f4")}, "W: .*not exactly representable"),
     ],
 )
 def test_a_wrong_row_is_refused_and_changes_nothing(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    with create_small(tmp_path / "run.zarr") as run:
-        run.append(**small_row(0))
-        wrong = {k: v for k, v in (small_row(1) | change).items() if v is not None}
+    with create(tmp_path / "run.zarr") as run:
+        extend(run, 1)
+        wrong = {name: value for name, value in (row(1) | change).items() if value is not None}
         with pytest.raises(InvalidArgument, match=message):
-            run.append(**wrong)
-        run.append(**small_row(1))
-    assert xr.open_zarr(run.path).loss.values.tolist() == [0, 1]
+            run.append(1, **wrong)
+        extend(run, 2)
+    check(run.path, 2)
 
 
 def test_a_first_row_that_is_refused_leaves_no_run(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument), create_small(tmp_path / "run.zarr") as run:
-        run.append(step=0)
+    with pytest.raises(InvalidArgument), create(tmp_path / "run.zarr") as run:
+        run.append(0)
     assert list(tmp_path.iterdir()) == []
-    with create_small(tmp_path / "run.zarr") as run:
-        run.append(**small_row(0))
+    recorded(run.path, 1)
     with pytest.raises(InvalidArgument), RunWriter.resume(run.path, rows=0) as run:
-        run.append(step=1)
-    assert xr.open_zarr(run.path).sizes["step"] == 0, "one that was there stays"
-
-
-def test_a_closed_writer_says_so(tmp_path: Path) -> None:
-    with create_small(tmp_path / "run.zarr") as run:
-        run.append(**small_row(0))
-    run.close("interrupted")  # a second time changes nothing
-    assert xr.open_zarr(run.path).attrs["status"] == "complete"
-    with pytest.raises(WriterClosed, match="is closed, with the status complete"):
-        run.append(**small_row(1))
+        run.append(1)
+    check(run.path, 0)  # one that was there stays
 
 
 def test_tokens_that_occur_0_times_are_dead_unless_told_otherwise(tmp_path: Path) -> None:
-    counts = [0, 7, 0, 1, 2]
-    create_small(tmp_path / "a", token_count=counts).close()
-    create_small(tmp_path / "b", token_count=counts, is_dead=np.zeros(5, bool)).close()
-    assert trajstore.open_run(tmp_path / "a").is_dead.values.tolist() == [True, False] * 2 + [False]
-    assert not trajstore.open_run(tmp_path / "b").is_dead.any()
-    assert "is_dead" not in trajstore.open_run(create_small(tmp_path / "c").path)
+    counts = np.arange(TOKENS) % 3
+    create(tmp_path / "a", token_count=counts).close()
+    create(tmp_path / "b", token_count=counts, is_dead=counts > 2).close()
+    create(tmp_path / "c").close()
+    assert open_run(tmp_path / "a").is_dead.values.tolist() == (counts == 0).tolist()
+    assert not open_run(tmp_path / "b").is_dead.any()
+    assert "is_dead" not in open_run(tmp_path / "c")
 
 
-def test_a_run_is_overwritten_only_if_asked(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    before = {name: (path / name).read_bytes() for name in names_below(path)}
-    with pytest.raises(RunExists, match="already exists"):
-        create_small(path)
-    assert before == {name: (path / name).read_bytes() for name in names_below(path)}
-    with create_small(path, overwrite=True) as run:
-        run.append(**small_row(0))
-    assert xr.open_zarr(path).sizes == {"step": 1, "token": 5, "hidden": 3}
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-def test_only_runs_are_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
-    zarr.create_group(tmp_path / "theirs.zarr")
-    with pytest.raises(RunExists, match="not a run"):
-        create_small(tmp_path / "theirs.zarr", overwrite=True)
-    with pytest.raises(RunExists, match="not a run"):
-        create_small(tmp_path / "thesis", overwrite=True)
-    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
-
-
-def test_links_are_not_overwritten_nor_what_has_no_name(
-    small_run: tuple[Path, Any], tmp_path: Path
-) -> None:
-    path, _ = small_run
-    link, nowhere = tmp_path / "link.zarr", tmp_path / "nowhere.zarr"
-    link.symlink_to(path)
-    nowhere.symlink_to(tmp_path / "gone")
-    for target in (link, nowhere):
-        with pytest.raises(RunExists, match="is a link to"):
-            create_small(target, overwrite=True)
-        assert target.is_symlink()
-    for name in ("/", ""):
-        with pytest.raises(InvalidArgument, match="as a run, expected a path such as"):
-            create_small(name, overwrite=True)  # type: ignore[arg-type]
-    assert xr.open_zarr(path).sizes["step"] == 11
+OVER: dict[str, Any] = {"overwrite": True}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "error", "message"),
     [
-        ({"variables": {"loss": "float32"}}, "expected at least one of W, delta"),
-        ({"variables": {"W": "int8"}}, "int8"),
-        ({"variables": {"W": "bfloat16", "bogus": "float32"}}, "no variable 'bogus'"),
-        ({"token": [1, 1, 2]}, "got the id 1 2 times, expected each id once"),
-        ({"token": [0.5, 1.5]}, "token: got 0.5 at position 0, expected whole numbers"),
-        ({"is_dead": [True]}, "is_dead: got 1 values"),
-        ({"commit_every": 0}, "commit_every: got 0, expected seconds above 0"),
-        ({"memory": "1KiB", "block_rows": None}, "at least"),
-        (
-            {"variables": {"W": "float32", "hidden_states": "float32"}, "examples": 4},
-            "hidden_states: got no length of the dimension posi",
-        ),
+        ("small.zarr", {}, RunExists, "already exists"),
+        ("theirs.zarr", OVER, RunExists, "not a run"),
+        ("thesis", OVER, RunExists, "not a run"),
+        ("link.zarr", OVER, RunExists, "is a link to"),
+        ("nowhere.zarr", OVER, RunExists, "is a link to"),
+        ("/", OVER, InvalidArgument, "as a run, expected a path such as"),
+        ("new", {"variables": {"loss": "float32"}}, InvalidArgument, "at least one of W, delta"),
+        ("new", {"variables": {"W": "int8"}}, InvalidArgument, "int8"),
+        ("new", {"variables": TYPES | {"x": "float32"}}, InvalidArgument, "no variable 'x'"),
+        ("new", {"token": [1, 1, 2]}, InvalidArgument, "got the id 1 2 times"),
+        ("new", {"token": [0.5, 1.5]}, InvalidArgument, "got 0.5 at position 0"),
+        ("new", {"is_dead": [True]}, InvalidArgument, "is_dead: got 1 values"),
+        ("new", {"commit_every": 0}, InvalidArgument, "commit_every: got 0"),
+        ("new", {"memory": "1KiB", "block_rows": None}, InvalidArgument, "at least"),
     ],
 )
-def test_an_impossible_run_is_not_made(
-    tmp_path: Path, options: dict[str, Any], message: str
+def test_what_cannot_be_created_is_refused_and_nothing_changes(
+    small_run: tuple[Path, Any],
+    tmp_path: Path,
+    name: str,
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        create_small(tmp_path / "run.zarr", **options)
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "link.zarr").symlink_to(small_run[0])
+    (tmp_path / "nowhere.zarr").symlink_to(tmp_path / "gone")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
+    zarr.create_group(tmp_path / "theirs.zarr")
+    before = contents(tmp_path), sorted(tmp_path.iterdir())
+    with pytest.raises(error, match=message):
+        create(tmp_path / name, **options)
+    assert (contents(tmp_path), sorted(tmp_path.iterdir())) == before
 
 
-ROWS, EXAMPLES, POSITIONS, WIDTH = 10, 4, 6, 3
-EXAMPLE_TYPES = {
-    "W": "bfloat16",
-    "hidden_trace": "float32",
-    "batch": "float64",
-    "example_loss": "float32",
-    "hidden_states": "bfloat16",
-}
-
-
-def rows() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    made = {
-        "W": rng.integers(0, 1 << 14, (ROWS, 5, WIDTH)).astype("u2"),
-        "hidden_trace": rng.normal(size=ROWS).astype("f4"),
-        "batch": rng.integers(0, 1 << 52, (ROWS, EXAMPLES)).astype("f8"),
-        "example_loss": rng.normal(size=(ROWS, EXAMPLES)).astype("f4"),
-        "hidden_states": rng.integers(0, 1 << 14, (ROWS, EXAMPLES, POSITIONS, WIDTH)).astype("u2"),
-    }
-    for name in ("hidden_trace", "batch", "example_loss"):
-        made[name][0] = np.nan
-    made["hidden_states"][0] = 0x7FC0
-    return made
-
-
-def write(path: Path, first: int = 0, stop: int = ROWS) -> None:
-    values = rows()
-    sizes = {"examples": EXAMPLES, "positions": POSITIONS, "hidden": WIDTH}
-    with RunWriter.create(
-        path, token=range(5), variables=EXAMPLE_TYPES, block_rows=4, **sizes
-    ) as run:
-        for row in range(first, stop):
-            run.append(row, **{name: values[name][row] for name in EXAMPLE_TYPES})
-
-
-def agree(path: Path, at: slice = slice(None)) -> xr.Dataset:
-    ds = open_run(path)
-    for name, kept in rows().items():
-        wide = (
-            kept.astype("u4") << 16 if kept.dtype == np.uint16 else kept.view(f"u{kept.itemsize}")
-        )
-        stored = ds[name].values
-        assert np.array_equal(stored.view(f"u{stored.itemsize}"), wide[at]), name
-    return ds
-
-
-def test_bits_pass_through_the_store(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    write(path)
-    ds = agree(path)
-    assert ds.batch.dims == ("step", "example")
-    assert ds.hidden_states.dims == ("step", "example", "position", "hidden")
-    xr.testing.assert_identical(xr.open_zarr(path).load(), ds.load())
-    assert verify(path).clean
-    trajstore.export(path, tmp_path / "part.zarr", format="run", steps="2:9", block_rows=3)
-    agree(tmp_path / "part.zarr", slice(2, 9))
-
-
-@pytest.mark.parametrize("form", ["safetensors", "hdf5"])
-def test_files_of_whole_runs_hold_them(tmp_path: Path, form: str) -> None:
-    if form == "hdf5":
-        pytest.importorskip("h5py")
-    write(tmp_path / "run.zarr")
-    file = trajstore.export(tmp_path / "run.zarr", tmp_path / "file", format=form)
-    trajstore.import_file(file, tmp_path / "again.zarr")
-    ds = open_run(tmp_path / "run.zarr")
-    compared = analysis.compare(ds, agree(tmp_path / "again.zarr"))
-    assert compared.first_difference.to_series().to_dict() == dict.fromkeys(ds, -1)
-
-
-def test_a_branch_and_a_cut_run_keep_them(tmp_path: Path) -> None:
-    path, branch = tmp_path / "run.zarr", tmp_path / "branch.zarr"
-    write(path)
-    wider = EXAMPLE_TYPES | {"W": "float32"}
-    branch_run(path, branch, 7, types=wider, attributes={}, memory="1GiB")
-    agree(branch, slice(0, 7))
-    next((branch / "hidden_states").glob("c.1.*")).unlink()
-    repair(branch)
-    agree(branch, slice(0, 4))
-
-
-def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    write(tmp_path / "run.zarr")
-    file = trajstore.export(tmp_path / "run.zarr", tmp_path / "run.h5", format="hdf5")
-    with h5py.File(file, "a") as opened:
-        del opened["trajstore_json"]  # now it is a file of any program
-    done = trajstore.import_file(file, tmp_path / "again.zarr")
-    assert set(done.variables) == {"W", "hidden_trace"}
-    assert any("omitted: " in note and "hidden_states" in note for note in done.notes)
-
-
-def test_compare_leaves_out_what_has_other_examples(tmp_path: Path) -> None:
-    write(tmp_path / "run.zarr")
-    ds = open_run(tmp_path / "run.zarr")
-    compared = analysis.compare(ds, ds.isel(example=slice(2)))
-    assert compared["variable"].values.tolist() == ["W", "hidden_trace"]
-    other = ds.assign(hidden_states=ds.hidden_states.where(ds.step != 6, 0))
-    assert analysis.compare(ds, other).first_difference.sel(variable="hidden_states") == 6
-
-
-def recorded(path: Path, rows: int, **options: Any) -> Path:
-    with create(path, **options) as run:
-        for step in range(rows):
-            run.append(step, **row(step))
-    return path
-
-
-@pytest.fixture
-def one_identity() -> Iterator[None]:
-    with identity():
-        yield
-
-
-@pytest.mark.usefixtures("one_identity")
-@pytest.mark.parametrize("rows", [3, 4])
-def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path: Path, rows: int) -> None:
-    whole = recorded(tmp_path / "whole.zarr", 14)
-    path = recorded(tmp_path / "cut.zarr", 11)
-    with RunWriter.resume(path, rows=rows) as run:
+@pytest.mark.parametrize(("rows", "stop"), [(3, 14), (4, 14), (5, 6)])
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+    tmp_path: Path, rows: int, stop: int
+) -> None:
+    """Also one that is cut and ends early."""
+    path, whole = tmp_path / "run.zarr", tmp_path / "whole.zarr"
+    create(path, config={"steps": 3}).close()
+    shutil.copytree(path, whole)  # of the same identity
+    for each, length in ((whole, stop), (path, 11)):
+        with RunWriter.resume(each) as run:
+            extend(run, length)
+    with RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 9}}) as run:
         assert (run.rows, run.committed_rows) == (rows, rows)
         assert xr.open_zarr(path).attrs["status"] == "recording"
-        for step in range(rows, 14):
-            run.append(step, **row(step))
-        assert run.bytes_recorded == 14 * (2 * TOKENS * HIDDEN * 2 + TOKENS * 4 + 4)
+        extend(run, stop)
+        assert run.bytes_recorded == stop * (2 * TOKENS * HIDDEN * 2 + TOKENS * 4 + 4)
     assert objects_of(path) == objects_of(whole)
-    ds, expected = xr.open_zarr(path), xr.open_zarr(whole)
-    assert ds.attrs["status"] == "complete"
-    assert ds.attrs["content_digest"] == expected.attrs["content_digest"]
-    assert ds.attrs["created"] == json.loads((path / "step/zarr.json").read_bytes())["attributes"][
-        "root_attributes"
-    ].partition('"created": "')[2][:25]  # fmt: skip
-    for name in expected.variables:
-        assert ds[name].dtype == expected[name].dtype
-        assert ds[name].values.tobytes() == expected[name].values.tobytes()
-
-
-@pytest.mark.usefixtures("one_identity")
-def test_a_cut_run_that_ends_early_keeps_nothing_of_what_was_cut(tmp_path: Path) -> None:
-    path = recorded(tmp_path / "run.zarr", 14)
-    with RunWriter.resume(path, rows=5) as run:
-        run.append(5, **row(5))
-    assert objects_of(path) == objects_of(recorded(tmp_path / "six.zarr", 6))
-    assert sorted(file.name for file in (path / "W").glob("c.*")) == ["c.0.0.0", "c.1.0.0"]
-    assert xr.open_zarr(path).sizes["step"] == 6
-
-
-def test_attributes_can_take_the_place_of_those_it_has(tmp_path: Path) -> None:
-    path = recorded(tmp_path / "run.zarr", 3, config={"steps": 3}, attributes={"optimizer": "x"})
-    RunWriter.resume(path, attributes={"config": {"steps": 9}}).close()
-    ds = xr.open_zarr(path)
-    assert ds.attrs["config"] == {"steps": 9}
-    assert ds.attrs["optimizer"] == "x"
-    assert json.loads(ds.step.attrs["root_attributes"])["config"] == {"steps": 9}
+    check(path, stop)
+    attributes, expected = xr.open_zarr(path).attrs, xr.open_zarr(whole).attrs
+    assert (attributes["status"], attributes["config"]) == ("complete", {"steps": 9})
+    for name in ("content_digest", "created", "optimizer"):
+        assert attributes[name] == expected[name]
+    metadata = json.loads((path / "step/zarr.json").read_bytes())
+    assert '"steps": 9' in metadata["attributes"]["root_attributes"]
 
 
 @pytest.mark.parametrize("block", [1, 3])  # a whole one, and the unfinished one
@@ -476,15 +305,12 @@ def test_what_was_not_committed_is_not_resumed(tmp_path: Path, block: int) -> No
     name = f"c.{block}.0.0"
     shutil.copy(older / "W" / name, path / "W" / name)  # of the same run, and of as many rows
     assert not verify(path).clean
-    before = objects_of(path)
-    types = {"W": "bfloat16"}
+    before, options = objects_of(path), {"types": TYPES, "attributes": {}, "memory": "64MiB"}
     for rows in (14, 13, 2):
         with pytest.raises(FormatError, match=r"differs from what was committed.*trajstore verify"):
             RunWriter.resume(path, rows=rows)
-        with pytest.raises(FormatError, match=r"differs from what was committed"):
-            branch_run(
-                path, tmp_path / "branch.zarr", rows, types=types, attributes={}, memory="64MiB"
-            )
+        with pytest.raises(FormatError, match="differs from what was committed"):
+            branch_run(path, tmp_path / "branch.zarr", rows, **options)  # type: ignore[arg-type]
     assert objects_of(path) == before
     assert not (tmp_path / "branch.zarr").exists()
 
@@ -493,93 +319,76 @@ class Death(BaseException):
     """As if the process had ended there."""
 
 
-@pytest.mark.parametrize(
-    ("rows", "after"), [(5, False), pytest.param(14, True, marks=pytest.mark.nightly)]
-)
+MOVES = len(TYPES) + 1  # of the metadata files of all arrays, after that of the root
+
+
+@pytest.mark.parametrize("rows", nightly_but((5, 6), 5))
+@pytest.mark.parametrize("moved", nightly_but((0, 1, 2, MOVES, MOVES + 1), 0, 1, MOVES))
 def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
-    tmp_path: Path, rows: int, after: bool
+    tmp_path: Path, rows: int, moved: int
 ) -> None:
-    source = recorded(tmp_path / "source.zarr", 14, config={"steps": 14})
-    all_moves = len(TYPES) + 2  # of the root, and of the metadata files of all arrays
-    move = os.replace
-    found = []
-    for last in (1, 2, all_moves):
-        path = Path(shutil.copytree(source, tmp_path / f"run-{last}.zarr"))
-        left = iter(range(last, 0, -1))
+    path = recorded(tmp_path / "run.zarr", 6, config={"steps": 14})
+    move, left = os.replace, iter(range(moved))
 
-        def replace(source: Any, target: Any, left: Iterator[int] = left) -> None:
-            number = next(left)
-            if number > 1 or after:
-                move(source, target)
-            if number == 1:
-                raise Death
+    def replace(source: Any, target: Any) -> None:
+        if next(left, None) is None:
+            raise Death
+        move(source, target)
 
-        with moves(replace), pytest.raises(Death):
-            RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
-        checked = verify(path)
-        assert checked.clean, checked.problems
-        found.append(xr.open_zarr(path).attrs["config"]["steps"])
-        before = xr.open_zarr(path).attrs
-        repair(path)
-        assert not any("being changed" in note for note in verify(path).notes)
-        repaired = xr.open_zarr(path).attrs
-        assert repaired["fingerprint"] == before["fingerprint"]
-        with RunWriter.resume(path, rows=5, attributes={"config": {"steps": 30}}) as run:
-            run.append(5, **row(5))
-        assert verify(path).clean
-        assert open_run(path).attrs["config"] == {"steps": 30}
-    assert found == sorted(found)
-    assert set(found) == ({20} if after else {14, 20})  # the root is the first
-
-
-def test_a_second_writer_is_refused_and_the_first_continues(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    with create(path) as run:
-        run.append(0, **row(0))
-        with pytest.raises(RunLocked, match=str(os.getpid())):
-            RunWriter.resume(path)
-        with pytest.raises(RunLocked):
-            create(path, overwrite=True)
-        run.append(1, **row(1))
-    assert open_run(path).sizes["step"] == 2
-    for rows in (-1, 3):
-        with pytest.raises(InvalidArgument, match=f"after {rows} rows, expected 0 to 2"):
-            RunWriter.resume(path, rows=rows)
-    RunWriter.resume(path).close()  # a refused call has not kept the lock
+    with moves(replace), contextlib.suppress(Death):
+        RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
+    checked = verify(path)
+    assert checked.clean, checked.problems
+    before = open_run(path).attrs
+    assert before["config"]["steps"] == (20 if moved else 14)  # the root is the first
+    repair(path)
+    assert not any("being changed" in note for note in verify(path).notes)
+    assert open_run(path).attrs["fingerprint"] == before["fingerprint"]
+    with RunWriter.resume(path, rows=5, attributes={"config": {"steps": 30}}) as run:
+        extend(run, 6)
+    assert verify(path).clean
+    assert open_run(path).attrs["config"] == {"steps": 30}
 
 
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFound):
-        RunWriter.resume(tmp_path / "nothing.zarr")
-    with pytest.raises(InvalidArgument, match="read-only"):
-        RunWriter.resume("https://host/run.zarr")
-    path = recorded(tmp_path / "run.zarr", 2)
-    with pytest.raises(InvalidArgument, match=r"budget of 64 B .* at least"):
-        RunWriter.resume(path, memory=64)
-    with pytest.raises(InvalidArgument, match="commit_every"):
-        RunWriter.resume(path, commit_every=0)
-    zarr.open_group(path, mode="a", use_consolidated=False).attrs["note"] = "mine"
-    with pytest.raises(FormatError, match=f"trajstore repair {path}"):
-        RunWriter.resume(path)
+    path, changed = recorded(tmp_path / "run.zarr", 2), tmp_path / "changed.zarr"
+    shutil.copytree(path, changed)
+    zarr.open_group(changed, mode="a", use_consolidated=False).attrs["note"] = "mine"
+    held = create(tmp_path / "held.zarr")
+    with pytest.raises(RunLocked):
+        create(held.path, overwrite=True)
+    for place, options, error, message in (
+        (held.path, {}, RunLocked, str(os.getpid())),
+        (tmp_path / "nothing.zarr", {}, RunNotFound, "nothing"),
+        ("https://host/run.zarr", {}, InvalidArgument, "read-only"),
+        (changed, {}, FormatError, f"trajstore repair {changed}"),
+        (path, {"rows": -1}, InvalidArgument, "after -1 rows, expected 0 to 2"),
+        (path, {"rows": 3}, InvalidArgument, "after 3 rows, expected 0 to 2"),
+        (path, {"memory": 64}, InvalidArgument, r"budget of 64 B .* at least"),
+        (path, {"commit_every": 0}, InvalidArgument, "commit_every"),
+    ):
+        with pytest.raises(error, match=message):
+            RunWriter.resume(place, **options)
+    RunWriter.resume(path).close()  # a refused call has not kept the lock
+    extend(held, 2)  # the first writer continues
+    held.close()
+    check(held.path, 2)
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
 def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run.zarr", 11)
     group = zarr.open_group(path, mode="a", use_consolidated=False)
-    mask = group.create_array("mask", shape=(3,), dtype="int64", dimension_names=["place"])
-    mask[...] = [7, 8, 9]
+    group.create_array("mask", data=np.array([7, 8, 9]), dimension_names=["place"])
     zarr.consolidate_metadata(path)
-    (path / "W" / "c.copy").write_bytes(b"mine")
-    (path / "W" / "c.9.bak").write_bytes(b"mine")
+    theirs = [path / "W" / "c.copy", path / "W" / "c.9.bak"]
     of_the_dead = path / "W" / ".c.2.0.0.7.partial"
-    of_the_dead.write_bytes(b"half")
+    for file in (*theirs, of_the_dead):
+        file.write_bytes(b"mine")
     with RunWriter.resume(path, rows=6) as run:
-        run.append(6, **row(6))
-    assert zarr.open_array(path / "mask")[...].tolist() == [7, 8, 9]
-    assert zarr.open_group(path)["mask"].shape == (3,)
-    assert (path / "W" / "c.copy").exists()
-    assert (path / "W" / "c.9.bak").exists()
+        extend(run, 7)
+    assert zarr.open_group(path)["mask"][...].tolist() == [7, 8, 9]
+    assert all(file.exists() for file in theirs)
     assert not (path / "W" / "c.2.0.0").exists()
     assert not of_the_dead.exists()
 
@@ -592,15 +401,11 @@ def test_committed_rows_survive_a_loss_of_power(
     path = tmp_path / "new" / "folder" / "run.zarr"
     run = create(path)
     assert disk.survives(path, below=tmp_path)
-    for step in range(2 * BLOCK):
-        run.append(step, **row(step))
+    extend(run, 2 * BLOCK)
     run.close()
     assert disk.survives(path, below=tmp_path)
     flushes = disk.flushes
-    run = create(path, overwrite=True, fsync=False)
-    for step in range(BLOCK + 1):
-        run.append(step, **row(step))
-    run.close()
+    recorded(path, BLOCK + 1, overwrite=True, fsync=False)
     assert disk.flushes == flushes
     assert not disk.survives(path)
     disk.early.clear()
@@ -613,43 +418,29 @@ def test_each_step_of_a_commit_is_flushed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards, then the metadata files of the arrays, then the root; of a cut, the root first."""
-    run = create(tmp_path / "run.zarr")
-    calls: list[str] = []
-    monkeypatch.setattr(atomic, "flush", lambda paths: calls.append(f"flush {_place(paths)}"))
-    move = os.replace
-
-    def replace(source: Any, target: Any) -> None:
-        calls.append(f"move {_place([target])}")
-        move(source, target)
-
-    with moves(replace):
-        for step in range(BLOCK):
-            run.append(step, **row(step))
-        run.close()
-        arrays = ["flush metadata files", "move metadata files", "flush arrays"]
-        root = ["flush root", "move root", "flush run"]
-        shards = ["flush shards", "move shards", "flush arrays"]
-        assert _once(calls) == [*shards, *arrays, *root, *root]
-        calls.clear()
-        RunWriter.resume(tmp_path / "run.zarr", rows=0, fsync=False).close()
-        assert _once(calls) == ["move root", "move metadata files", "move root"]
+    run, disk = create(tmp_path / "run.zarr"), Disk(monkeypatch)
+    extend(run, BLOCK)
+    run.close()
+    shards = ["flush shards", "move shards", "flush arrays"]
+    arrays = ["flush metadata files", "move metadata files", "flush arrays"]
+    root = ["flush root", "move root", "flush run"]
+    assert calls(disk) == [*shards, *arrays, *root, *root]
+    disk.calls.clear()
+    RunWriter.resume(run.path, rows=0, fsync=False).close()
+    assert calls(disk) == ["move root", "move metadata files", "move root"]
 
 
-def _place(paths: Any) -> str:
-    """What paths are of, which are all of one kind."""
-    found = set()
-    for path in map(Path, paths):
-        name = path.name.lstrip(".")
-        in_run = path.parent.name == "run.zarr"
-        if name.startswith("zarr.json"):
-            found.add("root" if in_run else "metadata files")
-        elif path.is_dir():
-            found.add("arrays" if in_run else "run")
-        else:
-            found.add("shards")
-    (kind,) = found
-    return kind
+def calls(disk: Disk) -> list[str]:
+    """What was called of which kind of path, without repetitions."""
+    return [
+        call for call, _ in itertools.groupby(f"{did} {_kind(path)}" for did, path in disk.calls)
+    ]
 
 
-def _once(calls: list[str]) -> list[str]:
-    return [call for call, _ in itertools.groupby(calls)]
+def _kind(path: Path) -> str:
+    in_run = path.parent.name == "run.zarr"
+    if "zarr.json" in path.name:
+        return "root" if in_run else "metadata files"
+    if path.is_dir():
+        return "arrays" if in_run else "run"
+    return "shards"
