@@ -11,7 +11,6 @@ import dask
 import numpy as np
 import pytest
 import xarray as xr
-from example_run import OPTIMIZER
 from parameter_tables import parameter_table
 
 from trajstore import RunWriter, analysis, open_run
