@@ -114,6 +114,7 @@ def test_every_kind_is_a_method() -> None:
         ds.traj.plot.film()
 
 
+@pytest.mark.nightly
 def test_importing_analysis_does_not_import_zarr() -> None:
     loaded = "import trajstore.analysis.accessor, sys; print({'xarray', 'zarr'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, check=True)
