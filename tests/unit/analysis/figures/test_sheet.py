@@ -14,7 +14,7 @@ from trajstore import analysis
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named, save
 from trajstore.analysis.figures.axes_marks import add_legend, set_log, set_title
 from trajstore.analysis.figures.figure import in_style
-from trajstore.analysis.figures.style import MOST_CURVES, run_groups
+from trajstore.analysis.figures.style import MOST_CURVES, mean_and_spread, run_groups
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
 NEEDS = {
@@ -283,6 +283,14 @@ def test_every_figure_that_averages(several):
     axes = titled(draw_sheet(collect(runs, AVERAGED, Options(), labels=["x"] * 3)))
     shown = [notes(ax).count("standard deviation between runs") for ax in axes]
     assert shown == [1] * len(AVERAGED)
+
+
+def test_a_mean_has_the_dimensions_and_the_nan_of_what_it_is_of(several):
+    speeds = [analysis.speed(run).to_dataset(name="speed").compute() for run in several(1, 2)]
+    speeds[1].speed[3] = np.nan
+    mean, (low, high) = mean_and_spread(speeds, (0, np.inf))
+    xr.testing.assert_equal(mean.speed, speeds[0].speed.where(speeds[1].speed.notnull()))
+    xr.testing.assert_equal(low, high)
 
 
 def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
