@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Collection
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,28 @@ def _numbers(array: xr.DataArray) -> dict[str, Any]:
     is_name = is_category(array) or (_are_ranked(array) and array.dtype.kind in "iu")
     if array.size and not is_name:
         known = array.where(~array.isin([*flags])) if flags else array
-        numbers = {
-            "min": known.min(),
-            "mean": known.astype(np.float64).mean(),
-            "max": known.max(),
-            "nan": 0 if flags else known.isnull().sum(),
-        }
+        numbers = _statistics(known.data) | ({"nan": 0} if flags else {})
     return {**numbers, "size": array.size, "flags": counts}
+
+
+def _statistics(values: Any) -> dict[str, Any]:
+    """Statistics of a NumPy or dask array, lazy if it is.
+
+    `DataArray.min` turns the warning about values that are all NaN off and on again for the whole
+    process, so that threads that do so at the same time still warn.
+    """
+    if values.dtype.kind != "f":
+        found = {"min": values.min(), "mean": values.mean(dtype="f8"), "max": values.max()}
+    else:
+        there = ~np.isnan(values)
+        count = there.sum()
+        found = {
+            "min": np.where(count > 0, np.where(there, values, inf).min(), nan),
+            "mean": np.where(there, values, 0).sum(dtype="f8") / np.where(count > 0, count, nan),
+            "max": np.where(count > 0, np.where(there, values, -inf).max(), nan),
+            "nan": values.size - count,
+        }
+    return {"nan": 0} | {name: xr.DataArray(number) for name, number in found.items()}
 
 
 def _computed(facts: Any) -> Any:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -53,14 +50,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_lattice_of_choice(run: Path, trajstore_cli: Callable[..., Any]) -> None:
+def test_a_lattice_of_choice(run: Path, trajstore_cli: Cli) -> None:
     ds = trajstore.open_run(run)
     lattice = ("--lattice", "bfloat16")
     facts = json.loads(trajstore_cli("analyze", run, "ulp", *lattice, "--json").stdout)
     assert facts["ulp"]["min"] == float(analysis.ulp(ds, "bfloat16").min())
-    refused = trajstore_cli("analyze", run, "speed", *lattice, rc=2)
-    assert "for speed; only these have it: distinct" in refused.stderr
-
     said = trajstore_cli("summary", run, *lattice).stdout
     assert said.startswith("W is rounded to bfloat16.")
     facts = json.loads(trajstore_cli("summary", run, *lattice, "--json").stdout)
@@ -69,7 +63,7 @@ def test_a_lattice_of_choice(run: Path, trajstore_cli: Callable[..., Any]) -> No
 
 
 def test_several_quantities_are_streamed_to_a_file(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    run: Path, trajstore_cli: Cli, tmp_path: Path
 ) -> None:
     file = tmp_path / "motion.zarr"
     names = ["grad_norms", "regimes"]
@@ -83,9 +77,7 @@ def test_several_quantities_are_streamed_to_a_file(
     assert [entry.name for entry in tmp_path.iterdir()] == [file.name], "nothing else is left"
 
 
-def test_tables_have_one_shape_each(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_tables_have_one_shape_each(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
     ds = trajstore.open_run(run)
     trajstore_cli("analyze", run, "grad_norms", "-o", tmp_path / "norms.csv")
     table = pd.read_csv(tmp_path / "norms.csv").set_index(["step", "token"])["grad_norms"]
@@ -103,41 +95,25 @@ def test_tables_have_one_shape_each(
     assert tokens["token_text"].tolist() == [f"«{number}»" for number in range(TOKENS)]
 
 
-def test_options_and_populations(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    file = tmp_path / "way.zarr"
-    trajstore_cli(
-        "analyze", run, "displacement", "--set", "since=previous", "--by-population", "-o", file
-    )
-    ds = trajstore.open_run(run)
-    expected = analysis.by_population(analysis.displacement(ds, since="previous"))
-    xr.testing.assert_allclose(xr.open_zarr(file).load(), expected.compute())
-    trajstore_cli("analyze", run, "grad_norms", "--set", "ord=inf", "--json")
-
-
-def test_populations_of_the_user(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    ids = tmp_path / "tracers.txt"
+def test_options_and_populations_of_the_user(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
+    ids, file = tmp_path / "tracers.txt", tmp_path / "way.zarr"
     ids.write_text("1\n7\n")
     ours = ("--population", "late=token > 8", "--population", f"tracers={ids}")
-    file = tmp_path / "centroid.zarr"
-    trajstore_cli("analyze", run, "centroid", *ours, "-o", file)
-    W = trajstore.open_run(run).W.values.astype(np.float64)
+    previous = ("--set", "since=previous", "--by-population")
+    trajstore_cli("analyze", run, "displacement", *previous, *ours, "-o", file)
+    way = analysis.displacement(trajstore.open_run(run), since="previous").values
     with xr.open_zarr(file) as opened:
-        centroid = opened.centroid.load()
-    np.testing.assert_allclose(centroid.sel(population="late"), W[:, 9:].mean(1))
-    np.testing.assert_allclose(centroid.sel(population="tracers"), W[:, [1, 7]].mean(1))
+        mean = opened["mean"].load()
+    for name, members in (("dead", range(5)), ("late", range(9, 12)), ("tracers", [1, 7])):
+        np.testing.assert_allclose(mean.sel(population=name), way[:, members].mean(1), 1e-6)
     assert "tracers (2)" in trajstore_cli("summary", run, *ours).stdout
     refused = trajstore_cli("summary", run, "--population", "late=tokens > 8", rc=2)
-    assert "got 'tokens' (did you mean 'token'?) in the population" in refused.stderr
+    assert "(did you mean 'token'?) in the population" in refused.stderr
 
 
-def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
-    other = tmp_path / "other.zarr"
-    shutil.copytree(run, other)
-    written = tmp_path / "speed.zarr"
+def test_several_runs(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
+    other, written = tmp_path / "other.zarr", tmp_path / "speed.zarr"
+    other.symlink_to(run)
     trajstore_cli("analyze", run, other, "speed", "-o", written)
     got = xr.open_zarr(written)
     assert got.speed.dims == ("run", "step", "token")
@@ -148,9 +124,7 @@ def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_computing_on_a_cluster(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_computing_on_a_cluster(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     file = tmp_path / "life.zarr"
     with distributed.LocalCluster(
@@ -184,14 +158,14 @@ def test_computing_on_a_cluster(
     ],
 )
 def test_each_wrong_call_is_answered_by_one_sentence(
-    run: Path, arguments: list[str], rc: int, message: str, trajstore_cli: Callable[..., Any]
+    run: Path, arguments: list[str], rc: int, message: str, trajstore_cli: Cli
 ) -> None:
     said = trajstore_cli("analyze", run, *arguments, rc=rc).stderr
     assert len(said.strip().splitlines()) == 1
-    assert re.search(message, said)
+    assert message in said
 
 
-def test_summary_prints_the_tables(run: Path, trajstore_cli: Callable[..., Any]) -> None:
+def test_summary_prints_the_tables(run: Path, trajstore_cli: Cli) -> None:
     text = trajstore_cli("summary", run).stdout
     for words in ("Gradient norms", "dead (5)", "Displacement from step 0 to 20", "Logits", "Loss"):
         assert words in text
@@ -203,9 +177,7 @@ def test_summary_prints_the_tables(run: Path, trajstore_cli: Callable[..., Any])
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_only_results_are_overwritten(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_only_results_are_overwritten(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
     own, result = tmp_path / "walk.zarr", tmp_path / "result.zarr"
     shutil.copytree(run, own)
     trajstore_cli("analyze", run, "freeze", "-o", result)
@@ -217,17 +189,9 @@ def test_only_results_are_overwritten(
     assert trajstore.verify(own).clean
 
 
-def test_a_summary_without_dead_tokens_is_one_of_all(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "untold.zarr"
-    variables = {"W": "float32", "grad": "float32", "loss": "float32"}
-    with trajstore.RunWriter.create(path, token=[1, 2], hidden=2, variables=variables) as writer:
-        for step in range(3):
-            values = np.full((2, 2), step, "f4")
-            writer.append(step, W=values, grad=values, loss=1.0)
-    text = trajstore_cli("summary", path).stdout
-    assert "all (2)" in text
+def test_a_summary_without_dead_tokens_is_one_of_all(trajstore_cli: Cli, tmp_path: Path) -> None:
+    text = trajstore_cli("summary", record(tmp_path / "untold.zarr", 3)).stdout
+    assert "all (5)" in text
     assert "trajstore annotate" in text
     assert "dead (" not in text
 
@@ -296,21 +260,18 @@ def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> No
 
 
 def test_over_names_the_step_from_which_losses_differ(tmp_path: Path, trajstore_cli: Cli) -> None:
-    one, other = record(tmp_path / "a.zarr", 5), record(tmp_path / "b.zarr", 5)
+    one, other = record(tmp_path / "a.zarr", 6), record(tmp_path / "b.zarr", 5)
     text = trajstore_cli("compare", one, other, "--over", "1%").stdout
     assert "are identical, bit for bit" in text
     assert "The losses never differ by more than 1%; the largest difference: 0.000%" in text
     with RunWriter.resume(other) as run:
         run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5.1))
-    with RunWriter.resume(one) as run:
-        run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5))
     text = " ".join(trajstore_cli("compare", one, other, "--over", "1%").stdout.split())
     assert "differ by more than 1% from step 5 on, at 1 of 1 step; the largest" in text
     facts = json.loads(trajstore_cli("compare", one, other, "--over", "50%", "--json").stdout)
     assert facts["loss"]["first_over"] == -1
-    assert (
-        "expected a percentage" in trajstore_cli("compare", one, other, "--over", "1", rc=2).stderr
-    )
+    wrong = trajstore_cli("compare", one, other, "--over", "1", rc=2).stderr
+    assert "expected a percentage" in wrong
 
 
 def test_a_name_stands_for_the_two_matrices_of_a_training(
@@ -338,59 +299,45 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) ->
         assert told in " ".join((done.stdout + done.stderr).split())
 
 
-def test_figures(example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
-    one = tmp_path / "norms.svg"
-    few = ("--population", "few=token < 9")
-    out = trajstore_cli(
-        "plot", example_run, "grad-norms", "-o", one, "--style", "dark", *few
-    ).stdout
+def test_figures(example_run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
+    one, sheet = tmp_path / "norms.svg", tmp_path / "sheet.svg"
+    options = ("--style", "dark", "--population", "few=token < 9")
+    out = trajstore_cli("plot", example_run, "grad-norms", "-o", one, *options).stdout
     assert "norms.svg: grad_norms." in out
     text = one.read_text()
     assert "gatsby.zarr · W 128 × 4, AdamW, bfloat16" in text
     assert "L2 norm of the gradient / nat" in text
     assert all(f"{name} tokens" in text for name in ("dead", "live", "few"))
-    sheet = tmp_path / "sheet.png"
-    parts = ("step=2:", "token=live", "population=live")
-    options = [word for part in parts for word in ("--select", part)]
-    out = trajstore_cli("plot", example_run, "grad_norms", "freeze", "-o", sheet, *options).stdout
-    assert "sheet.png: grad_norms, freeze." in out
-    assert sheet.stat().st_size > 10_000
-    paths = tmp_path / "paths.svg"
-    trajstore_cli("plot", example_run, "displacement", "-o", paths, "--vectors", "centroid:all")
-    assert "centroid of all 1 × 4" in paths.read_text()
-    other = tmp_path / "other.zarr"
-    shutil.copytree(example_run, other)
-    runs = tmp_path / "runs.svg"
+    options = ("--select", "step=2:", "--select", "token=live", "--select", "population=live")
+    centroid = ("--vectors", "centroid:all")
+    names = ("displacement", "loss")
+    out = trajstore_cli("plot", example_run, *names, "-o", sheet, *options[:2], *centroid).stdout
+    assert "sheet.svg: displacement, loss." in out
+    assert "centroid of all 1 × 4" in sheet.read_text()
+    trajstore_cli("plot", example_run, "speed", "-o", sheet, *options, "--overwrite")
+    assert "dead tokens" not in sheet.read_text()
+    other, runs = tmp_path / "other.zarr", tmp_path / "runs.svg"
+    other.symlink_to(example_run)
     options = ("--common-steps", "--lattice", "native")
     out = trajstore_cli("plot", example_run, other, "divergence", "-o", runs, *options).stdout
     assert "runs.svg: divergence." in out
 
 
-def test_the_film(example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_film(example_run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
     still = tmp_path / "film.svg"
     options = ("--frames", "even:3", "--style", "dark")
     out = trajstore_cli("plot", example_run, "film", "-o", still, *options).stdout
     assert out.split() == ["Wrote", f"{still}:", "film."]
     assert "frozen (" in still.read_text()
-    for arguments, sentence in (
-        (
-            (example_run, "film", "loss"),
-            "film is drawn alone, got film, loss; draw the others",
-        ),
-        (
-            (example_run, "loss", "--frames", 5),
-            "--frames is for film, got loss; leave it out",
-        ),
-    ):
-        error = trajstore_cli("plot", *arguments, rc=2).stderr
-        assert sentence in " ".join(error.split()), arguments
 
 
 def test_wrong_options_of_plot_are_errors(
-    example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+    example_run: Path, trajstore_cli: Cli, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
+        (("film", "loss"), 2, "film is drawn alone, got film, loss; draw the others"),
+        (("loss", "--frames", 5), 2, "--frames is for film, got loss; leave it out"),
         (("divergence",), 2, "divergence compares runs, got one"),
         (("loss", "--select", "step=5:2"), 2, "no recorded step is in '5:2'"),
         (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
@@ -401,16 +348,13 @@ def test_wrong_options_of_plot_are_errors(
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
     refused = trajstore_cli("plot", example_run, "loss", "-o", file, rc=2).stderr
-    assert "already exists; choose another path, or replace it with --overwrite" in refused
+    assert "replace it with --overwrite" in refused
     assert file.read_text() == "mine"
-    trajstore_cli("plot", example_run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
-def test_results_of_an_evaluation(
-    example_run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_results_of_an_evaluation(example_run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
     results = tmp_path / "results.zarr"
     xr.Dataset(
         {"text_loss": ("step", [3.0, 2.0]), "text": ("step", np.array(["a", "b"], object))},
@@ -421,8 +365,7 @@ def test_results_of_an_evaluation(
     out = trajstore_cli("plot", results, "all", "-o", file).stdout
     assert "results.svg: text_loss." in out
     assert "text is left out: text has texts" in out
-    assert "results.zarr · probe, gatsby.zarr" in file.read_text()
     error = trajstore_cli("plot", results, "freeze", rc=2).stderr
-    assert "got 'freeze', expected one or more of all, text, text_loss" in error
+    assert "expected one or more of all, text, text_loss" in error
     error = trajstore_cli("plot", results, example_run, "text_loss", rc=1).stderr
     assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 import dask
 import numpy as np
 import pytest
 import xarray as xr
+from parameter_tables import parameter_table
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.results.write_results import describe
@@ -24,15 +26,23 @@ NAMES = list(QUANTITIES)
 
 @pytest.fixture(scope="module")
 def run(adam_run):
-    state = np.random.default_rng(1).normal(size=(23, 6)).astype(np.float32)
-    return adam_run.assign(
-        clip_coef=("step", np.ones(23, np.float32)), hidden_mean=(("step", "hidden"), state)
-    ).assign_coords(is_tracer=("token", np.arange(11) % 4 == 1))
+    states = np.random.default_rng(1).normal(size=(23, 2, 3, 6)).astype(np.float32)
+    ds = adam_run.assign(
+        clip_coef=("step", np.ones(23, np.float32)),
+        hidden_mean=(("step", "hidden"), states[:, 0, 0]),
+        hidden_states=(("step", "example", "position", "hidden"), states),
+        batch=(("step", "example"), np.arange(46).reshape(23, 2)),
+    ).assign_coords(is_tracer=("token", np.arange(11) % 4 == 1), token=np.arange(11) * 3 % 11)
+    return ds.assign_attrs(parameters=parameter_table({"wte": [11, 6]}, "wte"))
 
 
-def results_alone(ds: xr.Dataset) -> dict[str, dict[str, xr.DataArray]]:
+REQUIRED = {"nearest_tokens": {"tokens": [3, 9]}, "explain_gradient": {"step": 8, "token": [7]}}
+"""Options of quantities that have no defaults, or that have too many results without."""
+
+
+def results_alone(ds: xr.Dataset, names: Iterable[str]) -> dict[str, dict[str, xr.DataArray]]:
     """The result of the function of each quantity."""
-    found = {name: getattr(analysis, name)(ds) for name in NAMES}
+    found = {name: getattr(analysis, name)(ds, **REQUIRED.get(name, {})) for name in names}
     return {
         name: {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
         for name, result in found.items()
@@ -41,7 +51,7 @@ def results_alone(ds: xr.Dataset) -> dict[str, dict[str, xr.DataArray]]:
 
 @pytest.fixture(scope="module")
 def alone(run):
-    return dask.compute(results_alone(run))[0]
+    return dask.compute(results_alone(run, QUANTITIES | ALONE))[0]
 
 
 def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
@@ -55,16 +65,17 @@ def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
 
 def in_blocks_of_their_own(ds: xr.Dataset) -> xr.Dataset:
     return ds.assign(
-        W=ds.W.chunk(step=8, token=6, hidden=4),
+        W=ds.W.chunk(step=(1, 8, 8, 1, 5), token=6, hidden=4),
         grad=ds.grad.chunk(step=7),
+        hidden_states=ds.hidden_states.chunk(step=5, example=1, position=2),
         exp_avg=ds.exp_avg.chunk(token=2),
         exp_avg_sq=ds.exp_avg_sq.chunk(step=3, hidden=2),
     )
 
 
 def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, alone):
-    turned = in_blocks_of_their_own(run).transpose("hidden", "token", "step")
-    results = results_alone(turned)
+    turned = in_blocks_of_their_own(run).transpose("hidden", "token", "step", ...)
+    results = results_alone(turned, QUANTITIES | ALONE)
     assert all(
         array.chunks is not None for found in results.values() for array in found.values()
     ), "lazy"
@@ -73,20 +84,6 @@ def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, al
         assert list(found) == list(alone[name])
         for key, array in found.items():
             xr.testing.assert_identical(array, alone[name][key])
-
-
-@pytest.mark.parametrize(
-    "chunks", [{"step": 8, "token": 6}, pytest.param({"step": 1}, marks=pytest.mark.nightly)]
-)
-def test_together_they_are_what_they_are_alone(run, alone, chunks):
-    together = analysis.compute(run.chunk(chunks), NAMES).compute()
-    assert together.sizes["step"] == run.sizes["step"]
-    for found in alone.values():
-        for key, array in found.items():
-            check_with_every_step(together[key], array)
-
-
-# Variables whose value of a token depends on other tokens. All others depend on the token alone.
 
 
 # What a token has in these also depends on other tokens, in all others on itself alone.
@@ -98,7 +95,7 @@ OF_OTHER_TOKENS = {
 
 def test_selected_tokens_have_the_values_that_they_have_in_the_whole_run(run, alone):
     chosen = [7, 1, 4, 10, 2, 8, 5, 6, 3, 9]
-    (found,) = dask.compute(results_alone(run.isel(token=chosen)))
+    (found,) = dask.compute(results_alone(run.isel(token=chosen), NAMES))
     changed = {
         key
         for name, arrays in found.items()
@@ -139,6 +136,9 @@ def test_cells_take_the_place_of_weights_that_are_not_there(run):
 def test_a_lattice_is_of_those_that_know_of_it(run):
     run = run.isel(step=slice(9))
     names = [*ON_LATTICES, "speed"]
+    assert compute_named(run, ["ulp"], lattice="float16").identical(
+        compute_named(run, ["ulp"], ["lattice=float16"])
+    )
     together = analysis.compute(run.chunk(step=5, token=6), names, lattice="float16").compute()
     assert together.speed[1:].equals(analysis.speed(run))
     for name in ON_LATTICES:
@@ -146,33 +146,25 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
         found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
         for key, array in found.items():
             check_with_every_step(together[key], array)
-        assert compute_named(run, [name], lattice="float16").identical(
-            compute_named(run, [name], ["lattice=float16"])
-        )
 
 
 def test_a_lattice_without_a_quantity_is_refused(run):
-    for names in (["speed"], ["speed", "grad_norms"]):
-        with pytest.raises(InvalidArgument, match=r"lattice='float16' for speed.*freeze_cause"):
-            compute_named(run, names, lattice="float16")
-    with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
-        compute_named(run, ["freeze"], ["lattice=float32"], lattice="float16")
-    with pytest.raises(InvalidArgument, match="lattice='int8'"):
-        compute_named(run, ["freeze"], ["lattice=int8"])
+    for names, words, message in (
+        (["speed"], (), r"lattice='float16' for speed.*freeze_cause"),
+        (["speed", "grad_norms"], (), "lattice='float16' for speed"),
+        (["freeze"], ["lattice=float32"], "lattice twice, 'float16' and 'float32'"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            compute_named(run, names, words, lattice="float16")
 
 
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
-    first = (
-        analysis.compute(run, ["regimes", "freeze", "discontinuities", "speed"])
-        .isel(step=0)
-        .compute()
-    )
+    names = ["regimes", "freeze", "discontinuities", "speed"]
+    first = analysis.compute(run, names).isel(step=0).compute()
     assert (first.regime == -1).all()
-    assert (first.counts == -1).all()
     assert flags_of(first.counts) == {-1: "no_row_before"}
     assert flags_of(first.regime) == {-1: "no_row_before"} | dict(enumerate(analysis.REGIMES))
-    assert first.unchanged_fraction.isnull().all()
-    assert first.speed.isnull().all()
+    assert first[["unchanged_fraction", "speed"]].isnull().all().all()
     assert not first.discontinuity.any()
 
 
@@ -211,7 +203,6 @@ def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counte
             "native",
             ["W", "grad", "exp_avg", "exp_avg_sq"],
         ),
-        ("centroid coherence freeze", "native", ["W"]),
         ("freeze regimes speed discontinuities", "float16", ["W"]),
     ],
 )
@@ -234,6 +225,7 @@ def test_a_subset_reads_only_itself(run):
 def test_on_a_cluster(run):
     distributed = pytest.importorskip("distributed")
     names = [name for name in QUANTITIES if name != "acceleration"]
+    run = run.isel(step=slice(7))
     expected = analysis.compute(run, names).compute()
     with (
         distributed.LocalCluster(
@@ -241,19 +233,19 @@ def test_on_a_cluster(run):
         ) as cluster,
         distributed.Client(cluster),
     ):
-        got = analysis.compute(run.chunk(step=6, token=5), names).compute()
+        got = analysis.compute(run.chunk(step=4, token=6), names).compute()
     xr.testing.assert_identical(got, expected)
 
 
 def test_names_are_checked(run):
-    with pytest.raises(InvalidArgument, match=r"'entropy'.*grad_norms"):
-        analysis.compute(run, ["freeze", "entropy"])
-    with pytest.raises(InvalidArgument, match="no names"):
-        analysis.compute(run, [])
-    with pytest.raises(VariableNotRecorded, match="grad"):
-        analysis.compute(run.drop_vars("grad"), ["grad_norms"])
-    for names in (3, [3], [["freeze"]]):
-        with pytest.raises(InvalidArgument, match="expected names of quantities"):
+    for names, message in (
+        (["freeze", "entropy"], "'entropy'.*grad_norms"),
+        ([], "no names"),
+        (3, "expected names of quantities"),
+        ([["freeze"]], "expected names of quantities"),
+        (["nearest_tokens"], "requires its own options"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
             analysis.compute(run, names)
     with pytest.raises(InvalidArgument, match="within without steps"):
         compute_named(run, ["freeze"], within=True)
@@ -284,16 +276,32 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
 
 
-def test_a_window_shows_what_the_whole_run_gives(run, alone):
-    names = [name for name in NAMES if name not in ("autocorrelation", "path_efficiency")]
-    shown = select_part(run, steps="2:20:3")["step"]
-    got = analysis.compute(run.chunk(step=8), names, steps="2:20:3").compute()
-    for name in names:
+@pytest.mark.nightly
+def test_together_they_are_what_they_are_alone(run, alone):
+    together = analysis.compute(run.chunk(step=8, token=6), NAMES).compute()
+    assert together.sizes["step"] == run.sizes["step"]
+    for name in NAMES:
         for key, array in alone[name].items():
-            if "step" in array.dims:
-                check_with_every_step(got[key], array.sel(step=shown))
-            else:
-                xr.testing.assert_identical(got[key], array)
+            check_with_every_step(together[key], array)
+
+
+def test_a_window_of_the_rows_of_a_parameter_shows_what_the_whole_run_of_tokens_gives(run, alone):
+    shown = select_part(run, steps="2:20:3")["step"]
+    of_rows = run.rename(token="row", hidden="column").chunk(step=8, row=6)
+    got = analysis.compute(of_rows, NAMES, steps="2:20:3").compute()
+    assert got.step.equals(shown)
+    assert not {"token", "hidden"} & {*got.dims, *got.coords}
+    said = [array.attrs for name, array in got.items() if name != "dead_mass"]
+    assert "token" not in str(said).split()
+    got = got.rename(row="token", column="hidden")
+    for name in NAMES:
+        for key, array in alone[name].items():
+            if not QUANTITIES[name].of_window:
+                if "step" not in array.dims:
+                    xr.testing.assert_equal(got[key], array)
+                else:
+                    expected = array.sel(step=shown[shown.isin(array.step)])
+                    xr.testing.assert_equal(got[key].sel(step=expected.step), expected)
 
 
 def test_within_a_window_there_are_no_other_rows(run):
@@ -308,9 +316,7 @@ def test_within_a_window_there_are_no_other_rows(run):
 
 def test_quantities_of_a_single_row(run):
     found = analysis.compute(run.isel(step=[0]).chunk(), NAMES)
-    for array in found.data_vars.values():
-        if "step" in array.dims:
-            assert array.sizes["step"] == 1
+    assert {array.sizes["step"] for array in found.values() if "step" in array.dims} == {1}
     assert describe(found).keys() == set(map(str, found))
 
 
@@ -418,12 +424,11 @@ def test_from_the_accessor_and_as_text(token_run):
         token_run.traj.adjacency(k=1.5)
 
 
-@pytest.mark.parametrize("source", ["run.zarr", None, "W"])
-def test_quantities_refuse_other_objects_than_datasets(source, token_run):
-    given = token_run.W if source == "W" else source
-    for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
-        with pytest.raises(InvalidArgument, match="Dataset"):
-            quantity(given)
+def test_quantities_refuse_other_objects_than_datasets(token_run):
+    for given in ("run.zarr", None, token_run.W):
+        for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
+            with pytest.raises(InvalidArgument, match="Dataset"):
+                quantity(given)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)

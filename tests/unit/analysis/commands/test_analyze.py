@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from trajstore import analysis, open_run
 from trajstore.analysis.several_quantities import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.cli import output
 from trajstore.cli.main import main
-from trajstore.schema import MIN_UNCHANGED
 
 
 def call(*arguments: Any, rc: int = 0) -> Result:
@@ -102,17 +99,15 @@ def test_texts_of_others_do_no_harm(tmp_path: Path, columns: int) -> None:
         assert not [sign for sign in printed if not sign.isprintable() and sign != "\n"]
     assert r"\x1b[31mred\x1b]0;title" in printed
     assert "<script>alert(1)</script>" in printed
-    assert "[bold red]x[/bold red] = " in printed.replace("[bold red]x[/bold red].", "")
+    assert "[bold red]x[/bold red] = " in printed
     assert "\x1b" not in call("info", tmp_path / "\x1b[2Jnothing", rc=2).stderr
 
 
-@pytest.mark.parametrize("all_dead", [True, False])
-def test_a_summary_leaves_out_a_population_without_tokens(all_dead: bool, tmp_path: Path) -> None:
-    path = recorded(tmp_path / "run.zarr", is_dead=np.full(TOKENS, all_dead))
+def test_a_summary_leaves_out_a_population_without_tokens(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", is_dead=np.zeros(TOKENS, bool))
     printed = call("summary", path).stdout
-    assert (f"dead ({TOKENS})" in printed) == all_dead
-    assert ("There are no dead tokens" in printed) != all_dead
-    assert not any(text in printed for text in ("dead (0)", "live (0)", "nan"))
+    assert "There are no dead tokens" in printed
+    assert not any(text in printed for text in (f"dead ({TOKENS})", "dead (0)", "nan"))
 
 
 def test_analyze_lists_its_quantities() -> None:
@@ -142,7 +137,6 @@ TWO = ("centroid", "--population", "two=token < 2", "--select")
 @pytest.mark.parametrize(
     ("words", "rc", "sentence"),
     [
-        (("clusters", "--population", "dead"), 2, "expected NAME=EXPRESSION or NAME=FILE"),
         (("clusters", "--population", "dead"), 2, "with --select population=dead\n"),
         (("clusters", "--set", "population"), 2, "got 'population', expected an option of"),
         (("crossings", "--set", "quantity=batch"), 1, "record it with --variables matrix,batch\n"),
@@ -158,11 +152,6 @@ def test_wrong_words_of_analyze_are_answered(
     assert sentence in call("analyze", run, *words, rc=rc).stderr
 
 
-def test_other_vectors_take_the_place_of_w(run: Path) -> None:
-    printed = call("analyze", run, "displacement", "--vectors", "centroid:all").stdout
-    assert "step 10 × token 1" in printed
-
-
 def test_a_window_is_noted(run: Path) -> None:
     note = "values are those of the whole run; --within uses the selected steps only"
     assert note in call("analyze", run, "freeze", "--select", "step=2:5").stdout
@@ -170,12 +159,11 @@ def test_a_window_is_noted(run: Path) -> None:
     for options, number in (((), TOKENS), (("--min-unchanged", 1), 0)):
         facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
         assert facts["frozen_since"]["flags"] == {"not_frozen": number}
-    assert f"default: {MIN_UNCHANGED}." in " ".join(call("analyze", "--help").stdout.split())
 
 
 def test_a_part_of_the_tokens_or_of_the_result_is_selected(run: Path) -> None:
-    printed = call("analyze", run, "displacement", "--select", "token=0,6").stdout
-    assert "step 10 × token 2" in printed
+    options = ("--select", "token=0,6", "--vectors", "grad")
+    assert "step 9 × token 2" in call("analyze", run, "displacement", *options).stdout
     facts = json.loads(call("analyze", run, *TWO, "population=two,all", "--json").stdout)
     assert [*facts["centroid"]["populations"]] == ["two", "all"]
 
@@ -232,7 +220,7 @@ def test_the_summary_names_the_notes_of_its_runs(tmp_path: Path) -> None:
     ]
     for name, kept in (("a", notes), ("b", notes[:1])):
         with begin(tmp_path / name) as run:
-            extend(run, range(10))
+            extend(run, range(2))
             run.notes = kept
     shown = call("summary", tmp_path / "a").output
     assert "Note: loss is a sum (3 steps, 2 to 9)." in shown
@@ -247,8 +235,9 @@ def test_a_selected_step_has_the_divergence_of_the_whole_run(run: Path, tmp_path
         extend(other, range(2))
         extend(other, range(2, 10), seed=1)
     words = (run, other.path, "divergence", "--select", "step=5:8", "--json")
-    assert json.loads(call("analyze", *words).stdout)["first_difference"]["max"] == 2
-    assert json.loads(call("analyze", *words, "--within").stdout)["first_difference"]["max"] == 5
+    for within, step in (((), 2), (("--within",), 5)):
+        facts = json.loads(call("analyze", *words, *within).stdout)
+        assert facts["first_difference"]["max"] == step
 
 
 def test_a_run_of_one_step_has_one_line_of_each_gradient(tmp_path: Path) -> None:
@@ -259,26 +248,9 @@ def test_a_run_of_one_step_has_one_line_of_each_gradient(tmp_path: Path) -> None
     assert "Loss: 4.9000 at step 1\n" in printed
 
 
-def test_a_used_address_and_a_missing_run_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trajstore.analysis.exploring.server.check_panel", lambda: None)
+def test_a_used_address_and_a_missing_run_are_reported(tmp_path: Path) -> None:
+    if find_spec("panel") is None:
+        pytest.skip("needs the extra `explore`")
     run = tmp_path / "run.zarr"
     assert "on '::1', port 5006" in call("explore", run, "--host", "::1", rc=2).stderr
     assert "there is no run at" in call("explore", run, "--port", 0, rc=2).stderr
-
-
-def test_the_page_is_opened_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def serving(*given: object) -> Iterator[Callable[[], int]]:
-        yield lambda: signal.SIGTERM
-
-    opened: list[str] = []
-    folder = "trajstore.analysis.exploring"
-    monkeypatch.setattr(f"{folder}.server.check_panel", lambda: None)
-    monkeypatch.setattr(f"{folder}.server.serving", serving)
-    monkeypatch.setattr(f"{folder}.page.LiveRun", lambda run, report: contextlib.nullcontext(run))
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    done = call("explore", "run.zarr", "--port", "0", "--open", rc=128 + signal.SIGTERM)
-    (address,) = opened
-    assert f"at {address} until Ctrl-C" in done.stdout

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
+import webbrowser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
+from click.testing import CliRunner
 from growing_runs import HOSTILE, begin, extend
 
 from trajstore import analysis, open_run
@@ -24,6 +29,7 @@ from trajstore.analysis.exploring.plots import (
 )
 from trajstore.analysis.figures.style import REGIME_COLORS
 from trajstore.analysis.scan.rows import REGIMES
+from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, RunNotFound, VariableNotRecorded
 
 # Bokeh 3.9 makes a table of pandas' so.
@@ -72,15 +78,16 @@ def test_a_run_that_is_long_or_holds_little(ds: xr.Dataset) -> None:
     assert "grad" in bare.unknown["cause"]
     assert "cause" not in bare.data
     assert bare.populations == ["all"]
-    found = token_history(ds.drop_vars("grad").load(), ord("z"), bare)
+    found = token_history(ds.drop_vars("grad"), ord("z"), bare)
     assert set(found) == {"position", "hop"}
     assert cause_sentences(found)[0].endswith("rows since.")
-    with pytest.raises(VariableNotRecorded, match="W"):
-        prepare(ds.drop_vars("W"))
-    with pytest.raises(InvalidArgument, match="at least 2 rows, got 1"):
-        prepare(ds.isel(step=slice(1)))
-    with pytest.raises(InvalidArgument, match=r"21 rows of 128 tokens.*trajstore export"):
-        prepare(ds, map_bytes=1000)
+    for part, options, error, message in (
+        (ds.drop_vars("W"), {}, VariableNotRecorded, "W"),
+        (ds.isel(step=slice(1)), {}, InvalidArgument, "at least 2 rows, got 1"),
+        (ds, {"map_bytes": 1000}, InvalidArgument, "21 rows of 128 tokens.*trajstore export"),
+    ):
+        with pytest.raises(error, match=message):
+            prepare(part, **options)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,7 @@ def test_tokens_are_found_by_text_and_id_the_best_first(text: str, found: list[i
 def test_tokens_without_texts_are_found_by_id() -> None:
     known = TokenList(xr.Dataset(coords={"token": [5, 50, 7]}))
     assert known.find("50").tolist() == [1]
-    assert known.find("the").tolist() == []
+    assert not known.find("the").size
     assert (known.label(1), known.kind(1)) == ("(50)", "")
 
 
@@ -136,12 +143,11 @@ def test_the_nearest_token_is_measured_on_the_screen() -> None:
     assert nearest(position[2:], 1, 1, 1, 1) is None
 
 
-@pytest.mark.parametrize("at", [ord("e"), ord("z")])
 def test_a_token_is_what_the_analysis_of_all_finds_of_it(
-    ds: xr.Dataset, example_run: Path, history: RunHistory, at: int
+    ds: xr.Dataset, example_run: Path, history: RunHistory
 ) -> None:
     opened = open_run(example_run, chunks=None)
-    found = token_history(opened, at, history)
+    found = token_history(opened, at := ord("e"), history)
     np.testing.assert_array_equal(found["position"], history.position[:, at])
     hops = analysis.lattice_displacement(ds, ord=1)[:, at]
     np.testing.assert_array_equal(found["hop"], [np.nan, *hops.values])
@@ -245,8 +251,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(LiveRun(run.path))
 
 
+@pytest.mark.nightly
 def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
-    assert page._content.get_root() is not None  # drawn, as for a browser
+    root = page._content.get_root()  # drawn, as for a browser
     page._player.value = 3
     assert "step 3 of 7, loss 4.7" in page._step.object
     assert {span.location for span in page._steps} == {3}
@@ -271,35 +278,34 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
         page._search.value_input = text
         page._search.enter_pressed = True
         assert "(6)" in page._token.object
+    check_the_axes_of_a_token(page, root)
 
 
-@pytest.mark.nightly
-def test_the_axes_of_a_token_follow_it(page: Page) -> None:
+def check_the_axes_of_a_token(page: Page, root: Any) -> None:
+    """They follow the token."""
     from bokeh.models import Plot
 
-    def shown(name: str) -> tuple[np.ndarray, float, float]:
-        column = f"{name} of token"
-        for figure in root.select({"type": Plot}):
-            sources = [part.data_source for part in figure.renderers]
-            values = [one.data[column] for one in sources if column in one.data]
-            if values:
-                axis = np.concatenate(values)
-                return axis[np.isfinite(axis)], figure.y_range.start, figure.y_range.end
-        raise AssertionError(f"nothing shows {column}")
-
-    root = page._content.get_root()
-    before = []
+    ends = []
     for at in (0, 5):  # the last one never changes
         page._choose(at)
         for name in ("hop", "gradient"):
-            values, start, end = shown(name)
+            column = f"{name} of token"
+            values, figure = next(
+                (part.data_source.data[column], figure)
+                for figure in root.select({"type": Plot})
+                for part in figure.renderers
+                if column in part.data_source.data
+            )
+            shown = values[np.isfinite(values)]
+            start, end = figure.y_range.start, figure.y_range.end
             assert start > 0
-            assert ((start < values) & (values < end)).all()
-            assert not values.size or end < 20 * values.max()
-            before.append(end)
-    assert len(set(before)) > 2
+            assert ((start < shown) & (shown < end)).all()
+            assert not shown.size or end < 20 * shown.max()
+            ends.append(end)
+    assert len(set(ends)) > 2
 
 
+@pytest.mark.nightly
 def test_curves_and_layers_of_the_page(page: Page) -> None:
     # A logarithmic and a linear curve on one axis would leave a panel empty.
     data = page._state.history.data
@@ -313,3 +319,30 @@ def test_curves_and_layers_of_the_page(page: Page) -> None:
     sizes = data["heatmap"]["update_size"].transpose("group", "step").values
     assert shown.shape == (6, 7, 3)
     np.testing.assert_array_equal(shown, colors[sizes])
+
+
+class Opened:
+    """A browser that notes addresses, and ends the server as soon as it serves."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    def open(self, url: str, *_: object) -> bool:
+        from tornado.ioloop import IOLoop
+
+        self.addresses.append(url)
+        IOLoop.current().add_callback(os.kill, os.getpid(), signal.SIGTERM)
+        return True
+
+
+@pytest.mark.nightly
+def test_the_page_is_opened_in_a_browser(page: Page, tmp_path: Path) -> None:
+    with begin(tmp_path / "run.zarr") as run:
+        extend(run, range(2))
+    browser = Opened()
+    webbrowser.register("opened", None, browser, preferred=True)
+    words = ["explore", str(run.path), "--port", "0", "--open"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 128 + signal.SIGTERM
+    (address,) = browser.addresses
+    assert f"at {address} until Ctrl-C" in done.stdout

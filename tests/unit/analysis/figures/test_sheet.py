@@ -15,10 +15,7 @@ from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, fi
 from trajstore.analysis.figures.axes_marks import add_legend, set_log, set_title
 from trajstore.analysis.figures.figure import in_style
 from trajstore.analysis.figures.style import MOST_CURVES, mean_and_spread, run_groups
-from trajstore.analysis.several_quantities import ACROSS_RUNS, QUANTITIES
-from trajstore.analysis.several_quantities import ALONE as OWN_OPTIONS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
-from trajstore.schema import VARIABLES
 
 NEEDS = {
     "loss": "loss",
@@ -64,6 +61,7 @@ def together(run):
     return sheet([run.chunk(step=6, token=4)], "all")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ALONE)
 def test_a_figure_shows_the_same_alone_and_with_all(name, run, together):
     assert sheet([run], name).data[name][0].identical(together.data[name][0])
@@ -91,10 +89,10 @@ def test_missing_variables_and_rows_are_named(name, run):
             figure(run.isel(step=slice(few)))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_a_run_that_has_just_begun_is_drawn(rows, run):
-    figures = [FIGURES[name] for name in ALONE if FIGURES[name].computation.rows == rows]
-    draw_sheet(collect([run.isel(step=slice(rows))], figures, Options()), style="dark")
+def test_a_run_that_has_just_begun_is_drawn(run):
+    for rows in (1, 2, 3):
+        figures = [FIGURES[name] for name in ALONE if FIGURES[name].computation.rows == rows]
+        draw_sheet(collect([run.isel(step=slice(rows))], figures, Options()), style="dark")
 
 
 @pytest.mark.nightly
@@ -169,10 +167,9 @@ def test_a_sheet_is_saved_in_each_format(run, tmp_path):
     with pytest.raises(RunExists):
         save(canvas, tmp_path / "loss.png")
     save(canvas, tmp_path / "loss.png", overwrite=True, dpi=50)
-    with pytest.raises(InvalidArgument, match="one of the extensions"):
-        save(canvas, tmp_path / "loss.bmp")
-    with pytest.raises(InvalidArgument, match="got 5 dpi"):
-        save(canvas, tmp_path / "other.png", dpi=5)
+    for name, message in (("loss.bmp", "one of the extensions"), ("a.png", "got 5 dpi")):
+        with pytest.raises(InvalidArgument, match=message):
+            save(canvas, tmp_path / name, dpi=5)
     assert {file.name for file in tmp_path.iterdir()} == {"loss.png", "loss.svg", "loss.pdf"}
 
 
@@ -186,21 +183,10 @@ def test_kinds_by_name():
     assert len(figures_named(["all"], runs=2)) == len(FIGURES)
     assert FIGURES["freeze-cause"] is FIGURES["freeze_cause"]
     assert "freezecause" not in FIGURES
-    with pytest.raises(KeyError):
-        FIGURES["freezecause"]
     with pytest.raises(
         InvalidArgument, match=r"'flm' \(did you mean 'film'\?\), .* of all, loss,.*, film$"
     ):
         figures_named(["flm"])
-
-
-def test_a_figure_of_one_quantity_has_its_name():
-    drawn_otherwise = {
-        "heatmap", "last_motion", "moment_tracks", "moments", "spectrum", "speed_density",
-        "trajectory",
-    }  # fmt: skip
-    quantities = {*QUANTITIES, *OWN_OPTIONS, *ACROSS_RUNS, *VARIABLES}
-    assert {name for name in FIGURES if name not in quantities} == drawn_otherwise
 
 
 def test_the_first_figure_of_a_notebook_leaves_it_interactive(run, monkeypatch):
@@ -270,7 +256,6 @@ def test_few_runs_have_a_line_each_and_a_covered_one_is_wider(several, run):
         np.testing.assert_allclose(line.get_ydata(), norms * factor, rtol=1e-5)
     assert not ax.collections
     assert labels_of(ax) == ["a", "b", "c"]
-    assert "3 runs · W 11 × 6" in ax.get_title("left")
     widths = [line.get_linewidth() for line in ax.lines[:3]]
     assert widths[0] > widths[1] == widths[2]
     assert notes(ax).startswith("shown: dead tokens\n")
@@ -278,7 +263,7 @@ def test_few_runs_have_a_line_each_and_a_covered_one_is_wider(several, run):
     (ax,) = draw_sheet(sheet([run, run], "lattice_displacement", labels=["a", "b"])).axes
     below, above = (patch.get_linewidth() for patch in ax.patches[::2])
     assert below > above
-    assert labels_of(ax) == ["a", "b (same as no. 1)", "dead tokens", "live tokens"]
+    assert labels_of(ax)[:2] == ["a", "b (same as no. 1)"]
 
 
 def test_mean_and_spread_of_many_end_where_values_do(several):
@@ -290,29 +275,27 @@ def test_mean_and_spread_of_many_end_where_values_do(several):
     drawn = ax.collections[0].get_paths()[0].vertices[:, 1]
     np.testing.assert_allclose(drawn.max(), high.max(), rtol=1e-5)
     assert drawn.min() == 0, "no norm is below"
-    assert labels_of(ax)[0] == "x (3 runs): dead tokens (4)"
 
 
+@pytest.mark.nightly
 def test_every_figure_that_averages(several):
-    runs = [
-        run.assign(W=run.W * np.float32(2**number)) for number, run in enumerate(several(1, 2, 3))
-    ]
+    runs = [run.isel(step=slice(9)) for run in several(1, 2, 3)]
     axes = titled(draw_sheet(collect(runs, AVERAGED, Options(), labels=["x"] * 3)))
     shown = [notes(ax).count("standard deviation between runs") for ax in axes]
     assert shown == [1] * len(AVERAGED)
 
 
-def test_a_mean_has_the_dimensions_of_what_it_is_of(several):
-    data = [analysis.speed(run).to_dataset(name="speed").compute() for run in several(1, 2)]
-    mean, (low, high) = mean_and_spread(data, (0, np.inf))
-    np.testing.assert_array_equal(mean.speed, data[0].speed)
-    assert mean.speed.dims == data[0].speed.dims
+def test_a_mean_has_the_dimensions_and_the_nan_of_what_it_is_of(several):
+    speeds = [analysis.speed(run).to_dataset(name="speed").compute() for run in several(1, 2)]
+    speeds[1].speed[3] = np.nan
+    mean, (low, high) = mean_and_spread(speeds, (0, np.inf))
+    xr.testing.assert_equal(mean.speed, speeds[0].speed.where(speeds[1].speed.notnull()))
     xr.testing.assert_equal(low, high)
 
 
 def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
     runs = several(*range(20))
-    assert len(titled(draw_sheet(sheet(runs[:4], "loss", "regimes")))) == 1 + 4
+    assert len(titled(draw_sheet(sheet(runs[:2], "loss", "regimes", labels=["x", "y"])))) == 1 + 2
     (ax,) = titled(draw_sheet(sheet(runs, "loss")))
     assert ax.get_title("left").startswith("Training loss\n20 runs")
     many = [
@@ -320,10 +303,11 @@ def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
         for number, run in enumerate(runs[:19])
     ]
     axes = titled(draw_sheet(sheet(many, "loss")))
-    assert len(axes) == 10
-    assert axes[0].get_title("left") == "Training loss\nsigma=0 (2 runs)"
-    (alone,) = (ax for ax in axes if ax.get_title("left").endswith("sigma=9 (1 run)"))
-    assert "mean over runs" not in notes(alone)
+    assert [ax.get_title("left").splitlines()[1] for ax in axes] == [
+        *(f"sigma={number} (2 runs)" for number in range(9)),
+        "sigma=9 (1 run)",
+    ]
+    assert "mean over runs" not in notes(axes[-1])
 
 
 def test_panels_of_one_label_have_the_names_of_their_runs(several):
@@ -339,13 +323,14 @@ def legend_of(labels, width=8, layout="constrained"):
     ax = canvas.subplots()
     for label in labels:
         ax.plot([1, 2], label=label)
+    set_title(ax, "title " * 20)
     with in_style("light"):
         add_legend(ax, ["a note"])
     canvas.draw_without_rendering()
     return ax, ax.get_legend()
 
 
-def test_a_legend_is_below_the_axes_if_a_layout_makes_room():
+def test_a_legend_is_below_the_axes_if_a_layout_makes_room_and_texts_are_wrapped():
     # One long label does not make one column.
     labels = ["short"] * 6 + ["a label that takes half of the width of the figure"]
     ax, legend = legend_of(labels)
@@ -354,23 +339,15 @@ def test_a_legend_is_below_the_axes_if_a_layout_makes_room():
     assert 0 <= legend.get_window_extent().y0 <= legend.get_window_extent().y1 < ax.bbox.y0
     ax, legend = legend_of(labels, layout=None)
     assert legend.get_window_extent().y0 > ax.bbox.y0
-
-
-def test_labels_and_titles_are_wrapped_in_a_narrow_figure():
     ax, legend = legend_of(["setting=1, " * 12], width=3)
     assert "\n" in legend.get_texts()[0].get_text()
-    set_title(ax, "title " * 20)
-    ax.figure.draw_without_rendering()
     assert ax.title.get_window_extent().width <= ax.figure.bbox.width
 
 
 def test_a_short_logarithmic_axis_has_plain_numbers():
     ax = Canvas().subplots()
     set_log(ax, "y")
-    shown = {}
-    for low in (0.15, 1e-9):
+    for low, label in ((0.15, "0.2"), (1e-9, r"$\mathdefault{10^{-6}}$")):
         ax.set_ylim(low, 3.5)
         ax.figure.draw_without_rendering()
-        shown[low] = {tick.get_text() for tick in ax.get_yticklabels(which="both")} - {""}
-    assert shown[0.15] >= {"0.2", "1", "3"}
-    assert r"$\mathdefault{10^{-6}}$" in shown[1e-9]
+        assert label in {tick.get_text() for tick in ax.get_yticklabels(which="both")}

@@ -35,14 +35,8 @@ def test_logits(run):
     (right,) = (other for other in ax.figure.axes if other is not ax)
     np.testing.assert_array_equal(right.lines[0].get_ydata(), expected.dead_mass)
     heights = ax.collections[0].get_paths()[0].vertices[:, 1]
-    assert np.isin(expected.logit_max, heights).all()
-    assert np.isin(expected.logit_min, heights).all()
-    assert right.get_ylim() == (0, 1)
-    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == (
-        "probability of all dead tokens"
-    )
+    assert np.isin([*expected.logit_max, *expected.logit_min], heights).all()
     whole = run.assign_attrs(recording={"vocabulary": 11})
-    drawn("logit_stats", whole)
     with pytest.raises(InvalidArgument, match="all 11 tokens of the vocabulary, got 3"):
         drawn("logit_stats", whole.isel(token=slice(0, 3)))
 
@@ -56,7 +50,6 @@ def test_moments(run):
     line = expected.threshold.sel(quantile=0.5)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), line)
     np.testing.assert_array_equal(ax.lines[0].get_xdata(), expected.root)
-    assert "step 22, learning rate 0.0001, dead tokens" in notes(ax)
 
 
 KINDS = ("attn.weight", "mlp.weight")
@@ -94,7 +87,6 @@ def test_chosen_layers_are_curves():
     ax = few.traj.plot.layers(parameters="*.3.mlp.weight, *wte", steps="1:")
     assert [line.get_label() for line in ax.lines] == ["wte", "h.3.mlp.weight"]
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), few.param_norm[1:, 8])
-    assert ax.get_ylabel() == "Frobenius norm of each parameter"
     with pytest.raises(InvalidArgument, match=r"parameter=\*.9.\*, which no layer matches; .*wte"):
         few.traj.plot.layers(parameters="*.9.*")
 
@@ -118,7 +110,7 @@ def test_metrics_of_few_steps_without_vectors():
 def test_rows_of_a_parameter_are_not_called_tokens(run):
     one = run.drop_vars("is_dead").rename(token="row", hidden="column")
     one.attrs["recording"] = {"parameter": "h.0.token.weight"}
-    for name in ("grad_norms", "regimes", "heatmap", "clusters", "speed_density", "trajectory"):
+    for name in ("grad_norms", "heatmap", "trajectory"):
         canvas = Canvas(layout="constrained")
         one.traj.plot.__getattr__(name)(canvas.subplots())
         texts = [text.get_text() for text in canvas.findobj(Text)]
@@ -170,18 +162,16 @@ def test_results_of_an_evaluation(results):
 
 
 def test_a_variable_without_a_figure_is_an_error(results):
-    for name, error, message in (
-        ("text", InvalidArgument, "text has texts, and figures show numbers"),
-        ("attention", InvalidArgument, r"at most 2 others; .* ds.isel\(query=0\).traj.plot.att"),
+    many, without = {"other": results}, {"other": results.drop_vars("text_loss")}
+    for name, options, error, message in (
+        ("text", {}, InvalidArgument, "text has texts, and figures show numbers"),
+        ("attention", {}, InvalidArgument, r"at most 2 others; .* ds.isel\(query=0\).traj.plot"),
+        ("entropy", many, InvalidArgument, "cannot show these runs in one axes"),
+        ("text_loss", without, VariableNotRecorded, "text_loss"),
+        ("freeze", {}, AttributeError, "has no 'freeze'; it has attention, cosine"),
     ):
         with pytest.raises(error, match=message):
-            getattr(results.traj.plot, name)()
-    with pytest.raises(InvalidArgument, match="cannot show these runs in one axes"):
-        results.traj.plot.entropy(other=results)
-    with pytest.raises(VariableNotRecorded, match="text_loss"):
-        results.traj.plot.text_loss(other=results.drop_vars("text_loss"))
-    with pytest.raises(AttributeError, match="has no 'freeze'; it has attention, cosine"):
-        results.traj.plot.freeze  # noqa: B018
+            getattr(results.traj.plot, name)(**options)
 
 
 def test_loss(run):
