@@ -42,44 +42,29 @@ def near_histories(draw: st.DrawFn) -> xr.Dataset:
 
 def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[int, tuple]]:
     """Facts about the graph of some tokens, and (degree, component) of each by name."""
-    cells = ordinal(W, "bfloat16").astype(np.int64)
-    tokens: dict[tuple, list[int]] = {}
-    for cell, name in zip(cells, names, strict=True):
-        tokens.setdefault(tuple(cell.tolist()), []).append(int(name))
-    finite = {tuple(c.tolist()): np.isfinite(w).all() for c, w in zip(cells, W, strict=True)}
-    near = {
-        one: {
-            other
-            for other in tokens
-            if other != one
-            and finite[one]
-            and finite[other]
-            and max(abs(a - b) for a, b in zip(one, other, strict=True)) <= k
-        }
-        for one in tokens
-    }
-    components, left = [], set(tokens)
-    while left:
-        found, front = set(), {left.pop()}
-        while front:
-            found |= front
-            front = set().union(*(near[one] for one in front)) - found
-        left -= found
-        components.append(found)
-    sizes = [(len(c), sum(len(tokens[one]) for one in c)) for c in components]
+    if not len(W):
+        facts = "vertices edges components isolated largest_component largest_component_tokens"
+        return dict.fromkeys(facts.split(), 0), {}
+    _, first, vertex = np.unique(
+        ordinal(W, "bfloat16"), axis=0, return_index=True, return_inverse=True
+    )
+    cells, finite = ordinal(W[first], "bfloat16").astype(np.int64), np.isfinite(W[first]).all(1)
+    near = np.abs(cells[:, None] - cells).max(-1) <= k
+    near &= finite & finite[:, None] & ~np.eye(len(cells), dtype=bool)
+    reached = np.linalg.matrix_power(near + np.eye(len(cells)), len(cells)) > 0
+    degrees, vertex = near.sum(1), vertex.ravel()
+    members = [names[of[vertex]] for of in reached]  # of the component of each vertex
     facts = {
-        "vertices": len(tokens),
-        "edges": sum(map(len, near.values())) // 2,
-        "components": len(components),
-        "isolated": sum(not others for others in near.values()),
-        "largest_component": max(sizes, default=(0, 0))[0],
-        "largest_component_tokens": max(sizes, default=(0, 0))[1],
+        "vertices": len(cells),
+        "edges": near.sum() // 2,
+        "components": len(np.unique(reached, axis=0)),
+        "isolated": (degrees == 0).sum(),
     }
-    reported = {}
-    for component in components:
-        members = [name for one in component for name in tokens[one]]
-        for one in component:
-            reported |= {name: (len(near[one]), min(members)) for name in tokens[one]}
+    largest = max((of.sum(), len(found)) for of, found in zip(reached, members, strict=True))
+    facts["largest_component"], facts["largest_component_tokens"] = largest
+    reported = {
+        int(name): (degrees[at], members[at].min()) for name, at in zip(names, vertex, strict=True)
+    }
     return facts, reported
 
 

@@ -139,25 +139,6 @@ def test_radial_tangential(about, run):
         assert (error <= 1e-6 * size[known] + 1e-37).all()
 
 
-@pytest.mark.parametrize("about", ["origin", "centroid"])
-def test_radial_tangential(about, run):
-    got = analysis.radial_tangential(run, about, "dead").compute(scheduler="sync")
-    W = run.W.values.astype(np.float64)
-    with np.errstate(all="ignore"):
-        centre = W[:, run.is_dead.values].mean(1, keepdims=True) if about == "centroid" else 0 * W
-        place = (W - centre)[:-1]
-        way = np.diff(W, axis=0) / np.diff(run.step.values)[:, None, None]
-        outward = place / np.linalg.norm(place, axis=-1, keepdims=True)
-        along = (way * outward).sum(-1)
-        across = np.linalg.norm(way - along[..., None] * outward, axis=-1)
-        size = np.linalg.norm(way, axis=-1)
-    known = np.isfinite(along) & np.isfinite(across) & (size < 1e30)
-    assert (np.isnan(got.radial_speed.values) | known | ~np.isfinite(size) | (size >= 1e30)).all()
-    for name, expected in (("radial_speed", along), ("tangential_speed", across)):
-        error = np.abs(got[name].values[known] - expected[known])
-        assert (error <= 1e-6 * size[known] + 1e-37).all()
-
-
 LAGS = [1, 2, 5, 10, 20]  # the default; short histories have some of these
 
 

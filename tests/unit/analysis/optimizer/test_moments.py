@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import os
 
-import dask
 import numpy as np
 import pytest
 import xarray as xr
 from adam_runs import attributed_by_hand, by_hand, trained
 from bits_and_calls import nightly_but
-from dask.callbacks import Callback
 from held_arrays import BLOCK, held_at_most, made_of_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,7 +138,9 @@ def check_stuck(ds: xr.Dataset, lazy: xr.Dataset) -> None:
                 meant, stuck = found[name][:, at].sum((1, 2))
                 of = one.sel(variable=name)
                 assert of.meant_fraction == meant / found[name][0, at].size
-                np.testing.assert_equal(of.stuck_fraction.item(), stuck / meant if meant else np.nan)
+                np.testing.assert_equal(
+                    of.stuck_fraction.item(), stuck / meant if meant else np.nan
+                )
             intended, lost = found["squares"][:, at].sum((1, 2))
             expected = math.sqrt(lost / intended) if intended else np.nan
             np.testing.assert_allclose(one.update_lost, expected, rtol=1e-9)
@@ -444,30 +444,11 @@ def test_zero_nan_and_no_tokens_have_their_answers():
     assert one.population.values.tolist() == ["all"]
 
 
-def most_held(*arrays: xr.DataArray) -> int:
-    """Largest number of blocks of moments in memory during a computation."""
-    most = 0
-
-    def count(key, result, graph, state, worker):
-        nonlocal most
-        values = [held for held in state["cache"].values() if isinstance(held, np.ndarray)]
-        blocks = [held for held in values if held.dtype == np.float64 and held.ndim == 3]
-        most = max(most, sum(len(block) > 1 and any(block.strides) for block in blocks))
-
-    with Callback(posttask=count):
-        dask.compute(*arrays, scheduler="sync")
-    return most
-
-
 def test_a_sum_of_exact_moments_holds_few_blocks():
-    ds = trained("AdamW", {}, "bfloat16")
-    ds = xr.concat([ds.assign_coords(step=ds.step + len(ds.step) * at) for at in range(6)], "step")
-    ds = ds.assign(clip_coef=ds.clip_coef.fillna(1))
-    exact = analysis.exact_moments(ds.chunk(step=4, token=2))
-    blocks = exact.exact_exp_avg.data.npartitions
-    # Check of the measure: computing both completely needs more blocks than one.
-    assert most_held(*exact.data_vars.values()) > blocks
-    assert most_held(*exact.sum().data_vars.values()) < blocks / 8
+    attrs = trained("AdamW", {}, "bfloat16", rows=2).attrs
+    exact = analysis.exact_moments(made_of_blocks(40).assign_attrs(attrs))
+    assert held_at_most(exact.compute) > exact.nbytes, "the measure counts all"
+    assert held_at_most(exact.sum().compute) < exact.nbytes / 4
 
 
 @pytest.mark.nightly
