@@ -447,7 +447,7 @@ def test_zero_nan_and_no_tokens_have_their_answers():
 def test_a_sum_of_exact_moments_holds_few_blocks():
     attrs = trained("AdamW", {}, "bfloat16", rows=2).attrs
     exact = analysis.exact_moments(made_of_blocks(40).assign_attrs(attrs))
-    assert held_at_most(exact.compute) > exact.nbytes, "the measure counts all"
+    assert held_at_most(exact.compute) > 0.9 * exact.nbytes, "the measure counts all"
     assert held_at_most(exact.sum().compute) < exact.nbytes / 4
 
 
