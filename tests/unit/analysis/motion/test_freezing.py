@@ -19,7 +19,7 @@ from trajstore.errors import InvalidArgument
 def motion_of(bits: np.ndarray) -> np.ndarray:
     """True where any bit changed, with −0 equal to +0."""
     point = np.where(bits & 0x7FFF, bits, 0)
-    return (point[1:] != point[:-1]).any(-1)
+    return point[1:] != point[:-1]
 
 
 def life_of(moved: np.ndarray, steps: np.ndarray, min_unchanged: int) -> tuple[int, int, int, int]:
@@ -41,50 +41,34 @@ def test_freeze(bits, chunks, min_unchanged, spread, make_run):
     steps = np.arange(len(bits)) ** spread
     dead = np.arange(bits.shape[1]) % 2 == 0
     ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
-    got = analysis.freeze(ds, min_unchanged=min_unchanged).compute()
-    moved = motion_of(bits)
-    lives = [life_of(moved[:, token], steps, min_unchanged) for token in range(bits.shape[1])]
-    names = ("last_motion", "frozen_since", "thaws", "moves")
-    for name, expected in zip(names, np.array(lives).T, strict=True):
-        assert got[name].dtype == np.int64
-        np.testing.assert_array_equal(got[name], expected, err_msg=name)
-    since = np.array(lives)[:, 1]
-    frozen = (since >= 0) & (since <= steps[1:, None])
-    for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
-        for name, share in (("unchanged_fraction", ~moved), ("frozen_fraction", frozen)):
-            of = share[:, members].mean(1) if members.any() else np.nan
-            np.testing.assert_allclose(got[name].sel(population=population), of)
+    elements = motion_of(bits)
+    found = {}
+    for per, moved in (("token", elements.any(-1, keepdims=True)), ("element", elements)):
+        got = found[per] = analysis.freeze(ds, min_unchanged, per=per).compute()
+        places = np.ndindex(moved.shape[1:])
+        lives = np.array([life_of(moved[:, *at], steps, min_unchanged) for at in places])
+        lives = lives.reshape(*moved.shape[1:], 4)
+        names = ("last_motion", "frozen_since", "thaws", "moves")
+        for number, name in enumerate(names[: 4 if per == "token" else 2]):
+            expected = lives[..., 0, number] if per == "token" else lives[..., number]
+            assert got[name].dtype == np.int64
+            np.testing.assert_array_equal(got[name], expected, err_msg=name)
+        since = lives[..., 1]
+        frozen = (since >= 0) & (since <= steps[1:, None, None])
+        for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
+            for name, share in (("unchanged_fraction", ~moved), ("frozen_fraction", frozen)):
+                of = share[:, members].mean((1, 2)) if members.any() else np.nan
+                np.testing.assert_allclose(got[name].sel(population=population), of)
+    middle = np.sort(lives[..., 0], axis=-1)[:, (bits.shape[2] - 1) // 2]
+    np.testing.assert_array_equal(got.median_last_motion, middle)
     if spread == 1:  # a recorded sum of hops takes the place of the weights
         hops = analysis.lattice_displacement(ds, ord=1)
         stored = ds.assign(W_ulp_l1=hops.reindex(step=ds.step)).drop_vars("W")
-        xr.testing.assert_equal(analysis.freeze(stored, min_unchanged).compute(), got)
+        xr.testing.assert_equal(analysis.freeze(stored, min_unchanged).compute(), found["token"])
 
 
 def test_a_run_without_rows_is_too_short_to_freeze():
     assert last_start(np.array([], np.int64), 3) == -1
-
-
-def test_freeze_of_each_element(bits, chunks, make_run):
-    steps = np.arange(len(bits)) * 3 + 5
-    dead = np.arange(bits.shape[1]) % 3 == 0
-    ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
-    moved = (bits[1:] != bits[:-1]) & (((bits[1:] | bits[:-1]) & 0x7FFF) != 0)
-    numbers = np.arange(1, len(bits))[:, None, None]
-    last = np.where(moved, numbers, -1).max(0, initial=-1)
-    got = analysis.freeze(ds, min_unchanged=7, per="element").compute()
-    motion = np.where(last < 0, -1, steps[last])
-    np.testing.assert_array_equal(got.last_motion, motion)
-    unchanged = steps[-1] - steps[np.maximum(last, 0)]
-    since = np.where(unchanged >= 7, steps[np.minimum(last + 1, len(bits) - 1)], -1)
-    np.testing.assert_array_equal(got.frozen_since, since)
-    middle = np.sort(motion, axis=-1)[:, (motion.shape[1] - 1) // 2]
-    np.testing.assert_array_equal(got.median_last_motion, middle)
-    whole = analysis.freeze(ds, min_unchanged=7).compute()
-    np.testing.assert_array_equal(got.last_motion.max("hidden"), whole.last_motion)
-    dead_now = got.sel(population="dead")
-    np.testing.assert_allclose(dead_now.unchanged_fraction, 1 - moved[:, dead].mean((1, 2)))
-    frozen = [((since >= 0) & (since <= step))[dead].mean() for step in steps[1:]]
-    np.testing.assert_allclose(dead_now.frozen_fraction, frozen)
 
 
 def last_moves_of(W: np.ndarray, steps: np.ndarray) -> list[tuple[int, int, int, float]]:

@@ -266,9 +266,6 @@ def test_below_the_line_updates_are_less_than_half_a_spacing(moments_run):
     for root, threshold in zip(found.root.values, line.values, strict=True):
         update = 0.01 / (1 - 0.9**3) * threshold / (root / np.sqrt(1 - 0.999**3) + 1e-8)
         np.testing.assert_allclose(update, 2.0**-8)
-
-
-def test_the_threshold_without_a_learning_rate(moments_run):
     still = moments_run.assign(lr=moments_run.lr * 0)
     assert np.isinf(analysis.moment_plane(still).threshold).all()
     assert np.isnan(analysis.moment_plane(moments_run, step=0).threshold).all()
