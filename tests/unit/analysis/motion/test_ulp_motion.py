@@ -15,12 +15,12 @@ TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.fl
 
 
 def spacing_of(values: np.ndarray, native: str) -> np.ndarray:
-    """From each magnitude to the next point above it; below the largest one, there is none."""
+    """From each magnitude to the next point above it; of the largest, from the one below."""
     kind = TYPES[native]
     size = np.abs(values).astype(kind)
-    ends = np.nextafter(size, kind(np.inf)), np.nextafter(size, kind(0))
-    at, above, below = (points.astype(np.float64) for points in (size, *ends))
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
+        ends = np.nextafter(size, kind(np.inf)), np.nextafter(size, kind(0))
+        at, above, below = (points.astype(np.float64) for points in (size, *ends))
         spacing = np.where(np.isinf(above), at - below, above - at)
     return np.where(np.isfinite(at), spacing, np.nan)
 

@@ -72,6 +72,7 @@ SITUATIONS = {
     "a later step": lambda ds: ds.isel(step=slice(7, None)),
     "a single row": lambda ds: ds.isel(step=[7]),
     "skipped steps": lambda ds: skipped(ds, 11, 12, 22),
+    "no step taken since": lambda ds: skipped(ds, *range(2, 24)),
     "odd values": with_odd_values,
     "nothing known of tokens": lambda ds: ds.drop_vars("is_dead"),
     "no live tokens": lambda ds: ds.assign_coords(is_dead=("token", np.ones(6, bool))),
