@@ -78,34 +78,29 @@ def _trained(
 
 
 def by_hand(ds: xr.Dataset, *, restart: bool = False) -> dict[str, np.ndarray]:
-    """Both moments of each row, element by element; with `restart`, each from the row before."""
+    """Both moments of each row, row by row; with `restart`, each from the recorded row before."""
+    import ml_dtypes
+
     given = ds.attrs["optimizer"]["hyperparameters"]
     coupled = given["weight_decay"] * (not ds.attrs["optimizer"]["class"].endswith("AdamW"))
     native = ds.grad.attrs["native_dtype"]
+    native = getattr(ml_dtypes, native, native)
     result = {name: np.zeros(ds.W.shape) for name in ("exp_avg", "exp_avg_sq")}
     for name, moments in result.items():
         beta = given["betas"][name == "exp_avg_sq"]
+        recorded = ds[name].values.astype(np.float64)
         if ds.step[0] != 0 or restart:
-            moments[0] = ds[name].values[0]
+            moments[0] = recorded[0]
         for row in range(1, ds.sizes["step"]):
-            for at in np.ndindex(ds.W.shape[1:]):
-                before = ds[name].values[row - 1][at] if restart else moments[row - 1][at]
-                if "skipped" in ds and ds.skipped.values[row] == 1:
-                    moments[row][at] = before
-                    continue
-                g = float(rounded(ds.grad.values[row][at] * ds.clip_coef.values[row], native))
-                g = -g if given.get("maximize") else g
-                g += coupled * float(ds.W.values[row - 1][at]) if coupled else 0.0
-                x = g * g if name == "exp_avg_sq" else g
-                moments[row][at] = beta * float(before) + (1 - beta) * x
+            before = recorded[row - 1] if restart else moments[row - 1]
+            if "skipped" in ds and ds.skipped.values[row] == 1:
+                moments[row] = before
+                continue
+            g = (ds.grad.values[row] * ds.clip_coef.values[row]).astype(native).astype(np.float64)
+            g = -g if given.get("maximize") else g
+            g = g + coupled * ds.W.values[row - 1].astype(np.float64) if coupled else g
+            moments[row] = beta * before + (1 - beta) * (g * g if name == "exp_avg_sq" else g)
     return result
-
-
-def rounded(value: np.floating, native: str) -> np.floating:
-    """Nearest value of the native type, by ml_dtypes."""
-    import ml_dtypes
-
-    return np.float64(np.asarray(value).astype(getattr(ml_dtypes, native, native)))
 
 
 def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 
+import dask
 import numpy as np
 import pytest
 import xarray as xr
@@ -36,79 +37,57 @@ def near_histories(draw: st.DrawFn) -> xr.Dataset:
             "is_dead": ("token", draw(arrays(bool, tokens))),
         },
     )
-    return ds.chunk({dim: draw(st.integers(1, size)) for dim, size in ds.sizes.items()})
+    return ds.chunk(step=1, token=draw(st.integers(4, 8)))
 
 
 def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[int, tuple]]:
     """Facts about the graph of some tokens, and (degree, component) of each by name."""
-    cells = ordinal(W, "bfloat16").astype(np.int64)
-    tokens: dict[tuple, list[int]] = {}
-    for cell, name in zip(cells, names, strict=True):
-        tokens.setdefault(tuple(cell.tolist()), []).append(int(name))
-    finite = {tuple(c.tolist()): np.isfinite(w).all() for c, w in zip(cells, W, strict=True)}
-    near = {
-        one: {
-            other
-            for other in tokens
-            if other != one
-            and finite[one]
-            and finite[other]
-            and max(abs(a - b) for a, b in zip(one, other, strict=True)) <= k
-        }
-        for one in tokens
-    }
-    components, left = [], set(tokens)
-    while left:
-        found, front = set(), {left.pop()}
-        while front:
-            found |= front
-            front = set().union(*(near[one] for one in front)) - found
-        left -= found
-        components.append(found)
-    sizes = [(len(c), sum(len(tokens[one]) for one in c)) for c in components]
+    if not len(W):
+        facts = "vertices edges components isolated largest_component largest_component_tokens"
+        return dict.fromkeys(facts.split(), 0), {}
+    _, first, vertex = np.unique(
+        ordinal(W, "bfloat16"), axis=0, return_index=True, return_inverse=True
+    )
+    cells, finite = ordinal(W[first], "bfloat16").astype(np.int64), np.isfinite(W[first]).all(1)
+    near = np.abs(cells[:, None] - cells).max(-1) <= k
+    near &= finite & finite[:, None] & ~np.eye(len(cells), dtype=bool)
+    reached = np.linalg.matrix_power(near + np.eye(len(cells)), len(cells)) > 0
+    degrees, vertex = near.sum(1), vertex.ravel()
+    members = [names[of[vertex]] for of in reached]  # of the component of each vertex
     facts = {
-        "vertices": len(tokens),
-        "edges": sum(map(len, near.values())) // 2,
-        "components": len(components),
-        "isolated": sum(not others for others in near.values()),
-        "largest_component": max(sizes, default=(0, 0))[0],
-        "largest_component_tokens": max(sizes, default=(0, 0))[1],
+        "vertices": len(cells),
+        "edges": near.sum() // 2,
+        "components": len(np.unique(reached, axis=0)),
+        "isolated": (degrees == 0).sum(),
     }
-    reported = {}
-    for component in components:
-        members = [name for one in component for name in tokens[one]]
-        for one in component:
-            reported |= {name: (len(near[one]), min(members)) for name in tokens[one]}
+    largest = max((of.sum(), len(found)) for of, found in zip(reached, members, strict=True))
+    facts["largest_component"], facts["largest_component_tokens"] = largest
+    reported = {
+        int(name): (degrees[at], members[at].min()) for name, at in zip(names, vertex, strict=True)
+    }
     return facts, reported
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")), deadline=None)
-@given(near_histories(), st.integers(1, 2))
-def test_adjacency(ds: xr.Dataset, k: int) -> None:
-    whole = analysis.adjacency(ds, k).compute(scheduler="sync")
-    dead = analysis.adjacency(ds, k, population="dead").compute(scheduler="sync")
-    names, mask = ds.token.values, ds.is_dead.values
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "5")), deadline=None)
+@given(near_histories(), st.integers(1, 2), st.sampled_from(["dead", "live", "all"]))
+def test_adjacency(ds: xr.Dataset, k: int, population: str) -> None:
+    names, dead = ds.token.values, ds.is_dead.values
+    members = {"dead": dead, "live": ~dead, "all": dead | True}[population]
+    whole, one = (analysis.adjacency(ds, k, population=of) for of in (None, population))
+    counts, one, degree = dask.compute(
+        whole.sel(population=population), one, whole.degree, scheduler="sync"
+    )
     for row, W in enumerate(ds.W.values):
-        _, reported = graph_by_hand(W, names, k)
-        for field, at in (("degree", 0), ("connected_component", 1)):
-            assert whole[field][row].values.tolist() == [reported[name][at] for name in names]
-        for population, members in {"dead": mask, "live": ~mask, "all": mask | True}.items():
-            facts, reported = graph_by_hand(W[members], names[members], k)
-            one = whole.isel(step=row).sel(population=population)
+        facts, reported = graph_by_hand(W[members], names[members], k)
+        facts["mean_degree"] = 2 * facts["edges"] / facts["vertices"] if reported else np.nan
+        for of in (counts, one):
             for fact, expected in facts.items():
-                assert one[fact] == expected, fact
-            if members.any():
-                mean = 2 * facts["edges"] / facts["vertices"]
-                np.testing.assert_allclose(one.mean_degree, mean)
-            else:
-                assert one.mean_degree.isnull()
-            if population == "dead":
-                assert one.edges == dead.edges[row]
-                expected = [reported.get(name, (-1, -1)) for name in names]
-                assert dead.degree[row].values.tolist() == [pair[0] for pair in expected]
-                assert dead.connected_component[row].values.tolist() == [
-                    pair[1] for pair in expected
-                ]
+                np.testing.assert_allclose(of[fact][row], expected, err_msg=fact)
+        pairs = [reported.get(name, (-1, -1)) for name in names]
+        assert one.degree[row].values.tolist() == [pair[0] for pair in pairs]
+        assert one.connected_component[row].values.tolist() == [pair[1] for pair in pairs]
+        _, of_all = graph_by_hand(W, names, k)
+        assert degree[row].values.tolist() == [of_all[name][0] for name in names]
 
 
 # Distances around wraps of the lowest bits, and just within or beyond k.
@@ -143,7 +122,7 @@ def test_more_pairs_than_fit_in_memory_at_once(make_run) -> None:
 
 
 def test_steps_of_choice(make_run, walk) -> None:
-    ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
+    ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2)
     for quantity in (analysis.adjacency, analysis.nearest_distance):
         whole = quantity(ds).compute()
         for steps in ([10, 2], 4):
@@ -170,54 +149,52 @@ def distances_by_hand(W: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(nearest), nearest, np.nan)
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
-@given(near_histories())
-def test_nearest_distance(ds: xr.Dataset) -> None:
-    for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
-        got = analysis.nearest_distance(ds, population).compute(scheduler="sync")
-        for row, W in enumerate(ds.W.values.astype(np.float64)):
-            expected = np.full(len(members), np.nan)
-            expected[members] = distances_by_hand(W[members])
-            np.testing.assert_allclose(got.nearest_distance[row], expected, rtol=1e-12)
-            finite = members & np.isfinite(W).all(1)
-            _, first = np.unique(W[finite] + 0.0, axis=0, return_index=True)
-            if len(first) < 2:
-                assert got.nearest_entropy[row].isnull()
-                continue
-            n, hidden = len(first), W.shape[1]
-            ball = math.log({1: 2.0, 2: math.pi}[hidden])
-            harmonic = sum(1 / number for number in range(1, n))
-            entropy = hidden * np.log(expected[finite][first]).mean() + ball + harmonic
-            np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
-
-
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
-@given(near_histories(), st.integers(1, 6))
-def test_nearest_tokens(ds: xr.Dataset, k: int) -> None:
-    labels, k = ds.token.values, min(k, ds.sizes["token"])
-    ds = ds.assign_coords(token_text=("token", [f"<{label}>" for label in labels]))
-    for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
-        if members.sum() < 2:
-            with pytest.raises(InvalidArgument, match=r"expected at least 2; name the tokens by"):
-                analysis.nearest_tokens(ds, k, population=population)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
+@given(near_histories(), st.sampled_from(["dead", "all"]))
+def test_nearest_distance(ds: xr.Dataset, population: str) -> None:
+    members = ds.is_dead.values | (population == "all")
+    got = analysis.nearest_distance(ds, population).compute(scheduler="sync")
+    for row, W in enumerate(ds.W.values.astype(np.float64)):
+        expected = np.full(len(members), np.nan)
+        expected[members] = distances_by_hand(W[members])
+        np.testing.assert_allclose(got.nearest_distance[row], expected, rtol=1e-12)
+        finite = members & np.isfinite(W).all(1)
+        _, first = np.unique(W[finite] + 0.0, axis=0, return_index=True)
+        if len(first) < 2:
+            assert got.nearest_entropy[row].isnull()
             continue
-        got = analysis.nearest_tokens(ds, k, labels[::-1], population=population)
-        got = got.compute(scheduler="sync")
-        assert got.token.values.tolist() == labels[::-1].tolist()
-        for (row, W), place in itertools.product(enumerate(ds.W.values), range(len(labels))):
-            finite = members & np.isfinite(W).all(1)
-            with np.errstate(invalid="ignore"):
-                apart = np.sqrt(((W.astype(np.float64) - W[place]) ** 2).sum(1))
-            others = [other for other in np.flatnonzero(finite) if other != place and finite[place]]
-            others = sorted(others, key=lambda other: apart[other])[:k]  # stable: by token
-            rest = k - len(others)
-            near = got.isel(step=row, token=-1 - place)
-            assert near.nearest_token.values.tolist() == [*labels[others], *[-1] * rest]
-            assert near.nearest_text.values.tolist() == [
-                *(f"<{label}>" for label in labels[others]),
-                *[""] * rest,
-            ]
-            np.testing.assert_array_equal(near.distance, [*apart[others], *[np.nan] * rest])
+        n, hidden = len(first), W.shape[1]
+        ball = math.log({1: 2.0, 2: math.pi}[hidden])
+        harmonic = sum(1 / number for number in range(1, n))
+        entropy = hidden * np.log(expected[finite][first]).mean() + ball + harmonic
+        np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
+@given(near_histories(), st.integers(1, 6), st.sampled_from(["dead", "all"]))
+def test_nearest_tokens(ds: xr.Dataset, k: int, population: str) -> None:
+    labels, k = ds.token.values, min(k, ds.sizes["token"])
+    members = ds.is_dead.values | (population == "all")
+    ds = ds.assign_coords(token_text=("token", [f"<{label}>" for label in labels]))
+    if members.sum() < 2:
+        with pytest.raises(InvalidArgument, match=r"expected at least 2; name the tokens by"):
+            analysis.nearest_tokens(ds, k, population=population)
+        return
+    got = analysis.nearest_tokens(ds, k, labels[::-1], population=population)
+    got = got.compute(scheduler="sync")
+    assert got.token.values.tolist() == labels[::-1].tolist()
+    for (row, W), place in itertools.product(enumerate(ds.W.values), range(len(labels))):
+        finite = members & np.isfinite(W).all(1)
+        with np.errstate(invalid="ignore"):
+            apart = np.sqrt(((W.astype(np.float64) - W[place]) ** 2).sum(1))
+        others = [other for other in np.flatnonzero(finite) if other != place and finite[place]]
+        others = sorted(others, key=lambda other: apart[other])[:k]  # stable: by token
+        rest = k - len(others)
+        near = got.isel(step=row, token=-1 - place)
+        assert near.nearest_token.values.tolist() == [*labels[others], *[-1] * rest]
+        texts = [f"<{label}>" for label in labels[others]]
+        assert near.nearest_text.values.tolist() == texts + [""] * rest
+        np.testing.assert_array_equal(near.distance, [*apart[others], *[np.nan] * rest])
 
 
 def test_more_distances_than_fit_in_memory_at_once(make_run) -> None:

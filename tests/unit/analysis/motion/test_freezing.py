@@ -13,13 +13,13 @@ from hypothesis.extra.numpy import arrays
 from trajstore import analysis
 from trajstore.analysis.motion.freezing import last_start
 from trajstore.analysis.several_quantities import compute_named
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import InvalidArgument
 
 
 def motion_of(bits: np.ndarray) -> np.ndarray:
     """True where any bit changed, with −0 equal to +0."""
     point = np.where(bits & 0x7FFF, bits, 0)
-    return (point[1:] != point[:-1]).any(-1)
+    return point[1:] != point[:-1]
 
 
 def life_of(moved: np.ndarray, steps: np.ndarray, min_unchanged: int) -> tuple[int, int, int, int]:
@@ -41,63 +41,34 @@ def test_freeze(bits, chunks, min_unchanged, spread, make_run):
     steps = np.arange(len(bits)) ** spread
     dead = np.arange(bits.shape[1]) % 2 == 0
     ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
-    got = analysis.freeze(ds, min_unchanged=min_unchanged).compute()
-    moved = motion_of(bits)
-    lives = [life_of(moved[:, token], steps, min_unchanged) for token in range(bits.shape[1])]
-    for name, expected in zip(
-        ("last_motion", "frozen_since", "thaws", "moves"),
-        np.array(lives).T,
-        strict=True,
-    ):
-        assert got[name].dtype == np.int64
-        np.testing.assert_array_equal(got[name], expected, err_msg=name)
-    since = np.array(lives)[:, 1]
-    frozen = (since >= 0) & (since <= steps[1:, None])
-    for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
-        if members.any():
-            still = got.unchanged_fraction.sel(population=population)
-            np.testing.assert_allclose(still, 1 - moved[:, members].mean(1))
-            share = got.frozen_fraction.sel(population=population)
-            np.testing.assert_allclose(share, frozen[:, members].mean(1))
-        else:
-            assert got.unchanged_fraction.sel(population=population).isnull().all()
-            assert got.frozen_fraction.sel(population=population).isnull().all()
-
-
-def test_a_stored_summary_answers_without_the_weights(bits, make_run):
-    ds = make_run(bits)
-    hops = analysis.lattice_displacement(ds, ord=1)
-    stored = ds.assign(W_ulp_l1=hops.reindex(step=ds.step)).drop_vars("W")
-    got, expected = analysis.freeze(stored).compute(), analysis.freeze(ds).compute()
-    for name in expected:
-        np.testing.assert_array_equal(got[name], expected[name])
+    elements = motion_of(bits)
+    found = {}
+    for per, moved in (("token", elements.any(-1, keepdims=True)), ("element", elements)):
+        got = found[per] = analysis.freeze(ds, min_unchanged, per=per).compute()
+        places = np.ndindex(moved.shape[1:])
+        lives = np.array([life_of(moved[:, *at], steps, min_unchanged) for at in places])
+        lives = lives.reshape(*moved.shape[1:], 4)
+        names = ("last_motion", "frozen_since", "thaws", "moves")
+        for number, name in enumerate(names[: 4 if per == "token" else 2]):
+            expected = lives[..., 0, number] if per == "token" else lives[..., number]
+            assert got[name].dtype == np.int64
+            np.testing.assert_array_equal(got[name], expected, err_msg=name)
+        since = lives[..., 1]
+        frozen = (since >= 0) & (since <= steps[1:, None, None])
+        for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
+            for name, share in (("unchanged_fraction", ~moved), ("frozen_fraction", frozen)):
+                of = share[:, members].mean((1, 2)) if members.any() else np.nan
+                np.testing.assert_allclose(got[name].sel(population=population), of)
+    middle = np.sort(lives[..., 0], axis=-1)[:, (bits.shape[2] - 1) // 2]
+    np.testing.assert_array_equal(got.median_last_motion, middle)
+    if spread == 1:  # a recorded sum of hops takes the place of the weights
+        hops = analysis.lattice_displacement(ds, ord=1)
+        stored = ds.assign(W_ulp_l1=hops.reindex(step=ds.step)).drop_vars("W")
+        xr.testing.assert_equal(analysis.freeze(stored, min_unchanged).compute(), found["token"])
 
 
 def test_a_run_without_rows_is_too_short_to_freeze():
     assert last_start(np.array([], np.int64), 3) == -1
-
-
-def test_freeze_of_each_element(bits, chunks, make_run):
-    steps = np.arange(len(bits)) * 3 + 5
-    dead = np.arange(bits.shape[1]) % 3 == 0
-    ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
-    moved = (bits[1:] != bits[:-1]) & (((bits[1:] | bits[:-1]) & 0x7FFF) != 0)
-    numbers = np.arange(1, len(bits))[:, None, None]
-    last = np.where(moved, numbers, -1).max(0, initial=-1)
-    got = analysis.freeze(ds, min_unchanged=7, per="element").compute()
-    motion = np.where(last < 0, -1, steps[last])
-    np.testing.assert_array_equal(got.last_motion, motion)
-    unchanged = steps[-1] - steps[np.maximum(last, 0)]
-    since = np.where(unchanged >= 7, steps[np.minimum(last + 1, len(bits) - 1)], -1)
-    np.testing.assert_array_equal(got.frozen_since, since)
-    middle = np.sort(motion, axis=-1)[:, (motion.shape[1] - 1) // 2]
-    np.testing.assert_array_equal(got.median_last_motion, middle)
-    whole = analysis.freeze(ds, min_unchanged=7).compute()
-    np.testing.assert_array_equal(got.last_motion.max("hidden"), whole.last_motion)
-    dead_now = got.sel(population="dead")
-    np.testing.assert_allclose(dead_now.unchanged_fraction, 1 - moved[:, dead].mean((1, 2)))
-    frozen = [((since >= 0) & (since <= step))[dead].mean() for step in steps[1:]]
-    np.testing.assert_allclose(dead_now.frozen_fraction, frozen)
 
 
 def last_moves_of(W: np.ndarray, steps: np.ndarray) -> list[tuple[int, int, int, float]]:
@@ -121,42 +92,27 @@ def last_moves_of(W: np.ndarray, steps: np.ndarray) -> list[tuple[int, int, int,
     return found
 
 
-def check(ds: xr.Dataset) -> None:
-    got = analysis.last_moving_element(ds).compute()
-    expected = last_moves_of(ds.W.transpose("step", "token", "hidden").values, ds.step.values)
-    names = ("last_motion", "last_moving_element", "moving_elements", "last_moving_size")
-    for name, values in zip(names, zip(*expected, strict=True), strict=True):
-        np.testing.assert_array_equal(got[name], values, err_msg=name)
-
-
-def test_against_a_walk_through_the_elements(bits, chunks, make_run):
-    ds = make_run(bits, steps=np.arange(len(bits)) ** 2, chunks=chunks)
-    check(ds)
-    rest = analysis.freeze(ds).last_motion
-    xr.testing.assert_identical(analysis.last_moving_element(ds).last_motion, rest)
-
-
-def test_ties_go_to_the_smallest_and_then_the_first_element(make_run):
+def ties() -> np.ndarray:
+    """Of several elements that move last, the smallest, then the first; (4, 5, 3)."""
     W = np.zeros((4, 5, 3), np.float32)
     W[:, 0] = [[4, 1, 2], [4, 1, 2], [5, 1, 3], [5, 1, 3]]
     W[:, 1] = [[1, -1, 1], [2, -2, 1], [2, -2, 1], [2, -2, 1]]
     W[:, 2] = [[0, 0, 0], [-0.0, 0, 0], [0, 0, 0], [0, -0.0, 0]]  # no motion
     W[:, 3] = [[np.nan, np.inf, 1], [np.nan, 3, 1], [2, 3, 1], [2, 3, 1]]
     W[:, 4] = [[9, 8, 7], [9, 8, 7], [9, 8, 7], [9, 8, 6]]
-    ds = make_run(W, native="float32")
-    check(ds)
-    found = analysis.last_moving_element(ds)
-    assert found.last_moving_element.values.tolist() == [2, 0, -1, 0, 2]
-    assert found.moving_elements.values.tolist() == [2, 2, 0, 1, 1]
+    return W
 
 
-def test_on_another_lattice_it_is_of_the_rounded_values(make_run, walk):
-    ds = make_run(walk(12, 5, 4).astype("f4") * 1e-3, native="float32")
-    rounded = ds.assign(W=ds.W.astype(np.float16).astype(np.float32))
-    got = analysis.last_moving_element(ds, "float16").drop_attrs()
-    xr.testing.assert_equal(got, analysis.last_moving_element(rounded).drop_attrs())
-    with pytest.raises(VariableNotRecorded, match="W"):
-        analysis.last_moving_element(ds.rename(W="delta"))
+def test_against_a_walk_through_the_elements(bits, chunks, make_run):
+    for ds in (
+        make_run(bits, steps=np.arange(len(bits)) ** 2, chunks=chunks),
+        make_run(ties(), native="float32"),
+    ):
+        got = analysis.last_moving_element(ds).compute()
+        expected = last_moves_of(ds.W.values, ds.step.values)
+        names = ("last_motion", "last_moving_element", "moving_elements", "last_moving_size")
+        for name, values in zip(names, zip(*expected, strict=True), strict=True):
+            np.testing.assert_array_equal(got[name], values, err_msg=name)
 
 
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
@@ -212,20 +168,21 @@ def test_curves_of_a_run(make_run, walk) -> None:
     assert again.first_crossing.values.tolist() == [6, 10]
 
 
-def test_a_wrong_quantity_or_level_is_refused(make_run, walk) -> None:
-    ds = make_run(walk(4, 3, 2))
-    for quantity, message in (
-        ("sun", "got quantity='sun'"),
-        ("freeze", r"freeze\.frozen_fraction"),
-        ("freeze.sun", r"freeze\.unchanged_fraction"),
-        ("displacement.sun", "expected displacement$"),
-        ("lifecycle.last_jump", "expected lifecycle$"),
-        (ds.W.isel(step=0), "along step"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            analysis.crossings(ds, quantity)
-    with pytest.raises(InvalidArgument, match="levels="):
-        analysis.crossings(ds, levels=[np.nan])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantity": "sun"}, "got quantity='sun'"),
+        ({"quantity": "freeze"}, r"freeze\.frozen_fraction"),
+        ({"quantity": "freeze.sun"}, r"freeze\.unchanged_fraction"),
+        ({"quantity": "displacement.sun"}, "expected displacement$"),
+        ({"quantity": "lifecycle.last_jump"}, "expected lifecycle$"),
+        ({"quantity": xr.DataArray([1.0], dims="token")}, "along step"),
+        ({"levels": [np.nan]}, "levels="),
+    ],
+)
+def test_a_wrong_quantity_or_level_is_refused(options, message, make_run, walk) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        analysis.crossings(make_run(walk(4, 3, 2)), **options)
 
 
 ROWS = 200
@@ -242,37 +199,35 @@ def history(kick: float = 0.0, at: int = 100, freeze: bool = True) -> np.ndarray
     return W
 
 
-@pytest.mark.parametrize("freeze", [True, False])
-def test_a_clean_run_has_no_discontinuity(freeze, make_run):
-    ds = make_run(history(freeze=freeze), native="float32")
-    got = analysis.discontinuities(ds).compute()
-    assert not got.discontinuity.any()
-    assert abs(got.discontinuity_score).max() < 5
-
-
-@pytest.mark.parametrize("at", [20, ROWS - 3])
-def test_a_bad_checkpoint_is_found_where_it_is(at, make_run):
-    ds = make_run(history(kick=5e-4, at=at), native="float32", chunks=(17, 9, -1))
-    got = analysis.discontinuities(ds).compute()
-    assert got.step.values[got.discontinuity.values].tolist() == [at]
-
-
-def test_one_moving_element_is_no_discontinuity(make_run):
+def single_element() -> np.ndarray:
     W = history()
     W[100:] = W[99]
     W[150:, 0, 0] += 1e-6
-    got = analysis.discontinuities(make_run(W, native="float32")).compute()
-    assert 150 not in got.step.values[got.discontinuity.values]
-    still = make_run(np.ones((30, 4, 2), np.float32), native="float32")
-    assert not analysis.discontinuities(still).discontinuity.any()
+    return W
 
 
-def test_a_mean_of_nan_is_a_discontinuity_where_it_begins(make_run):
+def nan_from_90() -> np.ndarray:
     W = history(freeze=False)
     W[90:, 3] = np.nan
-    got = analysis.discontinuities(make_run(W, native="float32")).compute()
-    assert got.step.values[got.discontinuity.values].tolist() == [90]
+    return W
 
 
-def test_few_rows_are_no_neighborhood(make_run, walk):
-    assert analysis.discontinuities(make_run(walk(4, 3, 2))).discontinuity_score.isnull().all()
+@pytest.mark.parametrize(
+    ("W", "found", "unknown"),
+    [
+        (history(), [], 1),
+        (history(freeze=False), [], 1),
+        (history(kick=5e-4, at=20), [20], 1),
+        (history(kick=5e-4, at=ROWS - 3), [ROWS - 3], 1),
+        (single_element(), [100], 1),  # where the motion ends, not where one element moves
+        (nan_from_90(), [90], 110),
+        (np.ones((30, 4, 2), np.float32), [], 29),
+        (history()[:4], [], 3),  # few rows are no neighborhood
+    ],
+)
+def test_a_discontinuity_is_found_where_it_is(W, found, unknown, make_run):
+    got = analysis.discontinuities(make_run(W, native="float32", chunks=(17, 9, -1))).compute()
+    assert got.step.values[got.discontinuity.values].tolist() == found
+    assert got.discontinuity_score.isnull().sum() == unknown
+    large = got.step.values[abs(got.discontinuity_score) > 5]
+    assert large.tolist() == found

@@ -7,24 +7,101 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.errors import InvalidArgument
+from trajstore.analysis.several_quantities import compute_named
+from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
 
 
 @pytest.fixture
 def run(bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 != 1
     steps = np.cumsum(1 + np.arange(len(bits)) % 3)
-    return make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
+    return make_run(bits, grad=bits, steps=steps, is_dead=dead, chunks=chunks)
+
+
+def populations_of(ds: xr.Dataset) -> dict[str, np.ndarray]:
+    dead = ds.is_dead.values
+    return {"dead": dead, "live": ~dead, "all": dead | True}
+
+
+def norm(vectors: np.ndarray, order: float = 2) -> np.ndarray:
+    """The direct computation in float64."""
+    with np.errstate(all="ignore"):
+        wide = np.abs(vectors.astype(np.float64))
+        if order == 2:
+            return np.sqrt((wide**2).sum(-1)).astype(np.float32)
+        return (wide.sum(-1) if order == 1 else wide.max(-1)).astype(np.float32)
+
+
+@pytest.mark.filterwarnings("error")
+def test_motion_and_norms(run):
+    W, steps = run.W.values.astype(np.float64), run.step.values
+    row = len(W) // 2
+    with np.errstate(all="ignore"):
+        ways, places = np.diff(W, axis=0), W - W[row]
+        velocity = ways / np.diff(steps)[:, None, None]
+        expected = {
+            "from a step": (analysis.displacement(run, since=int(steps[row])), norm(places)),
+            "from the row before": (analysis.displacement(run, since="previous"), norm(ways)),
+            "velocity": (analysis.velocity(run), velocity.astype(np.float32)),
+            "acceleration": (
+                analysis.acceleration(run),
+                np.diff(velocity, axis=0).astype(np.float32),
+            ),
+        }
+        for order in (1, 2, np.inf):
+            expected[f"order {order}"] = analysis.grad_norms(run, ord=order), norm(W, order)
+    for name, (got, values) in expected.items():
+        np.testing.assert_array_equal(got, values, err_msg=name)
+        assert got.dtype == np.float32
+        assert got.step.values.tolist() == steps[len(steps) - len(values) :].tolist()
+        assert got.token.values.tolist() == run.token.values.tolist()
+    assert expected["velocity"][0].attrs["units"] == "1 per step"
+    speed = analysis.speed(run).values
+    assert speed.dtype == np.float32
+    np.testing.assert_allclose(speed, norm(velocity), rtol=3e-7)
+
+
+def test_other_types(make_run, walk):
+    values = np.random.default_rng(0).normal(size=(6, 5, 4))
+    for name in ("float16", "float32"):
+        stored = values.astype(name).astype(np.float32)
+        ds = make_run(stored, grad=stored, native=name)
+        np.testing.assert_array_equal(analysis.grad_norms(ds), norm(stored))
+    ds = make_run(values, grad=values, native="float64")
+    got = analysis.grad_norms(ds)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, np.linalg.norm(values, axis=-1), rtol=1e-15)
+
+
+def test_stored_norms_of_gradients_agree_to_the_last_bit(make_run, walk):
+    ds = make_run(walk(20, 6, 8), grad=walk(20, 6, 8, 1))
+    computed = analysis.grad_norms(ds).compute()
+    stored = ds.assign(grad_token_norm=computed.rename("grad_token_norm"))
+    for held in (stored, stored.drop_vars("grad")):
+        xr.testing.assert_identical(analysis.grad_norms(held).compute(), computed)
+    with pytest.raises(VariableNotRecorded, match="grad"):
+        analysis.grad_norms(held, ord=1)
+
+
+def test_a_stored_way_is_not_used_where_rows_are_left_out(make_run, walk):
+    ds = make_run(walk(21, 6, 8))
+    way = analysis.displacement(ds, since="previous").reindex(step=ds.step)
+    stored = ds.assign(W_step_norm=way.astype(np.float32))
+    for rows in (slice(None), slice(4, 9), slice(None, None, 5), [0, 3, 4, 11]):
+        expected = analysis.displacement(ds.isel(step=rows), since="previous")
+        got = analysis.displacement(stored.isel(step=rows), since="previous")
+        xr.testing.assert_identical(got.compute(), expected.compute())
+    only_stored = stored.drop_vars("W").sel(step=slice(3, 9))
+    np.testing.assert_array_equal(
+        analysis.displacement(only_stored, since="previous"), way.sel(step=slice(4, 9))
+    )
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_path_efficiency(window, run):
-    if window is not None and window > max(run.sizes["step"] - 1, 1):
-        with pytest.raises(InvalidArgument, match=f"window={window}, expected 1 to"):
-            analysis.path_efficiency(run, window)
-        return
-    got = analysis.path_efficiency(run, window).compute(scheduler="sync")
     W, steps = run.W.values.astype(np.float64), run.step.values
+    window = window and max(1, min(window, len(W) - 1))
+    got = analysis.path_efficiency(run, window).compute(scheduler="sync")
     length = window or max(len(W) - 1, 1)
     starts = range(0, len(W) - 1, length)
     assert got.sizes["window"] == len(starts)
@@ -62,87 +139,37 @@ def test_radial_tangential(about, run):
         assert (error <= 1e-6 * size[known] + 1e-37).all()
 
 
-def test_a_wrong_window_or_center_is_refused(make_run, walk):
-    ds = make_run(walk(4, 3, 2))
-    with pytest.raises(InvalidArgument, match="window=0"):
-        analysis.path_efficiency(ds, 0)
-    with pytest.raises(InvalidArgument, match="'dead'"):
-        analysis.radial_tangential(ds, "centroid", "dead")
-
-
-LAGS = [1, 3, 20]  # short histories have some of these
-
-
-def by_hand(x: np.ndarray, lag: int) -> np.ndarray:
-    """Mean scalar product of rows at a lag, (token)."""
-    pairs = len(x) - lag
-    if pairs <= 0:
-        return np.full(x.shape[1], np.nan)
-    return (x[: len(x) - lag] * x[lag:]).sum(-1).mean(0)
+LAGS = [1, 2, 5, 10, 20]  # the default; short histories have some of these
 
 
 @pytest.mark.parametrize("of", ["velocity", "position"])
 def test_autocorrelation_equals_a_loop_over_pairs(of, bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 != 1
     ds = make_run(bits, is_dead=dead, steps=np.arange(len(bits)) * 10, chunks=chunks)
+    ds = ds.assign(W=ds.W.where(np.abs(ds.W) < 4).assign_attrs(ds.W.attrs))
     W = ds.W.values.astype(np.float64)
-    if np.abs(W[np.isfinite(W)]).max(initial=0) > 1e6:
-        ds = ds.assign(W=ds.W.where(np.abs(ds.W) < 4).assign_attrs(ds.W.attrs))
-        W = ds.W.values.astype(np.float64)
-    largest = len(bits) - (2 if of == "velocity" else 1)
-    lags = [lag for lag in LAGS if lag <= largest]
-    if len(lags) < len(LAGS):
-        with pytest.raises(InvalidArgument, match=rf"expected at most {max(largest, 0)}, "):
-            analysis.autocorrelation(ds, LAGS, of)
-    if not lags:
-        return
-    got = analysis.autocorrelation(ds, lags, of).compute(scheduler="sync")
-    assert got.lag_steps.values.tolist() == [10 * lag for lag in lags]
+    got = analysis.autocorrelation(ds, of=of).compute(scheduler="sync")
+    apart = 10 if len(bits) > 1 else 1
+    assert got.lag_steps.values.tolist() == [apart * lag for lag in LAGS]
     with np.errstate(all="ignore"):
         x = np.diff(W, axis=0) if of == "velocity" else W - W.mean(0)
-        means = np.stack([by_hand(x, lag) for lag in (0, *lags)])
-        expected = np.where(means[0] > 1e-30, means[1:] / means[0], np.nan)
-    known = np.isfinite(expected)
-    np.testing.assert_allclose(
-        got.token_autocorrelation.values[known], expected[known], rtol=1e-6, atol=1e-9
-    )
-    assert np.isnan(got.token_autocorrelation.values[:, np.isnan(means[0])]).all()
-    with np.errstate(all="ignore"):
-        for name, group in {"dead": dead, "live": ~dead, "all": dead | True}.items():
-            together = means[:, group].mean(1) if group.any() else np.full(1 + len(lags), np.nan)
-            expected = together[1:] / together[0] if together[0] > 1e-30 else together[1:] * np.nan
-            one = got.autocorrelation.sel(population=name).values
-            if np.isfinite(together[0]) and together[0] > 1e-30:
-                np.testing.assert_allclose(one, expected, rtol=1e-6, atol=1e-9)
-            elif np.isnan(together[0]):
-                assert np.isnan(one).all()
+        means = np.full((1 + len(LAGS), len(dead)), np.nan)
+        for number, lag in enumerate((0, *LAGS)):
+            if len(x) > lag:
+                means[number] = (x[: len(x) - lag] * x[lag:]).sum(-1).mean(0)
+        expected = means[1:] / np.where(means[0], means[0], np.nan)
+    np.testing.assert_allclose(got.token_autocorrelation, expected, rtol=1e-6, atol=1e-9)
+    for name, group in populations_of(ds).items():
+        together = means[:, group].mean(1) if group.any() else np.full(len(means), np.nan)
+        expected = together[1:] / (together[0] or np.nan)
+        one = got.autocorrelation.sel(population=name)
+        np.testing.assert_allclose(one, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_uneven_rows_and_wrong_lags_are_refused(make_run, walk):
-    ds = make_run(walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
-    with pytest.raises(InvalidArgument, match="evenly spaced rows, got spacings of 1, 2 steps"):
-        analysis.autocorrelation(ds)
-    ds = ds.isel(step=slice(3))
-    usual = analysis.autocorrelation(ds).compute()
-    xr.testing.assert_identical(analysis.autocorrelation(ds, [1, 2, 5, 10, 20]).compute(), usual)
-    for lags in (0, [1, -2], [], [1.5]):
-        with pytest.raises(InvalidArgument, match="lags="):
-            analysis.autocorrelation(ds, lags)
-
-
-@pytest.fixture
-def populated(bits, chunks, make_run):
-    dead = np.arange(bits.shape[1]) % 3 != 1
-    steps = np.cumsum(1 + np.arange(len(bits)) % 3)
-    ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
-    return ds, {"dead": dead, "live": ~dead, "all": dead | True}
-
-
-def test_centroid(populated):
-    ds, populations = populated
-    got = analysis.centroid(ds).compute()
-    W = ds.W.values.astype(np.float64)
-    for name, members in populations.items():
+def test_centroid(run):
+    got = analysis.centroid(run).compute()
+    W = run.W.values.astype(np.float64)
+    for name, members in populations_of(run).items():
         one = got.sel(population=name)
         if not members.any():
             assert all(one[fact].isnull().all() for fact in one)
@@ -150,7 +177,7 @@ def test_centroid(populated):
         with np.errstate(all="ignore"):
             centre = W[:, members].mean(1)
             radii = np.linalg.norm(W[:, members] - centre[:, None], axis=-1)
-            drift = np.linalg.norm(np.diff(centre, axis=0), axis=-1) / np.diff(ds.step.values)
+            drift = np.linalg.norm(np.diff(centre, axis=0), axis=-1) / np.diff(run.step.values)
             expected = {
                 "centroid": centre,
                 "centroid_norm": np.linalg.norm(centre, axis=-1),
@@ -162,40 +189,33 @@ def test_centroid(populated):
             np.testing.assert_allclose(one[fact], values, rtol=1e-9, atol=1e-300, err_msg=fact)
 
 
-def test_bulk_and_thermal(populated):
-    ds, populations = populated
-    got = analysis.bulk_thermal(ds).compute()
+def test_bulk_and_thermal(run):
+    got = analysis.bulk_thermal(run).compute()
     with np.errstate(all="ignore"):
-        velocity = np.diff(ds.W.values.astype(np.float64), axis=0)
-        velocity /= np.diff(ds.step.values)[:, None, None]
-    for name, members in populations.items():
-        if not members.any():
-            assert got.bulk_speed.sel(population=name).isnull().all()
-            continue
+        velocity = np.diff(run.W.values.astype(np.float64), axis=0)
+        velocity /= np.diff(run.step.values)[:, None, None]
+    for name, members in populations_of(run).items():
         one = got.sel(population=name)
+        if not members.any():
+            assert one.bulk_speed.isnull().all()
+            continue
         with np.errstate(all="ignore"):
             bulk = velocity[:, members].mean(1)
             about = velocity[:, members] - bulk[:, None]
             thermal = np.sqrt((about**2).sum(-1).mean(1))
             speed = np.linalg.norm(bulk, axis=-1)
             ratio = speed / thermal
-            square = (velocity[:, members] ** 2).sum(-1).mean(1)
         np.testing.assert_allclose(one.bulk_velocity, bulk, rtol=1e-9)
         np.testing.assert_allclose(one.bulk_speed, speed, rtol=1e-9)
         np.testing.assert_allclose(one.thermal_speed, thermal, rtol=1e-9, atol=1e-300)
         np.testing.assert_allclose(one.bulk_thermal_ratio, ratio, rtol=1e-6)
-        finite = np.isfinite(square)
-        np.testing.assert_allclose(
-            (one.bulk_speed**2 + one.thermal_speed**2).values[finite], square[finite], rtol=1e-9
-        )
 
 
-def test_coherence(populated):
-    ds, populations = populated
-    got = analysis.coherence(ds).compute()
+def test_coherence(run):
+    got = analysis.coherence(run).compute()
     with np.errstate(all="ignore"):
-        ways = np.diff(ds.W.values.astype(np.float64), axis=0)
-    for name, members in populations.items():
+        ways = np.diff(run.W.values.astype(np.float64), axis=0)
+    for name, members in populations_of(run).items():
         for row, way in enumerate(ways[:, members]):
             with np.errstate(all="ignore"):
                 mean = way.mean(0) if members.any() else np.zeros(way.shape[1])
@@ -207,13 +227,11 @@ def test_coherence(populated):
             np.testing.assert_allclose(got.sel(population=name)[row], expected, rtol=1e-9)
 
 
-def test_distinct(populated):
-    ds, populations = populated
-    got = analysis.distinct(ds).compute()
-    W = ds.W.values
-    for name, members in populations.items():
-        for row in range(len(W)):
-            counts = Counter(token.tobytes() for token in W[row, members])
+def test_distinct(run):
+    got = analysis.distinct(run).compute()
+    for name, members in populations_of(run).items():
+        for row, vectors in enumerate(run.W.values[:, members]):
+            counts = Counter(token.tobytes() for token in vectors)
             one = got.sel(population=name).isel(step=row)
             assert one.distinct == len(counts)
             assert one.most_common == max(counts.values(), default=0)
@@ -221,19 +239,15 @@ def test_distinct(populated):
 
 def test_one_population(make_run, walk):
     ds = make_run(walk(6, 5, 4), is_dead=np.arange(5) < 2)
-    whole = analysis.centroid(ds).compute()
     dead = analysis.centroid(ds, "dead").compute()
     assert "population" not in dead.dims
-    np.testing.assert_array_equal(dead.centroid_norm, whole.centroid_norm.sel(population="dead"))
-    with pytest.raises(InvalidArgument, match="'undead'"):
-        analysis.centroid(ds, "undead")
-    with pytest.raises(InvalidArgument, match="is_dead"):
-        analysis.coherence(ds.drop_vars("is_dead"), "dead")
+    expected = analysis.centroid(ds).sel(population="dead").compute()
+    np.testing.assert_array_equal(dead.centroid_norm, expected.centroid_norm)
     assert analysis.coherence(ds.drop_vars("is_dead"), "all").sizes["step"] == 5
 
 
 @pytest.mark.parametrize("of", ["centroid", "displacement"])
-def test_against_pairs_of_centroids(of, make_run, walk):
+def test_separation_of_centroids(of, make_run, walk):
     dead = np.arange(7) % 3 == 0
     ds = make_run(walk(9, 7, 5), is_dead=dead, chunks=(4, 3, -1))
     W = ds.W.values.astype(np.float64)
@@ -253,3 +267,103 @@ def test_against_pairs_of_centroids(of, make_run, walk):
                 pair.separation_angle, np.degrees(np.arccos(cosine)), atol=1e-5
             )
             np.testing.assert_allclose(pair.direction, direction, atol=1e-12)
+
+
+DEAD = np.array([True, False, True, True, False, False])
+
+
+@pytest.fixture(scope="module")
+def clustered(make_run, walk):
+    """Two dead tokens share a vector from row 2 on, two live ones all their gradients."""
+    bits = walk(9, 6, 4)
+    bits[2:, 3] = bits[2:, 0]
+    bits[5:, 2] = bits[5:, 0]
+    rng = np.random.default_rng(7)
+    grad = rng.normal(size=bits.shape).astype("f4")
+    grad[:, 4] = grad[:, 1]
+    grad[0] = np.nan
+    mean = rng.normal(size=(9, 4)).astype("f4")
+    mean[0] = np.nan
+    ds = make_run(bits, grad=grad, is_dead=DEAD, chunks=(4, 3, -1))
+    ds.grad.attrs["native_dtype"] = "float32"
+    return ds.assign(hidden_mean=(("step", "hidden"), mean, {"units": "1"}))
+
+
+def test_other_vectors_take_the_place_of_the_weights(clustered):
+    W = clustered.W.values.astype(np.float64)
+    cluster = np.full((9, 2, 4), np.nan)
+    cluster[2:, 0] = W[2:, 0]
+    for of, population, expected in (
+        ("hidden_mean", None, clustered.hidden_mean.values[1:, None]),
+        ("grad", None, clustered.grad.values[1:]),
+        ("delta", None, np.diff(W, axis=0)),
+        ("centroid", None, np.stack([W[:, DEAD].mean(1), W[:, ~DEAD].mean(1)], 1)),
+        ("centroid", "all", W.mean(1, keepdims=True)),
+        ("largest_cluster", None, cluster),
+    ):
+        found = analysis.vectors(clustered, of, population)
+        np.testing.assert_allclose(found.W, expected, rtol=1e-12, err_msg=of)
+        assert found.step.values.tolist() == list(range(9 - len(expected), 9))
+    centroids = analysis.vectors(clustered, "centroid")
+    assert centroids.token_text.values.tolist() == ["dead", "live"]
+    assert centroids.is_dead.values.tolist() == [True, False]
+
+
+def test_quantities_of_other_vectors(clustered):
+    x = np.diff(clustered.hidden_mean.values[1:].astype(np.float64), axis=0)
+    expected = np.mean((x[:-1] * x[1:]).sum(-1)) / np.mean((x**2).sum(-1))
+    found = analysis.autocorrelation(analysis.vectors(clustered, "hidden_mean"), 1)
+    np.testing.assert_allclose(found.autocorrelation.sel(population="hidden_mean"), [expected])
+    counted = compute_named(clustered, ["clusters"], ["population=live"], vectors="grad")
+    assert counted.groups.values.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("of", "population", "error", "message"),
+    [
+        ("grad", "dead", InvalidArgument, "population='dead' for grad"),
+        ("centroid", "undead", InvalidArgument, "population='undead'"),
+        ("hidden_means", None, InvalidArgument, "vectors='hidden_means'.*'hidden_mean'"),
+        ("exp_avg", None, VariableNotRecorded, "exp_avg"),
+        ("hidden_mean", None, VariableNotRecorded, "hidden_mean"),
+    ],
+)
+def test_invalid_vectors(of, population, error, message, clustered):
+    with pytest.raises(error, match=message):
+        analysis.vectors(clustered.drop_vars("hidden_mean"), of, population)
+
+
+EVEN = slice(3)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "options", "rows", "message"),
+    [
+        (analysis.path_efficiency, {"window": 0}, EVEN, "window=0"),
+        (analysis.path_efficiency, {"window": 3}, EVEN, "window=3, expected 1 to 2"),
+        (analysis.radial_tangential, {"about": "centroid", "population": "dead"}, EVEN, "'dead'"),
+        (analysis.centroid, {"population": "undead"}, EVEN, "'undead'"),
+        (analysis.coherence, {"population": "dead"}, EVEN, "is_dead"),
+        (analysis.displacement, {"since": 24}, EVEN, "step 24"),
+        (analysis.displacement, {"since": "yesterday"}, EVEN, "'yesterday'"),
+        (analysis.displacement, {}, [0, 2, 1], "do not increase"),
+        (analysis.grad_norms, {"ord": 3}, EVEN, "order 3"),
+        (analysis.autocorrelation, {}, slice(4), "evenly spaced rows, got spacings of 1, 2 steps"),
+        (analysis.autocorrelation, {"lags": [1, 2]}, EVEN, "expected at most 1, "),
+        (analysis.autocorrelation, {"lags": 3, "of": "position"}, EVEN, "expected at most 2, "),
+        *(
+            (analysis.autocorrelation, {"lags": lags}, EVEN, "lags=")
+            for lags in (0, [1, -2], [], [1.5])
+        ),
+    ],
+)
+def test_wrong_options_are_refused(quantity, options, rows, message, make_run, walk):
+    ds = make_run(walk(4, 3, 2), grad=walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
+    with pytest.raises(TrajstoreError, match=message):
+        quantity(ds.isel(step=rows), **options)
+
+
+def test_weights_without_steps_are_refused(make_run, walk):
+    ds = make_run(walk(4, 3, 2))
+    with pytest.raises(InvalidArgument, match="token, hidden, expected step"):
+        analysis.displacement(ds.assign(W=ds.W.isel(step=0, drop=True)))

@@ -1,44 +1,176 @@
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
-from lattice_models import hops_of, regime_of
+from bits_and_calls import nightly_but
 
 from trajstore import analysis
 from trajstore.errors import InvalidArgument
 
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
-def places_of(bits: np.ndarray) -> np.ndarray:
-    """Signed index of each pattern, counted from zero."""
-    magnitude = (bits & 0x7FFF).astype(np.int64)
-    return np.where(bits >> 15, -magnitude, magnitude)
+def spacing_of(values: np.ndarray, native: str) -> np.ndarray:
+    """From each magnitude to the next point above it; of the largest, from the one below."""
+    kind = TYPES[native]
+    size = np.abs(values).astype(kind)
+    with np.errstate(invalid="ignore", over="ignore"):
+        ends = np.nextafter(size, kind(np.inf)), np.nextafter(size, kind(0))
+        at, above, below = (points.astype(np.float64) for points in (size, *ends))
+        spacing = np.where(np.isinf(above), at - below, above - at)
+    return np.where(np.isfinite(at), spacing, np.nan)
 
 
-def test_hops_in_spacings(bits, chunks, make_run):
-    ds = make_run(bits, chunks=chunks)
-    hops = hops_of(widened(bits), "bfloat16")
-    np.testing.assert_array_equal(analysis.lattice_displacement(ds), hops)
+def hops_of(cells: np.ndarray, native: str) -> np.ndarray:
+    """ΔW/spacing of each element of float32 cells; 0 for equal bits, and for −0 and +0."""
+    before, after = cells[:-1], cells[1:]
+    same = (before == after) | (before.view("u4") == after.view("u4"))
+    with np.errstate(invalid="ignore"):
+        change = after.astype(np.float64) - before.astype(np.float64)
+    return np.where(same, 0, change / spacing_of(before, native))
+
+
+def regimes_of(
+    hops: np.ndarray, neighbor: float = 1, jump: float | None = None, far: float = np.inf
+) -> np.ndarray:
+    """Regime of each vector of hops, as its number."""
+    size = np.abs(hops)
     with np.errstate(all="ignore"):
+        l1, l2, linf = size.sum(-1), np.sqrt((size**2).sum(-1)), size.max(-1)
+    limit = np.sqrt(hops.shape[-1]) if jump is None else jump
+    rules = [l1 == 0, l1 <= 1, linf <= neighbor, l2 <= limit, l2 > far]
+    return np.select(rules, [0, 1, 2, 3, 5], default=4)
+
+
+def check_motion(ds: xr.Dataset, lattice: str = "native") -> np.ndarray:
+    """Compare motion on a lattice with its definition, and return the hops."""
+    native = ds.W.attrs["native_dtype"]
+    of = native if lattice == "native" else lattice
+    cells = ds.W.values
+    with np.errstate(all="ignore"):
+        if of != native:
+            cells = cells.astype(TYPES[of]).astype(np.float32)
+        hops = hops_of(cells, of)
         norms = {
             1: np.abs(hops).sum(-1),
             2: np.sqrt((hops**2).sum(-1)),
             np.inf: np.abs(hops).max(-1),
         }
-        for order, expected in norms.items():
-            got = analysis.lattice_displacement(ds, ord=order).values
-            assert got.dtype == np.float32
-            np.testing.assert_allclose(got, expected.astype(np.float32), rtol=2e-7)
+        norms = {order: values.astype(np.float32) for order, values in norms.items()}
+    np.testing.assert_array_equal(analysis.lattice_displacement(ds, lattice=lattice), hops)
+    for order, expected in norms.items():
+        got = analysis.lattice_displacement(ds, ord=order, lattice=lattice)
+        assert got.dtype == np.float32
+        assert got.attrs["units"] == f"{of} spacings"
+        np.testing.assert_allclose(got, expected, rtol=2e-7)
+
+    for held in (ds, ds.W):
+        np.testing.assert_array_equal(analysis.ulp(held, lattice), spacing_of(cells, of))
+
+    dead = ds.is_dead.values
+    regime = regimes_of(hops)
+    found = analysis.regimes(ds, lattice).compute()
+    assert found.regime.dtype == np.int8
+    assert found.regime.attrs["flag_values"].tolist() == [0, 1, 2, 3, 4]
+    assert found.regime.attrs["flag_meanings"].split() == list(analysis.REGIMES)
+    np.testing.assert_array_equal(found.regime, regime)
+    for population, members in (("dead", dead), ("all", dead | True)):
+        one = found.sel(population=population)
+        for number, name in enumerate(analysis.REGIMES):
+            counted = (regime[:, members] == number).sum(1)
+            np.testing.assert_array_equal(one.counts.sel(regime_name=name), counted)
+        for name, sign in {"heated": 1, "cooled": -1}.items():
+            counted = (np.sign(np.diff(regime[:, members], axis=0)) == sign).sum(1)
+            np.testing.assert_array_equal(one[name][1:], counted)
+            assert (one[name][:1] == -1).all()
+
+    moved = (hops != 0).any(-1)
+    rest = analysis.freeze(ds, lattice=lattice)
+    rows = np.arange(1, len(cells))[:, None]
+    np.testing.assert_array_equal(rest.last_motion, np.where(moved, rows, -1).max(0, initial=-1))
+    np.testing.assert_array_equal(rest.moves, moved.sum(0))
+    last_jump = np.where(regime == 4, rows, -1).max(0, initial=-1)
+    np.testing.assert_array_equal(analysis.lifecycle(ds, lattice).last_jump, last_jump)
+    vectors = [len({token.tobytes() for token in row}) for row in cells]
+    np.testing.assert_array_equal(analysis.distinct(ds, "all", lattice).distinct, vectors)
+    clusters = analysis.clusters(ds, "all", lattice)
+    np.testing.assert_array_equal(clusters.groups + clusters.singles, vectors)
+    return hops
+
+
+def test_motion_equals_its_definition(bits, chunks, make_run):
+    ds = make_run(bits, is_dead=np.arange(bits.shape[1]) % 3 == 0, chunks=chunks)
+    hops = check_motion(ds)
+    got = analysis.regimes(ds, neighbor=3, jump=40, far=1000).compute()
+    wanted = regimes_of(hops, 3, 40, 1000)
+    np.testing.assert_array_equal(got.regime, wanted)
+    assert got.regime.attrs["flag_meanings"].split() == [*analysis.REGIMES, "far"]
+    far = got.counts.sel(population="all", regime_name="far")
+    np.testing.assert_array_equal(far, (wanted == 5).sum(1))
+
+
+def crawling(rows: int = 9, tokens: int = 6, hidden: int = 4) -> np.ndarray:
+    """float32 weights that move by less than a bfloat16 cell, mostly."""
+    rng = np.random.default_rng(1)
+    W = rng.normal(0, 0.02, (tokens, hidden))
+    scale = 10.0 ** rng.uniform(-7, -3, (tokens, 1))
+    return np.cumsum([W] + [rng.normal(0, scale, W.shape) for _ in range(rows - 1)], 0).astype("f4")
+
+
+def oddities() -> np.ndarray:
+    """Ties, −0, NaN, infinities, subnormals: (10, 8, 2)."""
+    W = np.ones((10, 8, 2), np.float32)
+    cell = np.float32(2.0**-7)
+    W[1:, 0, 0] += cell / 2  # a tie, to the even 1
+    W[1:, 1, 0] += 3 * cell / 2  # a tie, up to the even 1 + 2 cells
+    W[2:, 2, 0] += np.nextafter(cell / 2, np.float32(1))  # just above the tie
+    W[:, 3] = np.where(np.arange(10) % 2, -0.0, 0.0)[:, None]  # no motion
+    W[:, 4, 0] = np.float32(2.0**-149) * np.arange(10)  # below the least of all 16-bit types
+    W[:, 5, 0] = np.float32(2.0**-134) * np.arange(10)  # ties between subnormals
+    W[3:, 6, 0] = np.nan
+    W[4:6, 6, 1] = np.inf
+    W[1:, 7, 0] = np.float32(3.4e38) * np.linspace(0.1, 1, 9)  # beyond float16, then beyond all
+    W[-1, 7, 0] = np.finfo(np.float32).max
+    return W
+
+
+def any_bits() -> np.ndarray:
+    bits = np.random.default_rng(5).integers(0, 1 << 32, (6, 5, 3), dtype=np.uint32)
+    # Half of them are a few units from the previous row.
+    near = np.random.default_rng(6).integers(0, 1 << 15, (6, 5, 3), dtype=np.uint32)
+    return np.where(np.arange(5)[:, None] % 2, bits, bits[0] + near.cumsum(0)).view(np.float32)
+
+
+FLOAT32 = {"crawling": crawling, "oddities": oddities, "any bits": any_bits}
+
+
+@pytest.mark.parametrize(
+    "case",
+    nightly_but(
+        itertools.product(FLOAT32, ["bfloat16", "float16", "float32"]),
+        ("crawling", "bfloat16"),
+        ("oddities", "bfloat16"),
+        ("oddities", "float16"),
+        ("any bits", "float32"),
+    ),
+    ids=str,
+)
+def test_motion_on_another_lattice_equals_its_definition(case, make_run):
+    history, lattice = case
+    W = FLOAT32[history]()
+    W[np.isnan(W)] = np.nan  # payloads have a separate test
+    dead = np.arange(W.shape[1]) % 2 == 0
+    check_motion(make_run(W, native="float32", is_dead=dead, chunks=(4, 3, -1)), lattice)
 
 
 def test_hops_in_values(bits, chunks, make_run):
     ds = make_run(bits, chunks=chunks)
-    hops = np.diff(places_of(bits), axis=0)
+    magnitude = (bits & 0x7FFF).astype(np.int64)
+    hops = np.diff(np.where(bits >> 15, -magnitude, magnitude), axis=0)
     got = analysis.lattice_displacement(ds, metric="ordinal")
     assert got.dtype == np.int64
     np.testing.assert_array_equal(got, hops)
@@ -61,54 +193,6 @@ def test_ordinal_hops_of_neighbors_are_one_across_every_boundary(make_run):
     hops = analysis.lattice_displacement(ds).values.ravel()
     finite = hops[np.isfinite(hops)]
     assert set(np.unique(finite)) == {0.5, 1.0}
-
-
-def test_regimes_and_counts(bits, chunks, make_run):
-    dead = np.arange(bits.shape[1]) % 3 == 0
-    ds = make_run(bits, is_dead=dead, chunks=chunks)
-    hops = hops_of(widened(bits), "bfloat16")
-    with np.errstate(all="ignore"):
-        expected = np.array(
-            [[regime_of(token) for token in row] for row in hops], dtype="<U9"
-        ).reshape(hops.shape[:2])
-    got = analysis.regimes(ds).compute()
-    assert got.regime.dtype == np.int8
-    names = np.array(got.regime.attrs["flag_meanings"].split())
-    np.testing.assert_array_equal(names[got.regime.values], expected)
-    assert got.regime.attrs["flag_values"].tolist() == [0, 1, 2, 3, 4]
-    for name in names:
-        np.testing.assert_array_equal(
-            got.counts.sel(population="dead", regime_name=name), (expected[:, dead] == name).sum(1)
-        )
-    assert (got.counts.sel(population="all").sum("regime_name") == bits.shape[1]).all()
-
-    order = list(analysis.REGIMES)
-    ranks = np.array([[order.index(name) for name in row] for row in expected])
-    for name, sign in {"heated": 1, "cooled": -1}.items():
-        counted = (np.sign(np.diff(ranks.reshape(hops.shape[:2]), axis=0)) == sign)[:, dead].sum(1)
-        mine = got[name].sel(population="dead").values
-        np.testing.assert_array_equal(mine[1:], counted)
-        assert (mine[:1] == -1).all()
-
-
-def test_regimes_with_other_thresholds(bits, chunks, make_run):
-    ds = make_run(bits, chunks=chunks)
-    size = np.abs(hops_of(widened(bits), "bfloat16"))
-    with np.errstate(all="ignore"):
-        l1, l2, linf = size.sum(-1), np.sqrt((size**2).sum(-1)), size.max(-1)
-        wanted = np.select(
-            [l1 == 0, l1 <= 1, linf <= 3, l2 <= 40, l2 > 1000], [0, 1, 2, 3, 5], default=4
-        )
-    got = analysis.regimes(ds, neighbor=3, jump=40, far=1000).compute()
-    np.testing.assert_array_equal(got.regime, wanted)
-    assert got.regime.attrs["flag_meanings"].split() == [*analysis.REGIMES, "far"]
-    np.testing.assert_array_equal(
-        got.counts.sel(population="all", regime_name="far"), (wanted == 5).sum(1)
-    )
-    usual = analysis.regimes(ds, jump=np.sqrt(bits.shape[2]), neighbor=1).compute()
-    xr.testing.assert_identical(usual, analysis.regimes(ds).compute())
-    with pytest.raises(InvalidArgument, match="neighbor=1, jump=9 and far=5, expected positive"):
-        analysis.regimes(ds, jump=9, far=5)
 
 
 def test_exponents_that_change(bits, chunks, make_run):
@@ -145,17 +229,6 @@ def test_ulp_upward_is_the_distance_to_the_next_larger_number():
     got = analysis.ulp(W, direction="up").values
     np.testing.assert_array_equal(got[~largest], (up - W.values)[~largest])
     assert (got != analysis.ulp(W).values).sum() == 253  # negative powers of two
-    with pytest.raises(InvalidArgument, match="got direction='down'"):
-        analysis.ulp(W, direction="down")
-
-
-def test_ulp_of_a_variable_and_of_a_run(make_run):
-    values = np.float32([1.0, -3.0, 0.0, 2.0**-133, np.inf]).reshape(1, 1, 5)
-    expected = [2.0**-7, 2.0**-6, 2.0**-133, 2.0**-133, np.nan]
-    for native, chunks in (("bfloat16", None), ("bfloat16", (1, 1, 2))):
-        ds = make_run(values, native=native, chunks=chunks)
-        np.testing.assert_array_equal(analysis.ulp(ds).values.ravel(), np.float32(expected))
-        np.testing.assert_array_equal(analysis.ulp(ds.W), analysis.ulp(ds))
     plain = xr.DataArray(np.float32([1.0, 1e-40]))
     np.testing.assert_array_equal(analysis.ulp(plain), np.spacing(plain.values))
 
@@ -202,6 +275,18 @@ def test_a_small_heatmap_is_not_pooled(make_run, walk):
     np.testing.assert_array_equal(found.update_size, analysis.regimes(ds).regime.values[:, order])
 
 
-def test_a_heatmap_needs_two_rows(make_run, walk):
-    with pytest.raises(InvalidArgument, match="at least 2 rows"):
-        analysis.heatmap(make_run(walk(1, 5, 4)))
+@pytest.mark.parametrize(
+    ("quantity", "options", "message"),
+    [
+        (analysis.heatmap, {}, "at least 2 rows"),
+        (analysis.ulp, {"direction": "down"}, "got direction='down'"),
+        (
+            analysis.regimes,
+            {"jump": 9, "far": 5},
+            "neighbor=1, jump=9 and far=5, expected positive",
+        ),
+    ],
+)
+def test_wrong_thresholds_and_too_few_rows_are_refused(quantity, options, message, make_run, walk):
+    with pytest.raises(InvalidArgument, match=message):
+        quantity(make_run(walk(1, 5, 4)), **options)

@@ -1,24 +1,220 @@
-"""Exact moments, compared with NumPy loops, with torch in float64, and with recorded moments."""
+"""Exact moments and what follows from them, compared with loops over elements and with torch."""
 
 from __future__ import annotations
 
-import dask
+import math
+import os
+
 import numpy as np
 import pytest
 import xarray as xr
-from adam_runs import by_hand, trained
+from adam_runs import attributed_by_hand, by_hand, trained
 from bits_and_calls import nightly_but
-from dask.callbacks import Callback
+from held_arrays import BLOCK, held_at_most, made_of_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
+from trajstore.analysis import OUTCOMES
 from trajstore.analysis.optimizer import moments
+from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.threads import CompiledLoop
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CASES = {
+    "AdamW": ("AdamW", {}, "bfloat16"),
+    "strong decay": ("AdamW", {"weight_decay": 0.3}, "bfloat16"),
+    "coupled decay": ("Adam", {"weight_decay": 0.1}, "bfloat16"),
+    "maximize": ("Adam", {"maximize": True}, "bfloat16"),
+    "fused": ("AdamW", {"fused": True}, "bfloat16"),
+    "float16": ("AdamW", {"eps": 1e-4}, "float16"),
+    "float32": ("AdamW", {"weight_decay": 0.0}, "float32"),
+    "float64": ("AdamW", {"weight_decay": 0.0}, "float64"),
+}
+
+
+def resting(case: str) -> xr.Dataset:
+    """A run whose tokens freeze one after the other, some by assignment."""
+    ds = trained(*CASES[case], rows=24)
+    W = ds.W.values.copy()
+    for token, row in ((0, 9), (1, 17), (2, 17)):
+        W[row:, token] = W[row, token]
+    W[:, 3] = W[0, 3]  # never moves
+    W[-1, 4] = -2 * W[-2, 4]  # moves at the last row
+    return ds.assign(W=ds.W.copy(data=W))
+
+
+def skipped(ds: xr.Dataset, *steps: int) -> xr.Dataset:
+    """The run with steps that a scaler skipped: all is left as it was."""
+    history = {name: ds[name].copy(deep=True) for name in ("W", *MOMENTS)}
+    for array in history.values():
+        for step in steps:
+            array[step] = array[step - 1]
+    is_skipped = ds.step.isin(steps)
+    clip = ds.clip_coef.where(~is_skipped)
+    return ds.assign(skipped=is_skipped.astype(np.float32), clip_coef=clip, **history)
+
+
+def with_odd_values(ds: xr.Dataset) -> xr.Dataset:
+    """Zeros of both signs, and gradients of NaN and infinities."""
+    W, grad = ds.W.copy(deep=True), ds.grad.copy(deep=True)
+    W[1, 0, 0], W[2, 0, 0] = 0.0, -0.0
+    grad[-1, 1, :3] = np.array([np.nan, np.inf, -np.inf])
+    return ds.assign(W=W, grad=grad)
+
+
+SITUATIONS = {
+    "a later step": lambda ds: ds.isel(step=slice(7, None)),
+    "a single row": lambda ds: ds.isel(step=[7]),
+    "skipped steps": lambda ds: skipped(ds, 11, 12, 22),
+    "no step taken since": lambda ds: skipped(ds, *range(2, 24)),
+    "odd values": with_odd_values,
+    "nothing known of tokens": lambda ds: ds.drop_vars("is_dead"),
+    "no live tokens": lambda ds: ds.assign_coords(is_dead=("token", np.ones(6, bool))),
+}
+
+
+def counted(ds: xr.Dataset) -> list[dict[str, np.ndarray]]:
+    """Per row after the first: elements of each variable that were meant to change, and did not."""
+    given = ds.attrs["optimizer"]["hyperparameters"]
+    decoupled = given["weight_decay"] * ds.attrs["optimizer"]["class"].endswith("AdamW")
+    after, taken, result = by_hand(ds, restart=True), int(ds.step[0]), []
+    recorded = {name: ds[name].values.astype(np.float64) for name in ("W", *MOMENTS)}
+    for row in range(1, ds.sizes["step"]):
+        skips = "skipped" in ds and ds.skipped.values[row] == 1
+        taken += not skips
+        change = {name: after[name][row] - recorded[name][row - 1] for name in MOMENTS}
+        rate, (m, v) = float(ds.lr.values[row]), (recorded[name][row] for name in MOMENTS)
+        below = np.sqrt(v) / math.sqrt(1 - given["betas"][1] ** taken) + given["eps"]
+        change["W"] = -rate / (1 - given["betas"][0] ** taken) * m / below
+        change["W"] -= rate * decoupled * recorded["W"][row - 1]
+        found = {}
+        for name, values in change.items():
+            meant = (values != 0) & np.isfinite(values) & (not skips)
+            same = recorded[name][row] == recorded[name][row - 1]
+            found[name] = np.array([meant, meant & same])
+        squares = np.where(found["W"], np.square(change["W"]), 0)
+        result.append({**found, "squares": squares})
+    return result
+
+
+def members_of(ds: xr.Dataset) -> dict[str, np.ndarray]:
+    members = {"all": np.ones(ds.sizes["token"], bool)}
+    if "is_dead" in ds:
+        members |= {"dead": ds.is_dead.values, "live": ~ds.is_dead.values}
+    return members
+
+
+def check_attribution(ds: xr.Dataset, lazy: xr.Dataset, window: int = 100) -> None:
+    """Compare exact moments and counterfactuals with loops."""
+    got = analysis.exact_moments(lazy).compute(scheduler="sync")
+    for moment, expected in by_hand(ds).items():
+        np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
+
+    got = analysis.freeze_attribution(lazy, window=window).compute(scheduler="sync")
+    assert got.attribution.dims == ("counterfactual", "token")
+    assert got.attribution_counts.dims == ("counterfactual", "population", "outcome_name")
+    for name, expected in attributed_by_hand(ds, window).items():
+        np.testing.assert_array_equal(got[name], expected, err_msg=name)
+    for population, at in members_of(ds).items():
+        counts = got.attribution_counts.sel(population=population)
+        for number, outcome in enumerate(OUTCOMES):
+            expected = (got.attribution.values[:, at] == number).sum(1)
+            np.testing.assert_array_equal(counts.sel(outcome_name=outcome), expected)
+
+
+def check_stuck(ds: xr.Dataset, lazy: xr.Dataset) -> None:
+    """Compare what rounding left unchanged with loops."""
+    got = analysis.moment_stuck(lazy).compute(scheduler="sync")
+    assert got.sizes["step"] == ds.sizes["step"] - 1
+    for row, found in enumerate(counted(ds)):
+        for population, at in members_of(ds).items():
+            if not at.any():
+                assert got.sel(population=population).isnull().all().to_array().all()
+                continue
+            one = got.sel(population=population).isel(step=row)
+            for name in ("W", *MOMENTS):
+                meant, stuck = found[name][:, at].sum((1, 2))
+                of = one.sel(variable=name)
+                assert of.meant_fraction == meant / found[name][0, at].size
+                np.testing.assert_equal(
+                    of.stuck_fraction.item(), stuck / meant if meant else np.nan
+                )
+            intended, lost = found["squares"][:, at].sum((1, 2))
+            expected = math.sqrt(lost / intended) if intended else np.nan
+            np.testing.assert_allclose(one.update_lost, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("case", nightly_but(CASES, "coupled decay", "float16", "float32"))
+def test_they_equal_a_plain_computation(case):
+    ds = resting(case)
+    lazy = ds.chunk(step=5, token=4)
+    check_attribution(ds, lazy)
+    check_stuck(ds, lazy)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_they_equal_a_plain_computation_where(situation):
+    ds = SITUATIONS[situation](resting("AdamW"))
+    lazy = ds.chunk(step=5, token=4)
+    check_attribution(ds, lazy, window=3 if situation == "skipped steps" else 100)
+    check_stuck(ds, lazy)
+
+
+# Zeros of both signs, subnormals, infinities, NaN; and values whose moments rest and move.
+BITS = st.one_of(
+    st.sampled_from([0, 0x8000, 1, 0x3F80, 0xBF80, 0x3F81, 0x3A80, 0x7F80, 0x7FC0, 0xFF81]),
+    st.integers(0, 0xFFFF),
+)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[xr.Dataset, xr.Dataset]:
+    """A history of moments that hold any bits, and the same in chunks."""
+    rows, tokens, hidden = (draw(st.integers(1, most)) for most in (5, 3, 2))
+    dims = ("step", "token", "hidden")
+    first = draw(st.sampled_from([0, 0, 5]))
+
+    def matrix() -> tuple[tuple[str, ...], np.ndarray, dict[str, str]]:
+        bits = draw(arrays(np.uint16, (rows, tokens, hidden), elements=BITS))
+        for row in range(1, rows):
+            if draw(st.booleans()):
+                bits[row] = bits[row - 1]
+        return dims, (bits.astype(np.uint32) << 16).view(np.float32), {"native_dtype": "bfloat16"}
+
+    ds = xr.Dataset(
+        {name: matrix() for name in ("W", "grad", "exp_avg", "exp_avg_sq")},
+        coords={
+            "step": first + np.arange(rows),
+            "is_dead": ("token", draw(arrays(bool, tokens))),
+        },
+    )
+    factors = draw(arrays(np.float32, rows, elements=st.sampled_from([1.0, 0.5, 0.2509765625])))
+    ds = ds.assign(clip_coef=("step", factors), lr=("step", np.full(rows, 1e-3)))
+    if first == 0 and draw(st.booleans()):
+        ds = ds.assign(skipped=("step", draw(arrays(bool, rows)).astype(np.float32)))
+    hyperparameters = {
+        "betas": draw(st.sampled_from([(0.9, 0.999), (0.0, 0.5)])),
+        "eps": 1e-8,
+        "weight_decay": draw(st.sampled_from([0.0, 0.1])),
+        "maximize": draw(st.booleans()),
+    }
+    kind = draw(st.sampled_from(["Adam", "AdamW"]))
+    ds = ds.assign_attrs(optimizer={"class": kind, "hyperparameters": hyperparameters})
+    return ds, ds.chunk({dim: draw(st.integers(1, size)) for dim, size in ds.sizes.items()})
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")), deadline=None)
+@given(histories(), st.integers(1, 4))
+def test_any_history(history: tuple[xr.Dataset, xr.Dataset], window: int) -> None:
+    with np.errstate(all="ignore"):
+        check_attribution(*history, window)
+
 
 VARIANTS = {
     "AdamW": ("AdamW", {"weight_decay": 0.3}),
@@ -29,10 +225,6 @@ VARIANTS = {
     "maximize": ("AdamW", {"maximize": True}),
     "maximize, coupled decay": ("Adam", {"maximize": True, "weight_decay": 0.1}),
 }
-
-
-def chunked(ds: xr.Dataset, chunks: tuple[int, int, int] | None) -> xr.Dataset:
-    return ds.chunk(dict(zip(("step", "token", "hidden"), chunks, strict=True))) if chunks else ds
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -48,121 +240,96 @@ def test_in_float64_they_are_those_of_torch(variant):
         np.testing.assert_allclose(exact, recorded, rtol=1e-12, atol=1e-15 * largest)
 
 
-def test_a_single_row_without_its_dimension_is_refused():
-    ds = trained("AdamW", {}, "bfloat16").isel(step=0)
-    with pytest.raises(InvalidArgument, match=r"select rows with a list .* ds\.isel\(step=\[0\]\)"):
-        analysis.exact_moments(ds)
-
-
 def test_blocks_without_rows_are_passed_over():
     ds = trained("AdamW", {}, "bfloat16")
+    expected = by_hand(ds)
     rows = ds.sizes["step"]
     for chunks in ((0, 4, rows - 4), (4, 0, rows - 4), (4, rows - 4, 0)):
         got = analysis.exact_moments(ds.chunk(step=chunks)).compute()
-        for moment, expected in by_hand(ds).items():
-            np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
-
-
-def test_exact_moments_equal_a_plain_loop():
-    ds = trained(*VARIANTS["AdamW"], "float32")
-    got = analysis.exact_moments(chunked(ds, (4, 5, -1))).compute()
-    for moment, expected in by_hand(ds).items():
-        np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
-
-
-def most_held(*arrays: xr.DataArray) -> int:
-    """Largest number of blocks of moments in memory during a computation."""
-    most = 0
-
-    def count(key, result, graph, state, worker):
-        nonlocal most
-        values = [held for held in state["cache"].values() if isinstance(held, np.ndarray)]
-        blocks = [held for held in values if held.dtype == np.float64 and held.ndim == 3]
-        most = max(most, sum(len(block) > 1 and any(block.strides) for block in blocks))
-
-    with Callback(posttask=count):
-        dask.compute(*arrays, scheduler="sync")
-    return most
-
-
-def test_a_sum_of_exact_moments_holds_few_blocks():
-    ds = trained("AdamW", {}, "bfloat16")
-    ds = xr.concat([ds.assign_coords(step=ds.step + len(ds.step) * at) for at in range(6)], "step")
-    ds = ds.assign(clip_coef=ds.clip_coef.fillna(1))
-    exact = analysis.exact_moments(chunked(ds, (4, 2, -1)))
-    blocks = exact.exact_exp_avg.data.npartitions
-    # Check of the measure: computing both completely needs more blocks than one.
-    assert most_held(*exact.data_vars.values()) > blocks
-    assert most_held(*exact.sum().data_vars.values()) < blocks / 8
-
-
-def test_rows_from_a_later_step_begin_with_their_own_moments():
-    ds = trained("AdamW", {}, "bfloat16").isel(step=slice(5, None))
-    got = analysis.exact_moments(chunked(ds, (4, 5, -1))).compute()
-    for moment, expected in by_hand(ds).items():
-        np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
-        np.testing.assert_array_equal(got[f"exact_{moment}"][0], ds[moment][0])
-    without = ds.drop_vars("exp_avg")
-    with pytest.raises(
-        VariableNotRecorded, match=r"start at step 5.*exp_avg is not recorded.*from 0"
-    ):
-        analysis.exact_moments(without)
+        for moment in MOMENTS:
+            np.testing.assert_array_equal(got[f"exact_{moment}"], expected[moment])
 
 
 def test_exact_moments_from_row_0_need_gradients_only():
     ds = trained("AdamW", {}, "bfloat16")
     alone = ds.drop_vars(["W", "exp_avg", "exp_avg_sq", "lr"])
     assert analysis.exact_moments(alone).equals(analysis.exact_moments(ds))
-    coupled = trained("Adam", {"weight_decay": 0.1}, "bfloat16").drop_vars("W")
-    with pytest.raises(VariableNotRecorded, match="requires W"):
-        analysis.exact_moments(coupled)
 
 
-def test_skipped_steps_leave_the_moments():
-    ds = trained("AdamW", {}, "float16")
-    skipped = np.isin(ds.step, [3, 4, 11]).astype(np.float32)
-    skipped[0] = np.nan
-    clip = np.where(skipped == 1, np.nan, ds.clip_coef)
-    ds = ds.assign(skipped=("step", skipped), clip_coef=("step", clip.astype(np.float32)))
-    got = analysis.exact_moments(chunked(ds, (4, 3, -1))).compute()
-    for moment, expected in by_hand(ds).items():
-        exact = got[f"exact_{moment}"]
-        np.testing.assert_array_equal(exact, expected)
-        np.testing.assert_array_equal(exact.sel(step=4), exact.sel(step=2))
-        assert (exact.sel(step=5) != exact.sel(step=4)).all()
+def without(*names):
+    return lambda ds: ds.drop_vars([*names])
 
 
-def test_missing_inputs_are_reported():
-    ds = trained("AdamW", {}, "bfloat16")
-    for quantity in (
-        analysis.exact_moments,
-        analysis.moment_error,
-        analysis.moment_stuck,
-        analysis.freeze_attribution,
+def with_unknown_factor(ds):
+    note = {"note": "", "first_step": 4, "last_step": 4, "count": 1, "unproven": [[4, 4]]}
+    unknown = ds.clip_coef.where(ds.step != 4)
+    return ds.assign(clip_coef=unknown).assign_attrs(notes=[note])
+
+
+def with_optimizer(kind, **options):
+    def altered(ds):
+        given = {**ds.attrs["optimizer"]["hyperparameters"], **options}
+        return ds.assign_attrs(optimizer={"class": kind, "hyperparameters": given})
+
+    return altered
+
+
+EXACT = "exact_moments moment_error moment_stuck freeze_attribution"
+LATER = slice(5, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "alter", "message"),
+    [
+        (EXACT, lambda ds: ds.drop_isel(step=7), r"step 6 is followed by step 8.*every=1"),
+        (EXACT, lambda ds: ds.isel(step=[]), "requires at least 1 row"),
+        (EXACT, lambda ds: ds.isel(step=0), r"select rows with a list .* ds\.isel\(step=\[0\]\)"),
+        (EXACT, with_unknown_factor, r"NaN at step 4 \(1 such.*max_grad_norm"),
+        (EXACT, without("clip_coef"), "clip_coef"),
+        (EXACT, without("grad"), "grad"),
+        (EXACT, with_optimizer("AdamW", amsgrad=True), "amsgrad"),
+        (EXACT, with_optimizer("torch.optim.sgd.SGD"), "SGD"),
+        (
+            "moment_stuck freeze_attribution",
+            lambda ds: skipped(ds, 3).isel(step=LATER),
+            r"steps before step 5.*all steps from 0",
+        ),
+        (
+            "exact_moments",
+            lambda ds: without("exp_avg")(ds.isel(step=LATER)),
+            r"start at step 5.*exp_avg is not recorded.*from 0",
+        ),
+        (
+            "exact_moments",
+            lambda ds: without("W")(
+                with_optimizer("Adam", weight_decay=0.1, decoupled_weight_decay=False)(ds)
+            ),
+            "requires W",
+        ),
+        ("moment_error", without("exp_avg_sq"), r"exp_avg_sq.*variables='matrix'"),
+        *(
+            ("moment_stuck freeze_attribution", without(name), name)
+            for name in ("W", "exp_avg", "exp_avg_sq", "lr")
+        ),
+    ],
+)
+def test_missing_inputs_are_reported(names, alter, message):
+    ds = alter(trained("AdamW", {}, "bfloat16"))
+    for name in names.split():
+        with pytest.raises((InvalidArgument, VariableNotRecorded), match=message):
+            getattr(analysis, name)(ds)
+
+
+def test_other_lattices_and_levels_are_refused():
+    ds = resting("AdamW")
+    got = analysis.freeze_attribution(ds, lattice="bfloat16")
+    xr.testing.assert_identical(got, analysis.freeze_attribution(ds))
+    for compute in (
+        lambda: analysis.freeze_attribution(ds, lattice="float16"),
+        lambda: compute_named(ds, ["freeze_cause", "freeze_attribution"], lattice="float16"),
     ):
-        with pytest.raises(InvalidArgument, match=r"step 6 is followed by step 8.*every=1"):
-            quantity(ds.drop_isel(step=7))
-        with pytest.raises(VariableNotRecorded, match="clip_coef"):
-            quantity(ds.drop_vars("clip_coef"))
-        with pytest.raises(VariableNotRecorded, match="grad"):
-            quantity(ds.drop_vars("grad"))
-        note = {"note": "", "first_step": 4, "last_step": 4, "count": 1, "unproven": [[4, 4]]}
-        unknown = ds.clip_coef.where(ds.step != 4)
-        with pytest.raises(InvalidArgument, match=r"NaN at step 4 \(1 such.*max_grad_norm"):
-            quantity(ds.assign(clip_coef=unknown).assign_attrs(notes=[note]))
-        with pytest.raises(InvalidArgument, match="requires at least 1 row"):
-            quantity(ds.isel(step=[]))
-        amsgrad = {**ds.attrs["optimizer"]["hyperparameters"], "amsgrad": True}
-        with pytest.raises(InvalidArgument, match="amsgrad"):
-            quantity(ds, {"class": "AdamW", "hyperparameters": amsgrad})
-        with pytest.raises(InvalidArgument, match="SGD"):
-            quantity(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
-    for quantity in (analysis.moment_stuck, analysis.freeze_attribution):
-        for name in ("W", "exp_avg", "exp_avg_sq", "lr"):
-            with pytest.raises(VariableNotRecorded, match=name):
-                quantity(ds.drop_vars(name))
-    with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*variables='matrix'"):
-        analysis.moment_error(ds.drop_vars("exp_avg_sq"))
+        with pytest.raises(InvalidArgument, match=r"lattice='float16'; use freeze_cause"):
+            compute()
     with pytest.raises(InvalidArgument, match="from 0 to 1"):
         analysis.moment_error(ds, quantiles=[0.5, np.nan])
 
@@ -173,7 +340,7 @@ def test_the_error_is_that_by_hand(dtype):
     odd = ds.token.values % 2 == 1  # overlaps dead and live tokens
     ds = ds.assign_coords(is_odd=("token", odd))
     levels = [0.1, 0.5, 1.0]
-    got = analysis.moment_error(chunked(ds, (4, 4, -1)), quantiles=levels).compute()
+    got = analysis.moment_error(ds.chunk(step=4, token=4), quantiles=levels).compute()
     assert got.norm_ratio.dims == ("step", "population", "moment")
     members = {"dead": ds.is_dead.values, "live": ~ds.is_dead.values, "all": slice(None)}
     members["odd"] = odd
@@ -209,6 +376,26 @@ def test_zero_nan_and_no_tokens_have_their_answers():
     assert one.population.values.tolist() == ["all"]
 
 
+def test_a_sum_of_exact_moments_holds_few_blocks():
+    attrs = trained("AdamW", {}, "bfloat16", rows=2).attrs
+    exact = analysis.exact_moments(made_of_blocks(40).assign_attrs(attrs))
+    assert held_at_most(exact.compute) > 0.9 * exact.nbytes, "the measure counts all"
+    assert held_at_most(exact.sum().compute) < exact.nbytes / 4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("quantity", [analysis.freeze_attribution, analysis.moment_error])
+def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
+    # A block has several tasks.
+    monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * BLOCK // 16)
+    attrs = trained("AdamW", {}, "bfloat16", rows=2).attrs
+    few, many = (
+        held_at_most(lambda rows=rows: quantity(made_of_blocks(rows).assign_attrs(attrs)).compute())
+        for rows in (10, 40)
+    )
+    assert many < 1.3 * few
+
+
 class SpiedLoop(CompiledLoop):
     """A loop that is worth it for any size, and notes if it ran."""
 
@@ -224,13 +411,18 @@ class SpiedLoop(CompiledLoop):
         return self.has_run
 
 
-def follow(moment, before, gradient, taken, *, compiled):
-    """The moment after each step, and whether the compiled loop computed it."""
+def check_follow(moment, before, gradient, taken, by_loop=True):
+    """Compare the compiled loop, if it takes these arrays, with NumPy."""
     pytest.importorskip("numba")
-    out, loop = np.full(gradient.shape, -1.0), SpiedLoop(compiled=compiled)
-    betas = np.linspace(0.9, 0.999, len(gradient))
-    moments.follow(moment, betas, before, gradient, taken, out, loop)
-    return out, loop.has_run
+    betas, found = np.linspace(0.9, 0.999, len(gradient)), []
+    for compiled in (False, True):
+        out, loop = np.full(gradient.shape, -1.0), SpiedLoop(compiled=compiled)
+        moments.follow(moment, betas, before, gradient, taken, out, loop)
+        assert loop.has_run == (compiled and by_loop)
+        found.append(out)
+    expected, got = found
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got[got == 0]), np.signbit(expected[got == 0]))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -239,28 +431,20 @@ def follow(moment, before, gradient, taken, *, compiled):
 def test_the_compiled_recurrence_equals_that_of_numpy(moment, dtype, shape):
     rng = np.random.default_rng(1)
     gradient = rng.standard_normal(shape).astype(dtype)
-    gradient[rng.random(shape) < 0.01] = np.nan
-    gradient[rng.random(shape) < 0.01] = -np.inf
-    gradient[rng.random(shape) < 0.01] = np.finfo(dtype).smallest_subnormal
+    for odd in (np.nan, -np.inf, np.finfo(dtype).smallest_subnormal):
+        gradient[rng.random(shape) < 0.02] = odd
     before = rng.standard_normal(shape[1:])
     for taken in (np.ones(shape[0], bool), np.zeros(shape[0], bool), rng.random(shape[0]) < 0.6):
-        arguments = moment, before, gradient, taken
-        expected, by_loop = follow(*arguments, compiled=False)
-        assert not by_loop
-        got, by_loop = follow(*arguments, compiled=True)
-        assert by_loop
-        np.testing.assert_array_equal(got, expected)
-        np.testing.assert_array_equal(np.signbit(got[got == 0]), np.signbit(expected[got == 0]))
+        check_follow(moment, before, gradient, taken)
 
 
 def test_where_its_arrays_lie_does_not_matter():
-    rng = np.random.default_rng(1)
-    around = rng.standard_normal((5, 12, 6)).astype("f4")
+    around = np.random.default_rng(1).standard_normal((5, 12, 6)).astype("f4")
     before = np.broadcast_to(np.zeros(()), (7, 6))  # as dask's zeros come
     taken = np.array([False, True, True, False, True])[::-1]
     read_only = around[:, 3:10].copy()
     read_only.flags.writeable = False
-    for gradient, expected in (
+    for gradient, by_loop in (
         (around[:, 3:10], True),
         (read_only, True),
         (around[:, 3:10].astype(">f4"), False),
@@ -268,8 +452,4 @@ def test_where_its_arrays_lie_does_not_matter():
         (np.asfortranarray(around)[:, 3:10], False),
         (around[::-1, 3:10], False),
     ):
-        arguments = "exp_avg_sq", before, gradient, taken
-        want, _ = follow(*arguments, compiled=False)
-        got, by_loop = follow(*arguments, compiled=True)
-        assert by_loop == expected
-        np.testing.assert_array_equal(got, want)
+        check_follow("exp_avg_sq", before, gradient, taken, by_loop)

@@ -15,40 +15,14 @@ import pytest
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.scan.block_tasks import (
     ConsecutiveRows,
-    along,
     chunks_of,
     compute_all,
     in_turn,
     measure,
     read_again,
 )
-from trajstore.analysis.scan.result_variables import ResultVariable, table
 
 distributed = pytest.importorskip("distributed")
-
-
-@pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
-def test_a_kernel_gets_one_block_of_every_array(chunks: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(0)
-    values, weights = rng.normal(size=(7, 5, 3)), rng.normal(size=(5, 3))
-    factors = rng.normal(size=(7, 1, 1))
-
-    def kernel(block, weight, factor, *, offset):  # type: ignore[no-untyped-def]
-        assert block.shape[1:] == weight.shape
-        return (block * weight * factor).sum(-1) + offset
-
-    result = measure(
-        kernel,
-        da.from_array(values, chunks=chunks),
-        along(da.from_array(weights, chunks=chunks[1:]), "token", "hidden"),
-        da.from_array(factors, chunks=(chunks[0], 1, 1)),
-        dims=("step", "token"),
-        dtype=np.float64,
-        offset=1.0,
-    )
-    assert result.chunks == da.from_array(values, chunks=chunks).chunks[:2]
-    expected = (values * weights * factors).sum(-1) + 1
-    np.testing.assert_array_equal(result.compute(), expected)
 
 
 def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None:
@@ -74,37 +48,6 @@ def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None
     assert result.chunks == ((5, 2), (2,))
     expected = (values.sum(-1) * factors[:, None]) @ groups.T
     np.testing.assert_array_equal(result.compute(), expected)
-
-
-@pytest.mark.parametrize("are_changes", [False, True])
-def test_a_kernel_of_rows_gets_whole_rows_and_the_row_before(are_changes: bool) -> None:
-    values, weights = np.arange(42.0).reshape(7, 3, 2) ** 2, np.arange(1.0, 3)
-    facts = {
-        "sum": ResultVariable("f8", "weighted sum", "nat"),
-        "change": ResultVariable("(2,)f8", "change"),
-    }
-
-    def kernel(now, before, number, weight):  # type: ignore[no-untyped-def]
-        return {"sum": (now * weight).sum() + number, "change": (now - before).sum(0)}
-
-    blocks = da.from_array(values, chunks=(3, 2, 2))
-    points = ConsecutiveRows(variable="W", type="float64", blocks=blocks, are_changes=are_changes)
-    sources = points, np.arange(7), along(da.from_array(weights, chunks=-1), "hidden")
-    measured = measure(kernel, *sources, dims=("step",), dtype=facts, by_row=True)
-    found = table(measured, facts, ("step", "hidden"), {"step": range(7)})
-    np.testing.assert_array_equal(found["sum"], (values * weights).sum((1, 2)) + np.arange(7))
-    change = values if are_changes else np.diff(values, axis=0, prepend=values[:1])
-    np.testing.assert_array_equal(found["change"], change.sum(1))
-    assert found["sum"].attrs == {"long_name": "weighted sum", "units": "nat"}
-
-
-def test_a_block_of_the_result_may_be_shorter_than_that_of_the_array() -> None:
-    blocks = da.from_array(np.arange(14).reshape(7, 2), chunks=(3, 1))
-    last = measure(
-        lambda block: block[-1:], blocks, dims=("step", "token"), dtype=np.int64, sizes={"step": 1}
-    )
-    assert last.chunks == ((1, 1, 1), (1, 1))
-    assert last.compute().tolist() == [[4, 5], [10, 11], [12, 13]]
 
 
 def test_blocks_are_not_copied() -> None:

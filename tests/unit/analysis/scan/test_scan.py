@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import xarray as xr
 
 from trajstore import analysis
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.several_quantities import QUANTITIES
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 ROWS, TOKENS, HIDDEN = 14, 6, 5
-QUANTITIES: dict[str, Any] = {
-    "velocity": analysis.velocity,
-    "speed": analysis.speed,
-    "acceleration": analysis.acceleration,
-    "previous": lambda ds: analysis.displacement(ds, since="previous"),
-    "from the start": analysis.displacement,
-    "from step 9": lambda ds: analysis.displacement(ds, since=9),
-    "freeze": lambda ds: analysis.freeze(ds, min_unchanged=2),
-    "bulk_thermal": analysis.bulk_thermal,
-    "coherence": analysis.coherence,
-    "grad_norms": analysis.grad_norms,
-    "together": lambda ds: analysis.compute(ds, ["speed", "freeze", "velocity"]),
-    "summary": lambda ds: analysis.summary(ds).drop_vars("centroid_norm", errors="ignore"),
-}
 
 
 def both(start: int = 0) -> tuple[xr.Dataset, xr.Dataset]:
@@ -49,31 +34,38 @@ def both(start: int = 0) -> tuple[xr.Dataset, xr.Dataset]:
     return one, xr.Dataset({"delta": (dims, delta, held), "grad": grad}, coords)
 
 
-@pytest.mark.parametrize("quantity", QUANTITIES)
-def test_quantities_of_changes_equal_those_of_W(quantity: str) -> None:
+OF_MOTION = (
+    "velocity speed acceleration displacement freeze bulk_thermal coherence discontinuities "
+    "crossings grad_norms"
+).split()
+
+
+def test_quantities_of_changes_equal_those_of_W_and_changes_give_no_positions() -> None:
     with_W, changes = both()
-    compute = QUANTITIES[quantity]
-    expected = compute(with_W).compute()
-    xr.testing.assert_identical(compute(changes.chunk(step=4, token=4)).compute(), expected)
-
-
-def test_quantities_of_changes_are_lazy() -> None:
-    _, changes = both()
-    for name in ("velocity", "speed", "displacement", "coherence"):
-        assert getattr(analysis, name)(changes.chunk(step=4)).chunks is not None
-
-
-def test_changes_alone_do_not_give_positions() -> None:
-    _, changes = both()
-    quantities = (
-        analysis.centroid, analysis.regimes, analysis.lifecycle, analysis.distinct, analysis.ulp,
-        analysis.lattice_displacement, lambda ds: analysis.freeze(ds, lattice="bfloat16"),
-    )  # fmt: skip
-    for compute in quantities:
-        with pytest.raises(
-            VariableNotRecorded, match=r"it holds delta, .* only give quantities of motion"
-        ):
-            compute(changes)
+    changes = changes.chunk(step=4, token=4)
+    found, refusals = {}, []
+    for name in QUANTITIES:
+        quantity = getattr(analysis, name)
+        try:
+            found[name] = quantity(changes), quantity(with_W)
+        except VariableNotRecorded as error:
+            refusals.append(str(error))
+    assert set(found) == set(OF_MOTION)
+    advice = "it holds delta, the changes of W, which only give quantities of motion"
+    assert all(advice in refusal for refusal in refusals if "requires W" in refusal)
+    assert found["velocity"][0].chunks is not None, "lazy"
+    for name, quantity in {
+        "previous": lambda ds: analysis.displacement(ds, since="previous"),
+        "from step 9": lambda ds: analysis.displacement(ds, since=9),
+        "rest": lambda ds: analysis.freeze(ds, min_unchanged=2),
+        "together": lambda ds: analysis.compute(ds, ["speed", "freeze", "velocity"]),
+        "summary": lambda ds: analysis.summary(ds).drop_vars("centroid_norm", errors="ignore"),
+    }.items():
+        found[name] = quantity(changes), quantity(with_W)
+    for of_changes, expected in found.values():
+        xr.testing.assert_identical(of_changes.compute(), expected.compute())
+    with pytest.raises(VariableNotRecorded):
+        analysis.freeze(changes, lattice="bfloat16")
 
 
 def test_steps_without_a_row_are_refused() -> None:
@@ -94,73 +86,57 @@ def test_a_change_that_is_not_a_number_is_motion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "recorded"),
+    ("missing", "attrs", "advice"),
     [
-        (["grad"], "weights\\+grads"),
-        (["exp_avg", "lr"], "matrix"),
-        (["param_norm"], "norms"),
-        (["hidden_mean"], "matrix,hidden_mean"),
-        (["grad", "hidden_states", "batch"], "weights\\+grads,hidden_states,batch"),
-        (["exp_avg", "param_norm"], "matrix,norms"),
+        (["grad"], {}, r"; record it with variables='weights\+grads'$"),
+        (["exp_avg", "lr"], {}, "; record it with variables='matrix'$"),
+        (["hidden_mean"], {}, "; record it with variables='matrix,hidden_mean'$"),
+        (["grad", "hidden_states", "batch"], {}, r"='weights\+grads,hidden_states,batch'$"),
+        (["exp_avg", "param_norm"], {}, "; record it with variables='matrix,norms'$"),
+        (["param_norm"], {}, "; record it with variables='norms'$"),
+        (["parameter"], {}, "which the run does not hold$"),
+        (["hidden_mean"], {"imported": {}}, "because the imported file does not"),
+        (["lr"], {"imported": {}}, "; assign the rate of each step"),
     ],
     ids=str,
 )
-def test_what_to_record(missing, recorded, make_run, walk):
-    with pytest.raises(VariableNotRecorded, match=f"; record it with variables='{recorded}'$"):
-        input_checks.require_variables(make_run(walk(2, 2, 2)), *missing)
-
-
-def test_missing_coordinates_have_no_advice_to_record(make_run, walk):
-    run = make_run(walk(2, 2, 2))
-    with pytest.raises(VariableNotRecorded, match=r"which the run does not hold$"):
-        input_checks.require_variables(run, "parameter")
-    with pytest.raises(VariableNotRecorded, match="because the imported file does not"):
-        input_checks.require_variables(run.assign_attrs(imported={}), "hidden_mean")
+def test_what_to_record(missing, attrs, advice, make_run, walk):
+    run = make_run(walk(2, 2, 2)).assign_attrs(attrs)
+    with pytest.raises(VariableNotRecorded, match=advice):
+        input_checks.require_variables(run, *missing)
 
 
 @pytest.mark.parametrize(
-    ("step", "suffix"),
+    ("rows", "step", "advice"),
     [
-        (5, "; the nearest recorded ones are 4 and 6$"),
-        (9, "; the nearest recorded one is 8$"),
-        (-1, "; the nearest recorded one is 0$"),
+        (5, 5, "; the nearest recorded ones are 4 and 6$"),
+        (5, 9, "; the nearest recorded one is 8$"),
+        (5, -1, "; the nearest recorded one is 0$"),
+        (0, 5, "which has no rows"),
     ],
 )
-def test_the_nearest_steps(step, suffix, make_run, walk):
-    run = make_run(walk(5, 2, 2), steps=range(0, 10, 2))
-    with pytest.raises(StepNotFound, match=f"step {step} is not in the run{suffix}"):
+def test_the_nearest_steps(rows, step, advice, make_run, walk):
+    run = make_run(walk(5, 2, 2), steps=range(0, 10, 2)).isel(step=slice(rows))
+    with pytest.raises(StepNotFound, match=f"step {step} is not in the run.*{advice}"):
         input_checks.row_of_step(run, step)
-    with pytest.raises(StepNotFound, match="which has no rows"):
-        input_checks.row_of_step(run.isel(step=slice(0)), step)
 
 
 def test_statistics_of_each_population(make_run, walk):
     dead = np.array([True, False, False, True, False, True, False])
-    ds = make_run(walk(9, 7, 4), grad=walk(9, 7, 4, 2), is_dead=dead)
-    norms = analysis.grad_norms(ds)
+    norms = analysis.displacement(make_run(walk(9, 7, 4), is_dead=dead)).compute()
+    norms[1, 0] = np.nan  # it spoils its populations
     values = norms.values.astype(np.float64)
-    for chunked in (norms, norms.chunk(step=2, token=3), norms.compute()):
+    for chunked in (norms, norms.chunk(step=2, token=3)):
         got = analysis.by_population(chunked, quantiles=(0.1, 0.9)).compute()
         for name, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
             one, chosen = got.sel(population=name), values[:, members]
-            np.testing.assert_allclose(one["mean"], chosen.mean(1))
-            np.testing.assert_allclose(one["std"], chosen.std(1))
-            np.testing.assert_array_equal(one["min"], chosen.min(1))
-            np.testing.assert_array_equal(one["max"], chosen.max(1))
-            np.testing.assert_allclose(one["median"], np.median(chosen, axis=1))
+            for fact in ("mean", "std", "min", "max", "median"):
+                np.testing.assert_allclose(one[fact], getattr(np, fact)(chosen, axis=1))
             expected = np.quantile(chosen, [0.1, 0.9], axis=1).T
             np.testing.assert_allclose(one["quantiles"], expected)
     assert got["mean"].attrs["units"] == "1"
-
-
-def test_a_nan_spoils_its_population_and_an_empty_one_is_nan(make_run, walk):
-    ds = make_run(walk(3, 4, 2), is_dead=np.array([True, True, True, True]))
-    norms = analysis.displacement(ds)
-    norms[1, 2] = np.nan
-    got = analysis.by_population(norms)
-    assert got["max"].sel(population="live").isnull().all()
-    for name in ("mean", "std", "min", "max", "median"):
-        assert got[name].sel(population="dead").isnull().values.tolist() == [False, True, False]
+    alone = analysis.by_population(norms.isel(token=dead))
+    assert alone.sel(population="live").isnull().all().to_array().all()
 
 
 def test_mostly_dead_tokens_are_a_population_of_their_own(make_run, walk):
@@ -188,10 +164,10 @@ def test_mostly_dead_tokens_are_a_population_of_their_own(make_run, walk):
 
 
 def test_statistics_require_populations_and_tokens(make_run, walk):
-    ds = make_run(walk(3, 4, 2))
+    norms = analysis.displacement(make_run(walk(3, 4, 2)))
     with pytest.raises(VariableNotRecorded, match="is_dead"):
-        analysis.by_population(analysis.displacement(ds))
+        analysis.by_population(norms)
     with pytest.raises(InvalidArgument, match="expected token"):
-        analysis.by_population(ds.step)
+        analysis.by_population(norms.step)
     with pytest.raises(InvalidArgument, match="quantiles"):
-        analysis.by_population(analysis.displacement(ds), quantiles=(2,))
+        analysis.by_population(norms, quantiles=(2,))

@@ -18,11 +18,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 VARIANTS = {
-    "AdamW": ("AdamW", {}),
-    "AdamW, strong decay": ("AdamW", {"weight_decay": 0.3}),
-    "AdamW, no decay": ("AdamW", {"weight_decay": 0.0}),
-    "Adam": ("Adam", {}),
-    "Adam, coupled decay": ("Adam", {"weight_decay": 0.1}),
+    "strong decay": ("AdamW", {"weight_decay": 0.3}),
+    "coupled decay": ("Adam", {"weight_decay": 0.1}),
     "other betas and eps": ("AdamW", {"betas": (0.5, 0.99), "eps": 1e-3}),
     "no memory": ("Adam", {"betas": (0.0, 0.0)}),
     "amsgrad": ("AdamW", {"amsgrad": True}),
@@ -40,12 +37,7 @@ def trained_run(kind: str, options: dict, dtype: str, rows: int = 25):
 @pytest.mark.parametrize(
     "variant",
     nightly_but(
-        VARIANTS,
-        "AdamW, strong decay",
-        "Adam, coupled decay",
-        "other betas and eps",
-        "amsgrad, coupled decay",
-        "maximize",
+        VARIANTS, "coupled decay", "other betas and eps", "amsgrad, coupled decay", "maximize"
     ),
 )
 def test_float32_updates_are_those_of_torch(variant):
@@ -61,15 +53,15 @@ def test_float32_updates_are_those_of_torch(variant):
 
 
 @pytest.mark.parametrize(
-    ("variant", "dtype"),
-    [("AdamW, strong decay", "bfloat16"), ("amsgrad", "bfloat16"), ("Adam", "float16")],
+    ("kind", "options", "dtype"),
+    [
+        ("AdamW", {"weight_decay": 0.3}, "bfloat16"),
+        ("AdamW", {"amsgrad": True}, "bfloat16"),
+        ("Adam", {"eps": 1e-4}, "float16"),
+    ],
 )
-def test_updates_of_16_bit_types_round_to_the_next_weights(variant, dtype):
-    kind, options = VARIANTS[variant]
-    if dtype == "float16":
-        options = {**options, "eps": 1e-4}
-    ds = trained_run(kind, options, dtype)
-    assert wrongly_rounded(ds, dtype) == 0
+def test_updates_of_16_bit_types_round_to_the_next_weights(kind, options, dtype):
+    assert wrongly_rounded(trained_run(kind, options, dtype), dtype) == 0
 
 
 def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself():
@@ -101,7 +93,7 @@ def recorded(path, kind, dtype, **options):
     return open_run(tiny_run(path, made, dtype=getattr(torch, dtype), steps=30, block_rows=8))
 
 
-@pytest.mark.parametrize("variant", nightly_but(ROUNDED, "amsgrad", "float64 state"))
+@pytest.mark.parametrize("variant", nightly_but(ROUNDED, "amsgrad"))
 def test_an_update_with_a_wider_state_rounds_to_the_next_weights(variant, tmp_path):
     kind, dtype, options = ROUNDED[variant]
     ds = recorded(tmp_path / "run.zarr", kind, dtype, **options)
@@ -166,20 +158,25 @@ def test_rows_whose_previous_step_is_missing_are_nan():
     assert np.isnan(got.adam_update_ulp).all()
 
 
-def test_missing_inputs_are_reported():
-    ds = trained_run("AdamW", {}, "float32", rows=3)
-    with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*variables='matrix'"):
-        analysis.adam_update(ds.drop_vars("exp_avg_sq"))
-    imported = ds.drop_vars("lr").assign_attrs(imported={"file": "f"})
-    with pytest.raises(VariableNotRecorded, match=r"lr, .*; assign the rate of each step"):
-        analysis.adam_update(imported)
-    with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
-        analysis.adam_update(ds.drop_attrs())
-    ds.attrs["optimizer"]["class"] = "torch.optim.sgd.SGD"
-    with pytest.raises(InvalidArgument, match=r"sgd\.SGD.*RoundedAdamW"):
-        analysis.adam_update(ds)
-    with pytest.raises(InvalidArgument, match="'Adam' lack betas, eps"):
-        analysis.adam_update(ds, {"class": "Adam", "hyperparameters": {"weight_decay": 0}})
+def with_optimizer(kind, **hyperparameters):
+    return lambda ds: ds.assign_attrs(optimizer={"class": kind, "hyperparameters": hyperparameters})
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda ds: ds.drop_vars("exp_avg_sq"), r"exp_avg_sq.*variables='matrix'"),
+        (lambda ds: ds.drop_attrs(), "attribute optimizer"),
+        (with_optimizer("torch.optim.sgd.SGD"), r"sgd\.SGD.*RoundedAdamW"),
+        (with_optimizer("Adam", weight_decay=0), "'Adam' lack betas, eps"),
+    ],
+)
+def test_missing_inputs_are_reported(alter, message):
+    with pytest.raises((InvalidArgument, VariableNotRecorded), match=message):
+        analysis.adam_update(alter(trained_run("AdamW", {}, "float32", rows=3)))
+
+
+def test_amsgrad_needs_all_steps():
     amsgrad = trained_run("Adam", {"amsgrad": True}, "float32")
     with pytest.raises(InvalidArgument, match=r"steps 3 to 24 .* amsgrad"):
         analysis.adam_update(amsgrad.isel(step=slice(3, None)))
