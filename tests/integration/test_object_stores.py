@@ -209,7 +209,7 @@ LOCAL = "only runs can be at addresses; pass a local path"
         ("export here.zarr -o memory://out/a.safetensors", LOCAL),
         ("import memory://out/a.safetensors -o a.zarr", LOCAL),
         (
-            "annotate memory://commands/run.zarr --masks dead_mask.npy",
+            "annotate memory://here/run.zarr --masks dead_mask.npy",
             "and copy it to a new address",
         ),
     ],
@@ -218,7 +218,7 @@ def test_a_command_that_needs_a_folder_says_so(
     line: str, told: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(here.parent)
-    copied(here, "memory://commands/run.zarr")
+    copied(here, "memory://here/run.zarr")
     before = [*here.parent.iterdir()]
     result = CliRunner().invoke(main, line.split())
     assert result.exit_code == 2

@@ -283,5 +283,5 @@ def test_a_command_prints_options_in_place_of_arguments() -> None:
 
 def test_an_address_without_a_scheduler_is_reported() -> None:
     pytest.importorskip("distributed")
-    with pytest.raises(InvalidArgument, match="no dask scheduler answers at tcp://127.0.0.1:1"):
+    with pytest.raises(InvalidArgument, match="no dask scheduler answers at tcp://"):
         AnalysisProgress("tcp://127.0.0.1:1", timeout=0.1)
