@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,16 +78,20 @@ def _no_flush() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _example(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> None:
-    """Run each example in a folder of its own, with a copy of its run; gatsby.zarr is ``ds``."""
+    """Run each example in a folder of its own, with copies of its runs; gatsby.zarr is ``ds``."""
     if not isinstance(request.node, pytest.DoctestItem):
         return
-    from trajstore import open_run
-
     folder: Path = request.getfixturevalue("tmp_path")
     monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
-    shutil.copytree(request.getfixturevalue("example_run"), folder / "gatsby.zarr")
-    if "everything.zarr" in (request.node.dtest.docstring or ""):
+    text = "".join(example.source for example in request.node.dtest.examples)
+    opens = re.search(r"\bds\b", text) is not None
+    if opens or "gatsby.zarr" in text:
+        shutil.copytree(request.getfixturevalue("example_run"), folder / "gatsby.zarr")
+    if "everything.zarr" in text:
         shutil.copytree(request.getfixturevalue("everything_run"), folder / "everything.zarr")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TRAJSTORE_CACHE", str(folder / "cache"))
-    doctest_namespace["ds"] = open_run("gatsby.zarr")
+    if opens:
+        from trajstore import open_run
+
+        doctest_namespace["ds"] = open_run("gatsby.zarr")

@@ -140,6 +140,14 @@ def unpack(folder: Path, version: str = "0.3.0", run: str = "") -> Path:
     return folder / version
 
 
+def unpack_run(folder: Path, version: str, run: str) -> Path:
+    """Unpack a run of a version, and its checkpoints, into a folder, and return the run."""
+    with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
+        parts = [name for name in archive.namelist() if name.startswith(f"{Path(run).stem}.")]
+        archive.extractall(folder, parts)
+    return folder / run
+
+
 def digests(ds: xr.Dataset) -> dict[str, str]:
     """SHA-256 of the bytes of every variable and coordinate; of texts, of their JSON."""
     found = {}

@@ -54,11 +54,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "Trainer, everything": {"options": {"variables": "everything"}, "trainer": True},
 }
+MOST_OPERATIONS = {"capture": 20, "clipping": 30, "everything": 60}
+"""Of torch that the recorder launches a step; to profile each configuration takes half a minute."""
 Kept = dict[str, list[torch.Tensor]]
 
 
 class Counts:
-    """Waits for the device, and operations launched, a step.
+    """Waits for the device, and, where it is profiled, operations launched, a step.
 
     Parameters
     ----------
@@ -69,18 +71,22 @@ class Counts:
     def __init__(self, waits: Callable[[], int]) -> None:
         self._waits = waits
         self.waits = self.operations = 0.0
+        self.profiled = False
 
     def begin(self) -> None:
         """Start to count."""
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        self._profile.start()
+        if self.profiled:
+            cpu = torch.profiler.ProfilerActivity.CPU
+            self._profile = torch.profiler.profile(activities=[cpu])
+            self._profile.start()
         self._before = self._waits()
 
     def end(self, steps: int) -> None:
         """Count to here."""
         self.waits = (self._waits() - self._before) / steps
-        self._profile.stop()
-        self.operations = launched_in(self._profile).total() / steps
+        if self.profiled:
+            self._profile.stop()
+            self.operations = launched_in(self._profile).total() / steps
 
 
 def train(
@@ -305,6 +311,7 @@ def main(branch: str, folder: Path) -> None:
         name: str, *, trainer: bool = False, resumed: bool = False, **settings: Any
     ) -> dict[str, Any]:
         path = folder / f"{branch} {name}.zarr"
+        counts.profiled, counts.operations = name in MOST_OPERATIONS, 0.0
         run = train_with_trainer if trainer else train
         run(None, counts=counts, **settings)
         alone = counts.waits, counts.operations

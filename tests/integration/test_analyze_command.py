@@ -149,12 +149,6 @@ def test_computing_on_a_cluster(run: Path, trajstore_cli: Cli, tmp_path: Path) -
         (["clusters", "--set", "ranks=abc"], 2, "'ranks=abc', expected whole numbers"),
         (["freeze", "speed", "--set", "min_unchanged=3"], 2, "single quantity"),
         (["freeze", "--by-population"], 2, "not have one number per token"),
-        pytest.param(  # it waits ten seconds
-            ["freeze", "--scheduler", "tcp://127.0.0.1:1"],
-            2,
-            "no dask scheduler answers",
-            marks=pytest.mark.nightly,
-        ),
     ],
 )
 def test_each_wrong_call_is_answered_by_one_sentence(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import shutil
 import signal
@@ -24,6 +23,8 @@ from trajstore.cli.main import main
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import fork, preset, record, recorded_config
+from trajstore.trainers.commands.configuration import configured
+from trajstore.trainers.commands.training_commands import _train_and_print
 
 pytestmark = pytest.mark.torch
 
@@ -31,14 +32,6 @@ FIELDS = (
     "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=2",
     "training.device=cpu", "recording.block_rows=8", "schedule.steps=500",
 )  # fmt: skip
-SMALL = [argument for field in FIELDS for argument in ("--set", field)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRAJSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,46 +41,28 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def straight(tmp_path: Path, text: Path) -> Callable[[str, int], Path]:
-    """Run of a preset, over so many steps, that was never interrupted."""
-
-    def run(name: str, steps: int) -> Path:
-        path = tmp_path / "straight.zarr"
-        config = preset(name).with_values([*FIELDS, f"training.steps={steps}"])
-        record(config, path, corpus=text)
-        return path
-
-    return run
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run that was never interrupted."""
+    path = tmp_path_factory.mktemp("run") / "run.zarr"
+    return record(preset("gatsby").with_values([*FIELDS, "training.steps=6"]), path, corpus=text)
 
 
-@pytest.mark.parametrize(
-    ("number", "name"),
-    [
-        (signal.SIGINT, "gatsby"),
-        pytest.param(signal.SIGTERM, "gatsby-adam", marks=pytest.mark.nightly),
-    ],
-)
 def test_a_signal_interrupts_and_the_command_it_names_continues(
-    number: signal.Signals,
-    name: str,
-    text: Path,
-    tmp_path: Path,
-    straight: Callable[[str, int], Path],
-    trajstore_cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
+    text: Path, tmp_path: Path, run: Path, trajstore_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, last, steps = tmp_path / "a run.zarr", 5, itertools.count(1)
+    path, last, steps = tmp_path / "a run.zarr", 3, itertools.count(1)
 
     def after_step(request: StopRequest) -> bool:
         if next(steps) == last:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGINT)
         return request.number is not None
 
-    call = ["record", "--preset", name, "--steps", 1_000_000, "--corpus", text, *SMALL, "-o", path]
+    small = [argument for field in FIELDS for argument in ("--set", field)]
+    call = ["record", "--preset", "gatsby", "--resume", "--corpus", text, *small, "-o", path]
     with monkeypatch.context() as patch:
         patch.setattr(StopRequest, "__call__", after_step)
-        done = trajstore_cli(*call, "--set", "recording.checkpoint_every=40", rc=128 + number)
+        done = trajstore_cli(*call, "--set", "recording.checkpoint_every=40", rc=130)
     assert done.stderr.startswith("Corpus: the text.txt")
     ds = xr.open_zarr(path)
     assert ds.attrs["status"] == "interrupted"
@@ -95,142 +70,79 @@ def test_a_signal_interrupts_and_the_command_it_names_continues(
     assert f"Interrupted after step {last}; {last + 1} rows are committed." in done.stderr
     resume = done.stderr.partition("Resume with: ")[2].strip()
     assert resume == f"trajstore record --resume -o '{path}'"
-    trajstore_cli(*shlex.split(resume)[1:], "--steps", last + 4)
-    same_values(straight(name, last + 4), path)
+    trajstore_cli(*shlex.split(resume)[1:], "--steps", 6)
+    same_values(run, path)
     assert [file.name for file in (tmp_path / "a run.ckpt").iterdir()] == [
-        f"step-{last + 4:08d}.safetensors"
+        "step-00000006.safetensors"
     ]
 
 
 def test_the_steps_of_a_preset_are_not_those_of_a_run_that_continues(
-    text: Path, tmp_path: Path, trajstore_cli: Cli
+    run: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.zarr"
-    config = preset("gatsby").with_values([*FIELDS, "training.steps=6"])
-    (tmp_path / "run.toml").write_text(preset("gatsby").with_values(FIELDS).to_toml())
-    steps = iter(range(4))
-    record(config, path, corpus=text, stop=lambda: next(steps) == 3)
-    again = ["--corpus", text, "-o", path, "--resume"]
-    trajstore_cli("record", "--preset", "gatsby", *again, *SMALL)
-    ds = xr.open_zarr(path)
-    assert ds.step.values[-1] == 6
-    assert ds.attrs["config"]["training"]["steps"] == 6
-    done = trajstore_cli("record", "--config", tmp_path / "run.toml", *again)
-    assert "has all 6 steps already" in " ".join(done.stderr.split())
-    trajstore_cli("record", "--preset", "gatsby", *again, *SMALL, "--set", "training.steps=8")
-    assert xr.open_zarr(path).step.values[-1] == 8
+    file = tmp_path / "run.toml"
+    file.write_text(preset("gatsby").with_values(["optimizer.lr=0.5"]).to_toml())
+    for source in ({"preset_name": "gatsby"}, {"config_file": str(file)}, {}):
+        options = {"preset_name": None, "config_file": None, "assignments": (), **source}
+        assert configured(options, run).training.steps == 6
+        assert (
+            configured({**options, "assignments": ("training.steps=8",)}, run).training.steps == 8
+        )
+    assert configured({**options, "config_file": str(file)}, run).optimizer.lr == 0.5
+    begun = configured({**options, "preset_name": "gatsby"}, tmp_path / "none.zarr")
+    assert begun.training.steps == preset("gatsby").training.steps
 
 
-@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("there", [False, True])
 def test_a_signal_before_the_training_says_what_is_there(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+    tmp_path: Path, there: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.zarr"
-    if resume:
-        config = preset("gatsby").with_values([*FIELDS, "training.steps=5"])
-        record(config, path, corpus=text)
-
-    def interrupt(*arguments: Any, **options: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("trajstore.trainers.runs.record.load_corpus", interrupt)
-    call = ["--resume", "--steps", "9"] if resume else ["--preset", "gatsby"]
-    done = CliRunner().invoke(main, ["record", *call, "-o", str(path)])
-    assert done.exit_code == 128 + signal.SIGINT
-    left = f"{path} is unchanged" if resume else "nothing was recorded"
-    said = " ".join(done.stderr.split())
+    if there:
+        path.mkdir()
+    with pytest.raises(SystemExit) as ended:
+        _train_and_print(path, lambda: signal.raise_signal(signal.SIGINT), record, {})  # type: ignore[arg-type]
+    assert ended.value.code == 128 + signal.SIGINT
+    left = f"{path} is unchanged" if there else "nothing was recorded"
+    said = " ".join(capsys.readouterr().err.split())
     assert said.endswith(f"Stopped before the training started; {left}.")
 
 
-@pytest.fixture(scope="module")
-def queued(text: Path) -> list[str]:
-    """A command line that begins a run, and goes on with it."""
-    return ["record", "--preset", "gatsby", "--corpus", str(text), *SMALL, "--resume"]
-
-
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def test_one_command_line_begins_proves_and_is_done(queued: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    line = [*queued, "--set", "schedule.steps=20", "-o", path, "--steps"]
-    assert call(*line, 3).exit_code == 0
-    shutil.rmtree(tmp_path / "run.ckpt")
-    done = call(*line, 5)
-    assert done.exit_code == 0, done.stderr
-    said = " ".join(done.stderr.split())
-    assert "its 3 steps are trained again" in said
-    assert "comparing step 1 of 3 with the recorded rows comparing step 3 of 3" in said
-    assert "Recorded 6 rows" in done.stdout
-    done = call(*line, 5)
-    assert done.exit_code == 0
-    assert "has all 5 steps already" in " ".join(done.stderr.split())
-
-
-def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
-    path, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
-    assert call(*queued, "--steps", 5, "-o", path).exit_code == 0
-    fork = ["fork", path, "--at", 3, "--corpus", queued[4], "-o", other]
-    done = call(*fork, "--set", "optimizer.lr=3e-3")
-    assert done.exit_code == 0, done.stderr
-    assert "comparing step 3 of 3" in done.stderr
-    assert "first differing step" in (said := call("compare", path, other).stdout)
+def test_a_fork_and_where_it_parts(
+    run: Path, text: Path, tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    other = tmp_path / "other.zarr"
+    fork = ["fork", run, "--at", 3, "--corpus", text, "--set", "optimizer.lr=3e-3", "-o", other]
+    assert "comparing step 3 of 3" in trajstore_cli(*fork).stderr
+    said = trajstore_cli("compare", run, other).stdout
+    assert "first differing step" in said
     assert "config.optimizer.lr" in said
     assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 0.003}
-    assert "fork.step = 3" in call("info", other).stdout
-    for arguments, rc, sentence in (
-        (fork, 2, "other.zarr already exists"),
-        (["record", "--resume"], 2, "no run to resume; name it"),
-        (["record", "--resume", "-o", tmp_path / "no.zarr"], 2, "to start one, name a preset"),
-    ):  # fmt: skip
-        done = call(*arguments)
-        assert done.exit_code == rc, done.stderr
-        assert sentence in " ".join(done.stderr.split())
-        assert done.stderr.startswith("trajstore: ")
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "other.ckpt", "other.zarr", "run.ckpt", "run.zarr",
-    ]  # fmt: skip
+    assert "fork.step = 3" in trajstore_cli("info", other).stdout
+    said = trajstore_cli("record", "--resume", "-o", other).stderr
+    assert "has all 6 steps already" in " ".join(said.split())
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    path = tmp_path_factory.mktemp("run") / "run.zarr"
-    return record(preset("gatsby").with_values([*FIELDS, "training.steps=6"]), path, corpus=text)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [([], "no run to resume; name it"), (["-o", "no.zarr"], "to start one, name a preset")],
+)
+def test_there_must_be_a_run_to_resume(words: list[str], told: str, trajstore_cli: Cli) -> None:
+    said = trajstore_cli("record", "--resume", *words, rc=2).stderr
+    assert told in " ".join(said.split())
 
 
-def test_without_settings_the_result_equals_the_run(
-    run: Path, tmp_path: Path, trajstore_cli: Cli
-) -> None:
+def test_a_what_if_says_what_it_made(run: Path, tmp_path: Path, trajstore_cli: Cli) -> None:
     said = trajstore_cli("what-if", run, "-o", tmp_path / "same.zarr").output
     assert "7 rows, steps 0 to 6" in said
     assert "Note: no setting was changed; the result equals the recorded run, bit for bit" in said
-    compared = json.loads(trajstore_cli("compare", "--json", run, tmp_path / "same.zarr").stdout)
-    assert compared["only_first"] == compared["only_second"] == []
-    assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
-    assert (
-        trajstore_cli("verify", "--replay", tmp_path / "same.zarr").output.count(
-            "Replayed 6 of 6 steps"
-        )
-        == 1
-    )
-
-
-def test_a_run_that_was_changed_is_not_said_to_be_the_same_again(
-    run: Path, tmp_path: Path, trajstore_cli: Cli
-) -> None:
-    changed = tmp_path / "changed.zarr"
-    shutil.copytree(run, changed)
+    changed = shutil.copytree(run, tmp_path / "changed.zarr")
     root = changed / "zarr.json"
     assert '"maximize": false' in root.read_text()
     root.write_text(root.read_text().replace('"maximize": false', '"maximize": true'))
-    said = trajstore_cli("what-if", changed, "-o", tmp_path / "other.zarr").output
+    said = trajstore_cli("what-if", changed, "-o", tmp_path / "maximized.zarr").output
     assert "W or a moment differs from the recorded run from step 1 on" in said
 
-
-def test_output_info_and_summary_name_the_run_as_what_if(
-    run: Path, tmp_path: Path, trajstore_cli: Cli
-) -> None:
     other = tmp_path / "other.zarr"
     options = ("--set", "optimizer.state_dtype=float32", "--at", 4, "--tokens", "dead")
     said = trajstore_cli("what-if", run, *options, "-o", other).output

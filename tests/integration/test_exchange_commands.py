@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from trajstore.cli.output import BytesProgress
 
-ROWS, TOKENS = 41, 30
+ROWS, TOKENS = 21, 12
 DEAD = np.arange(0, TOKENS, 3)
 
 
@@ -39,16 +39,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_subset_is_exported_and_imported(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
-    options = ["--select", "step=0:30:10,5", "--select", "token=dead", "--variables", "W,loss"]
+    options = ["--select", "step=0:20:10,5", "--select", "token=dead", "--variables", "W,loss"]
     options += ["--memory", "64MiB"]
     written = trajstore_cli("export", run, *options, "-o", tmp_path / "f").stdout
     assert written.startswith(f"Wrote {tmp_path / 'f'}: ")
-    assert f"4 rows, {len(DEAD)} tokens." in written
+    assert f"3 rows, {len(DEAD)} tokens." in written
     done = trajstore_cli("import", tmp_path / "f", "-o", tmp_path / "back.zarr", "--json")
     facts = json.loads(done.stdout)
     assert facts["variables"] == {"W": "bfloat16", "loss": "float32"}
-    assert (facts["first_step"], facts["last_step"]) == (0, 20)
-    expected = xr.open_zarr(run)[["W", "loss"]].sel(step=[0, 5, 10, 20]).isel(token=DEAD)
+    assert (facts["first_step"], facts["last_step"]) == (0, 10)
+    expected = xr.open_zarr(run)[["W", "loss"]].sel(step=[0, 5, 10]).isel(token=DEAD)
     assert_same_run(expected, tmp_path / "back.zarr")
 
 
@@ -60,9 +60,8 @@ def test_the_ending_says_which_format(run: Path, tmp_path: Path, trajstore_cli: 
     assert "W" in load_file(tmp_path / "f.safetensors")
 
 
-@pytest.mark.parametrize("name", ["f.safetensors", "f.h5", "f.zarr"])
 def test_sigterm_leaves_nothing(
-    name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajstore_cli: Cli
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajstore_cli: Cli
 ) -> None:
     """The signal comes when the file is half written, within a callback that loses exceptions."""
     show = BytesProgress.show
@@ -77,7 +76,7 @@ def test_sigterm_leaves_nothing(
         show(bar, done, total)
 
     monkeypatch.setattr(BytesProgress, "show", interrupted)
-    trajstore_cli("export", run, "-o", tmp_path / name, rc=128 + signal.SIGTERM)
+    trajstore_cli("export", run, "-o", tmp_path / "f.h5", rc=128 + signal.SIGTERM)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -94,7 +93,8 @@ def test_a_write_that_fails_names_the_file(run: Path, tmp_path: Path) -> None:
         "    print(done.exit_code, ' '.join(done.stderr.split()))\n"
     )
     files = [str(tmp_path / name) for name in ("f.safetensors", "f.zarr", "f.h5")]
-    words = [sys.executable, "-c", code, str(run), *files]
+    # The limit also holds for the modules that Python compiles: without -B they would be cut.
+    words = [sys.executable, "-B", "-c", code, str(run), *files]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     for line, file in zip(done.stdout.splitlines(), files, strict=True):
         assert line.startswith("1 ")

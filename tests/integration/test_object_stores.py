@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from example_run import write_example_run
 from object_stores import copied, faulty, s3_server, to_s3, web_server
 from zarr.storage import ObjectStore
 
 from trajstore import RunWriter, open_run, verify
+from trajstore.analysis.results.report_page import write_report
 from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
-from trajstore.store.storage.remote_path import RemotePath, location
+from trajstore.store.storage.remote_path import location
 
 obstore = pytest.importorskip("obstore.store")
 
@@ -77,21 +75,21 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_run_is_the_same_there(s3: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with to_s3(s3, monkeypatch):
-        record(URL, 9)
-        with RunWriter.resume(URL, rows=6) as run:
-            for step in range(6, ROWS):
-                run.append(**row(step))
-        far = open_run(URL)
-        assert far.attrs["content_digest"] == open_run(local).attrs["content_digest"]
-        for chunks in ("blocks", None):
-            xr.testing.assert_equal(
-                open_run(URL, chunks=chunks).load(),  # type: ignore[arg-type]
-                open_run(local).load(),
-            )
-        assert verify(URL).clean
-        assert {path.name for path in location(URL).parent.iterdir()} == {"run.zarr"}  # no lock
+def check_same_there(address: str, local: Path) -> None:
+    record(address, 9)
+    with RunWriter.resume(address, rows=6) as run:
+        for step in range(6, ROWS):
+            run.append(**row(step))
+    here, far = open_run(local), open_run(address)
+    assert far.attrs["content_digest"] == here.attrs["content_digest"]
+    xr.testing.assert_equal(far.load(), here.load())
+    xr.testing.assert_equal(open_run(address, chunks=None).load(), here)
+    assert verify(address).clean
+    assert {path.name for path in location(address).parent.iterdir()} == {"run.zarr"}  # no lock
+
+
+def test_a_run_is_the_same_there(local: Path) -> None:
+    check_same_there("memory://same/runs/run.zarr", local)
 
 
 @pytest.mark.nightly
@@ -104,37 +102,30 @@ def test_what_fails_for_a_while_is_tried_again(
         return KINDS[number // 4 % len(KINDS)] if number % 4 == 1 else None
 
     with faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
-        record(URL)
-        with RunWriter.resume(URL):
-            pass
-        far = open_run(URL)
-        assert far.attrs["content_digest"] == open_run(local).attrs["content_digest"]
-        xr.testing.assert_equal(far.load(), open_run(local).load())
+        check_same_there(URL, local)
     assert len(seen) > 100
 
 
 @pytest.mark.nightly
-def test_a_long_outage_ends_a_recording_and_loses_no_commit(
+def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=1)}
-    monkeypatch.setattr(remote_path, "RETRIES", retries)
-    is_out = False
+    refuses = False
 
     def until_it_fails() -> None:
-        nonlocal is_out
+        nonlocal refuses
         with create(URL) as run:
             for step in range(100):
-                is_out = run.committed_rows >= 8
+                refuses = run.committed_rows >= 8
                 run.append(**row(step))
 
     with (
-        faulty(s3, lambda *request: "503" if is_out else None) as (address, _),
+        faulty(s3, lambda *request: "403" if refuses else None) as (address, _),
         to_s3(address, monkeypatch),
     ):
-        with pytest.raises(ObjectStoreError, match=r"^s3://bucket/runs/\.?run\.zarr.*503"):
+        with pytest.raises(ObjectStoreError, match=r"^s3://bucket/runs/\.?run\.zarr.*403"):
             until_it_fails()
-        is_out = False
+        refuses = False
         far = open_run(URL).load()
         committed = far.sizes["step"]
         assert committed >= 8
@@ -197,44 +188,12 @@ def test_a_run_on_a_web_server_is_opened_with_few_requests(local: Path) -> None:
             location(f"{address}/run.zarr").below()  # type: ignore[union-attr]
 
 
-MEMORY = "memory://commands/runs/run.zarr"
-OUT = "memory://commands/out"
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     path = tmp_path_factory.mktemp("here") / "here.zarr"
     write_example_run(path)
     np.save(path.with_name("dead_mask.npy"), np.arange(128) > 99)
     return path
-
-
-@pytest.fixture
-def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
-    monkeypatch.chdir(tmp_path)
-    copied(here, MEMORY)  # a server that ended since has forgotten it
-    # Figures take long.
-    monkeypatch.setattr("trajstore.analysis.results.report_page.drawn", lambda *arguments: ([], {}))
-
-    def invoke(line: str) -> Result:
-        return CliRunner().invoke(main, shlex.split(line.format(here=here, run=MEMORY, out=OUT)))
-
-    return invoke
-
-
-def test_commands_work_on_an_address(run: Callable[[str], Result], tmp_path: Path) -> None:
-    made = []
-    for line, file in (
-        ("report {run} --verify", "run.html"),
-        ("compare {run} {here}", None),
-        ("export {run} -o a.safetensors", "a.safetensors"),
-    ):
-        result = run(line)
-        assert result.exit_code == 0, result.output
-        made += [file] if file else []
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(made)
 
 
 LOCAL = "only runs can be at addresses; pass a local path"
@@ -243,40 +202,49 @@ LOCAL = "only runs can be at addresses; pass a local path"
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("analyze {run} freeze -o {out}/freeze.zarr", LOCAL),
-        ("plot {here} loss -o {out}/loss.png", LOCAL),
-        ("report {here} -o {out}/page.html", LOCAL),
-        ("export {here} -o {out}/a.safetensors", LOCAL),
-        ("import {out}/a.safetensors -o a.zarr", LOCAL),
-        ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
+        ("analyze here.zarr freeze -o memory://out/freeze.zarr", LOCAL),
+        ("plot here.zarr loss -o memory://out/loss.png", LOCAL),
+        ("report here.zarr -o memory://out/page.html", LOCAL),
+        ("export here.zarr -o memory://out/a.safetensors", LOCAL),
+        ("import memory://out/a.safetensors -o a.zarr", LOCAL),
+        (
+            "annotate memory://here/run.zarr --masks dead_mask.npy",
+            "and copy it to a new address",
+        ),
     ],
 )
 def test_a_command_that_needs_a_folder_says_so(
-    run: Callable[[str], Result], line: str, told: str, tmp_path: Path
+    line: str, told: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = run(line)
+    monkeypatch.chdir(here.parent)
+    copied(here, "memory://here/run.zarr")
+    before = [*here.parent.iterdir()]
+    result = CliRunner().invoke(main, line.split())
     assert result.exit_code == 2
     assert told in " ".join(result.output.split())
     assert "://" in result.output
-    assert not list(tmp_path.iterdir())
+    assert [*here.parent.iterdir()] == before
 
 
-def test_sizes_that_a_web_server_does_not_say_are_unknown(
-    run: Callable[[str], Result], here: Path, tmp_path: Path
-) -> None:
+def test_commands_work_on_an_address_and_sizes_may_be_unknown(here: Path, tmp_path: Path) -> None:
+    def printed(*words: object) -> str:
+        result = CliRunner().invoke(main, [*map(str, words)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
     with web_server(here.parent) as (server, _):
-        told = {}
-        for command in ("info", "info --json", "report"):
-            result = run(f"{command} {server}/here.zarr")
-            assert result.exit_code == 0, result.output
-            told[command] = result.output
-    assert "unknown" in told["info"]
-    facts = json.loads(told["info --json"])
-    arrays = facts["arrays"].values()
-    for fact in ("bytes_on_disk", "ratio"):
-        assert {facts[fact], *(array[fact] for array in arrays)} == {None}
-    assert facts["files"] is None
-    assert "<td>unknown</td>" in (tmp_path / "here.html").read_text()
+        run = f"{server}/here.zarr"
+        assert "unknown" in printed("info", run)
+        facts = json.loads(printed("info", "--json", run))
+        arrays = facts["arrays"].values()
+        for fact in ("bytes_on_disk", "ratio"):
+            assert {facts[fact], *(array[fact] for array in arrays)} == {None}
+        assert facts["files"] is None
+        page = write_report(run, tmp_path / "run.html", check=True, figures=[])
+        assert "<td>unknown</td>" in page.read_text()
+        assert "the runs are identical" in printed("compare", run, here)
+        printed("export", run, "-o", tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").exists()
 
 
 def command(*words: object) -> list[str]:
@@ -295,58 +263,42 @@ def printed(words: list[str]) -> str:
     return done.stdout
 
 
-@contextmanager
-def started(words: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the block."""
-    with subprocess.Popen(words, text=True, **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def rows_there(place: RemotePath, truth: xr.Dataset) -> int:
+def rows_there(url: str, truth: xr.Dataset) -> int:
     """Rows that plain xarray sees, by zarr's own way to a store; the last must be what it was."""
-    if not (place / "zarr.json").exists():
+    if not (location(url) / "zarr.json").exists():
         return 0
-    store = ObjectStore(
-        obstore.from_url(str(place), client_options={"allow_http": True}), read_only=True
-    )
-    far = xr.open_zarr(store, chunks=None)
-    if far.sizes["step"]:
-        xr.testing.assert_equal(far.W[-1].compute(), truth.W[far.sizes["step"] - 1].compute())
-    return far.sizes["step"]
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    """The same training, recorded to a folder, without an interruption."""
-    here = tmp_path_factory.mktemp("local") / "run.zarr"
-    printed(recording(here))
-    return open_run(here, chunks=None)
+    store = obstore.from_url(url, client_options={"allow_http": True})
+    far = xr.open_zarr(ObjectStore(store, read_only=True), chunks=None)
+    rows = far.sizes["step"]
+    if rows:
+        xr.testing.assert_equal(far.W[-1].compute(), truth.W[rows - 1].compute())
+    return rows
 
 
 @pytest.mark.torch
 @pytest.mark.skipif(not STEPS, reason="takes minutes: make objects")
 @pytest.mark.parametrize("faults", [False, True])
 def test_a_training_at_s3_survives_its_death(
-    truth: xr.Dataset, faults: bool, monkeypatch: pytest.MonkeyPatch
+    faults: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    here = tmp_path / "run.zarr"  # never interrupted
+    printed(recording(here))
+    truth = open_run(here, chunks=None)
     url = f"s3://bucket/faults-{faults}/run.zarr"  # one memory serves all servers of a process
 
     def fault(method: str, path: str, number: int) -> str | None:
         return KINDS[number // 8 % len(KINDS)] if faults and number % 8 == 1 else None
 
     with s3_server() as s3, faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
-        place = location(url)
-        assert isinstance(place, RemotePath)
-        looks, rows = 0, 0
-        with started(recording(url), stderr=subprocess.DEVNULL) as recorder:
-            while rows < STEPS // 3:
-                assert recorder.poll() is None, "it ended before it was killed"
-                rows, looks = rows_there(place, truth), looks + 1
-                time.sleep(0.2)  # between two looks, as a reader has them beside a training
-            recorder.kill()
+        rows = 0
+        with subprocess.Popen(recording(url), stderr=subprocess.DEVNULL) as recorder:
+            try:
+                while rows < STEPS // 3:
+                    assert recorder.poll() is None, "it ended before it was killed"
+                    rows = rows_there(url, truth)
+                    time.sleep(0.2)  # between two looks, as a reader has them beside a training
+            finally:
+                recorder.kill()
         killed = open_run(url).sizes["step"]
         assert STEPS // 3 <= killed <= STEPS
         printed(command("verify", url))
@@ -356,7 +308,4 @@ def test_a_training_at_s3_survives_its_death(
         far = open_run(url)
         assert far.attrs["status"] == "complete"
         assert far.attrs["content_digest"] == truth.attrs["content_digest"]
-        print(
-            f"\nfaults {faults}: {looks} looks before the kill at {killed - 1} steps of {STEPS}, "
-            f"{len(seen)} requests; {told.strip()}"
-        )
+        print(f"\nfaults {faults}: killed at {killed} rows, {len(seen)} requests; {told.strip()}")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import Cli, nightly_but
+from bits_and_calls import Cli
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -30,6 +27,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "cache"))
 
 
+ADVICE = "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
 PRESETS = (
     "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling",
     "flannel", "thimble", "crucible",
@@ -48,9 +46,8 @@ def test_presets_are_listed_and_printed_as_files(trajstore_cli: Cli, tmp_path: P
     assert one == other
 
 
-@pytest.mark.parametrize(
-    "name", nightly_but([name for name in PRESETS if name != "wordybird-1b"], "gatsby")
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "wordybird-1b"])
 def test_a_preset_records_without_files(name: str, trajstore_cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     narrow = ("--set", "model.hidden=8", "--set", "model.layers=1")
@@ -63,27 +60,20 @@ def test_a_preset_records_without_files(name: str, trajstore_cli: Cli, tmp_path:
     assert (np.abs(ds.grad.values[1, ds.is_dead.values]).max(axis=-1) > 0).all()
 
 
-def test_a_dry_run_says_what_record_then_does(trajstore_cli: Cli, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_be_recorded(trajstore_cli: Cli, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.txt"
     tokens.write_text("101 7 32\n")
     call = [
         "--preset", "gatsby", "--steps", 10, "--set", "recording.every=4",
-        "--set", f"recording.tokens={tokens}", "--set", "recording.block_rows=2",
-        "--set", "recording.variables=matrix,W_ulp_l1", *SMALL,
+        "--set", f"recording.tokens={tokens}", "--set", "recording.variables=matrix,W_ulp_l1",
     ]  # fmt: skip
     path = tmp_path / "run.zarr"
     planned = trajstore_cli("record", *call, "--dry-run", "-o", path).stdout
     assert not path.exists()
-    trajstore_cli("record", *call, "-o", path)
-    happened = json.loads(trajstore_cli("info", path, "--json").stdout)
-    assert happened["committed_rows"] == 4
     assert planned.startswith("4 rows of 3 tokens: steps 0 to 10, every 4;")
-    assert f"; {happened['files']} files." in planned
     for tier in ("weights", "weights+grads", "matrix", "norms", "everything"):
         assert f"  {tier} " in planned
-    ds = xr.open_zarr(path)
-    assert ds.step.values.tolist() == [0, 4, 8, 10]
-    assert ds.token.values.tolist() == [7, 32, 101]
+    assert ADVICE in planned
 
 
 def test_a_device_that_is_not_there_is_refused(trajstore_cli: Cli, tmp_path: Path) -> None:
@@ -93,46 +83,12 @@ def test_a_device_that_is_not_there_is_refused(trajstore_cli: Cli, tmp_path: Pat
     assert "torch finds no such device" in trajstore_cli(*call, rc=2).stderr
 
 
-@pytest.mark.nightly
-def test_a_closed_output_does_not_end_a_training(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    readable, writable = os.pipe()
-    os.close(readable)
-    command = Path(sys.executable).with_name("trajstore")
-    call = [command, "record", "--preset", "gatsby", "--steps", "3", *SMALL, "-o", path]
-    done = subprocess.run(call, stderr=writable, stdout=subprocess.PIPE, text=True, timeout=300)
-    os.close(writable)
-    assert done.returncode == 0
-    assert "Recorded 4 rows" in done.stdout
+STEPS = 6
 
 
-def test_a_recording_ends_with_its_pace_advice_and_what_to_type_next(
-    trajstore_cli: Cli, tmp_path: Path
-) -> None:
-    call = ["--preset", "gatsby", "--steps", 2, *SMALL]
-    said = "Note: exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
+def test_a_recording_and_what_is_typed_after_it(trajstore_cli: Cli, tmp_path: Path) -> None:
+    """The run obeys the laws of the notebook."""
     path = tmp_path / "my run.zarr"
-    assert said in trajstore_cli("record", *call, "--dry-run").stdout
-    done = trajstore_cli("record", *call, "-o", path)
-    assert done.stderr.count(said) == 1
-    lines = done.stdout.splitlines()
-    pace = r"Recorded 3 rows to .* in [\d.]+ m?s \([\d.e+]+ steps per second\): "
-    assert re.match(pace, lines[0])
-    typed = [line.split("   ")[0] for line in lines[2:]]
-    assert len(typed) == 3
-    for command in typed[:2]:
-        trajstore_cli(*shlex.split(command)[1:])
-    assert said in trajstore_cli("info", path).stdout
-    sound = ["--set", "model.dtype=float32", "-o", tmp_path / "sound.zarr"]
-    assert "Note" not in trajstore_cli("record", *call, *sound).stderr
-
-
-STEPS = 16
-
-
-@pytest.fixture(scope="module")
-def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("story") / "gatsby.zarr"
     # Native products take four times as long on processors without bfloat16 units.
     changes = ("recording.block_rows=8", "training.device=cpu", "training.products=float32")
     settings = [word for change in changes for word in ("--set", change)]
@@ -140,18 +96,18 @@ def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path
     done = trajstore_cli("record", "--preset", "gatsby", *options)
     assert "gatsby stand-in (embedded)" in done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stderr
-    assert f"Recorded {STEPS + 1} rows" in done.stdout
-    return path
+    assert done.stderr.count(ADVICE) == 1
+    lines = done.stdout.splitlines()
+    pace = r"Recorded 7 rows to .* in [\d.]+ m?s \([\d.e+]+ steps per second\): "
+    assert re.match(pace, lines[0])
 
-
-def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
-    ds = xr.open_zarr(gatsby)
+    ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == list(range(STEPS + 1))
     dead = ds.is_dead.values
     assert dead.sum() == 51
     assert (ds.token_count.values[dead] == 0).all()
     assert float(ds.loss[1]) == pytest.approx(math.log(128), abs=0.001)
-    assert float(ds.loss[-1]) < 4.4
+    assert float(ds.loss[-1]) < 4.75
     logits = ds.logits[1].values
     assert logits.max() == logits.min()
     norms = np.linalg.norm(ds.grad[1].values, axis=-1)
@@ -164,19 +120,23 @@ def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
     assert (ds.exp_avg_sq[0].values == 0).all()
     np.testing.assert_allclose(ds.lr[1:], 1e-3 * (1 - np.arange(STEPS) / STEPS))
     assert ds.lr.dtype == "float64"
-
-
-def test_all_tokens_start_near_one_point_and_the_dead_move_as_one(gatsby: Path) -> None:
-    ds = xr.open_zarr(gatsby)
     start = ds.W[0].values
     assert np.linalg.norm(start.mean(0)) == pytest.approx(1, abs=0.002)
     assert np.linalg.norm(start - start.mean(0), axis=-1).max() < 0.01
     assert (ds.traj.coherence("dead") > 0.99).all()
     assert (ds.traj.coherence("live") < 0.9).all()
 
-
-def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -> None:
-    facts = json.loads(trajstore_cli("info", gatsby, "--json").stdout)
+    summary, analyze, verify = [shlex.split(line.split("   ")[0])[1:] for line in lines[2:]]
+    text = trajstore_cli(*summary).stdout
+    assert "Loss: 4.8520 at step 1" in text
+    assert "NON-ZERO" in text
+    json.loads(trajstore_cli(*summary, "--json").stdout)
+    trajstore_cli(*analyze)
+    assert "sound" in trajstore_cli(*verify).stdout
+    text = trajstore_cli("info", path).stdout
+    assert f"complete, {STEPS + 1} rows, steps 0 to {STEPS}" in text
+    assert ADVICE in text
+    facts = json.loads(trajstore_cli("info", path, "--json").stdout)
     assert facts["status"] == "complete"
     assert facts["committed_rows"] == STEPS + 1
     assert facts["steps"] == {"first": 0, "last": STEPS}
@@ -186,12 +146,6 @@ def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -
     assert facts["optimizer"]["class"] == "torch.optim.adamw.AdamW"
     assert facts["optimizer"]["hyperparameters"]["weight_decay"] == 0.01
     assert facts["provenance"]["corpus"]["bytes"] == 265_905
-    text = trajstore_cli("info", gatsby).stdout
-    assert f"complete, {STEPS + 1} rows, steps 0 to {STEPS}" in text
-    text = trajstore_cli("summary", gatsby).stdout
-    assert "Loss: 4.8520 at step 1" in text
-    assert "NON-ZERO" in text
-    json.loads(trajstore_cli("summary", gatsby, "--json").stdout)
 
 
 DOCS = Path(__file__).parents[2] / "docs"

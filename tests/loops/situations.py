@@ -45,7 +45,7 @@ FRAMES = {
     "end-zeros": "{} step zeros",
 }  # fmt: skip
 
-MAIN = ("adamw", "sgd", "fused", "halving", "data")
+MAIN = ("sgd", "fused", "data", "halving")
 OWN = (
     "plain-sgd", "adam", "rmsprop", "clamping", "noisy", "clearing-clip", "bare", "holding",
     "scratch", "wrapper", "clipping", "noam", "retrying", "lookahead",
@@ -55,7 +55,7 @@ SCALED = (
     "plain", "clip", "value", "hand-then-clip", "noise", "halves-clip", "sum", "discard",
     "assigned-clip", "observed", "clone-then-clip", "aside-clip", "penalty-first",
 )  # fmt: skip
-WHEN = ("before", "once")
+WHEN = (("before", "adamw"), ("once", "halving"))
 HOOKS = ("noise", "clip", "value", "hand", "turn", "global", "rate")
 
 
@@ -67,20 +67,21 @@ def body(name: str, *, unscale: bool = False) -> str:
 
 
 def products() -> Iterator[Situation]:
-    for name, optimizer in product(BODIES, MAIN):
-        yield Situation(f"{name}/{optimizer}", FRAMES["none"].format(body(name)), optimizer)
+    for number, name in enumerate(BODIES):  # with every second optimizer but the usual one
+        for optimizer in ("adamw", *MAIN[number % 2 :: 2]):
+            yield Situation(f"{name}/{optimizer}", FRAMES["none"].format(body(name)), optimizer)
     for name, frame in product([*FEW, "twice", "aside-clip", "value"], FRAMES):
         if frame != "none":
             yield Situation(f"{name}/{frame}", FRAMES[frame].format(body(name)), "adamw")
-    for name, scaler, optimizer, unscale in product(
-        SCALED, ("given", "found"), ("adamw", "fused"), (True, False)
+    for name, (scaler, optimizer), unscale in product(
+        SCALED, (("given", "adamw"), ("given", "fused"), ("found", "fused")), (True, False)
     ):
         text = FRAMES["none"].format(body(name, unscale=unscale))
         ending = f"{scaler}-{optimizer}{'-unscaled' if unscale else ''}"
         yield Situation(f"{name}/{ending}", text, optimizer, scaler)
     for optimizer, name in product(OWN, FEW):
         yield Situation(f"{optimizer}/{name}", FRAMES["none"].format(body(name)), optimizer)
-    for hook, name, when, optimizer in product(HOOKS, FEW, WHEN, ("adamw", "halving")):
+    for hook, name, (when, optimizer) in product(HOOKS, FEW, WHEN):
         text, given = FRAMES["none"].format(body(name)), {when: f"hook:{hook}"}
         yield Situation(f"hook-{hook}/{name}-{when}-{optimizer}", text, optimizer, **given)
 
@@ -172,25 +173,36 @@ def alone() -> Iterator[Situation]:
         yield Situation(f"limit/{name}", FRAMES["none"].format(body(name)), options=limit)
 
 
-SITUATIONS = {one.name: one for one in (*products(), *alone())}
+MIXED = {
+    ("sgd", ""): ("loose-clip", "uneven", "clone-then-clip", "perturbed", "discard-zeros"),
+    ("adamw", "found"): ("clip-to-0", "multiplied", "pgd", "drop-clip", "observed-later"),
+    ("data", ""): ("clip-then-data", "mask", "clip-between", "decay", "clip"),
+    ("halving", ""): ("value", "times-20", "others", "surgery-clip", "third"),
+    ("fused", "found"): ("noise", "put", "outside-after-pass", "observed-halves", "parts-halves"),
+}
+"""Bodies of one loop, a step each, by its optimizer and scaler."""
+
+
+def mixed() -> Iterator[Situation]:
+    for (optimizer, scaler), names in MIXED.items():
+        steps = (FRAMES["none"].format(body(name, unscale=bool(scaler))) for name in names)
+        yield Situation(f"mixed/{optimizer}", " | ".join(steps), optimizer, scaler)
+
+
+SITUATIONS = {one.name: one for one in (*products(), *alone(), *mixed())}
 
 
 CHOSEN = """
-plain/found-fused clip/given-adamw-unscaled clip/data loose-clip/sgd clip-to-0/adamw
-value/halving hand-then-clip/given-fused clip-then-data/adamw noise/found-adamw mask/data
-clone-then-clip/sgd third/fused decay/data put/adamw sum/found-fused-unscaled uneven/sgd
-times-20/halving multiplied/adamw penalty-first/given-adamw clip-between/data
-aside-clip/found-adamw surgery-clip/fused pgd/adamw discard-zeros/sgd twice/end-zeros
-parts-halves/adamw assigned-clip/given-fused-unscaled observed-halves/fused observed-quotient/sgd
-observed-later/adamw observed-discard/data others/halving drop-clip/adamw drop-matrix/sgd
-outside-after-pass/adamw perturbed/sgd holding/discard scratch/clip clipping/halves-clip noam/clip
-retrying/plain lookahead/clip hook-clip/halves-clip-once-halving hook-global/clip-before-adamw
-no-zero-at-times/adamw no-gradient/adamw frozen-first/data fails-after-clip/fused rate-0/data
-setting/sgd clear/adamw twin/wrapper move/sgd replace/all-lost-adamw replace/given-data
-collecting/clip-collecting collecting/again-collecting-data sometimes/end-sometimes
-closure/plain-lbfgs closure/clip-adamw closure/rate-sgd sam/halves-sam in-turn/pass-between-two
-in-backward/plain-each checkpointed/halves-clip returning/halves-clip early-bound/clip-halving
-schedule/early scaler/first-found scaler/unscaled-given scaler/halves-without-it-found
-limit/assigned-clip
+mixed/sgd mixed/adamw mixed/data mixed/halving mixed/fused
+plain/found-fused clip/given-adamw-unscaled hand-then-clip/given-fused penalty-first/given-adamw
+twice/end-zeros assigned-clip/given-fused-unscaled observed-quotient/fused observed-discard/fused
+drop-matrix/sgd holding/discard scratch/clip noam/clip retrying/plain lookahead/clip
+hook-clip/halves-clip-once-halving hook-global/clip-before-adamw no-gradient/adamw
+frozen-first/data fails-after-clip/fused rate-0/data setting/sgd clear/adamw twin/wrapper move/sgd
+replace/all-lost-adamw replace/given-data collecting/again-collecting-data
+sometimes/end-sometimes closure/plain-lbfgs closure/rate-sgd sam/halves-sam
+in-turn/pass-between-two in-backward/plain-each checkpointed/halves-clip returning/halves-clip
+early-bound/clip-halving schedule/early scaler/first-found scaler/unscaled-given
+scaler/halves-without-it-found limit/assigned-clip
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""

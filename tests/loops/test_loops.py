@@ -39,4 +39,4 @@ def test_all_loops(check: Check) -> None:
 
 @pytest.mark.nightly
 def test_drawn_loops(check: Check) -> None:
-    check(map(drawn, range(500)))
+    check(map(drawn, range(250)))

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from trajstore import export, import_file, open_run
 
-EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "4"))
 
 FORMS = ("safetensors", "hdf5", "zarr", "run")
 TYPES = st.sampled_from(["bfloat16", "float16", "float32", "float64"])

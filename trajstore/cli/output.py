@@ -343,6 +343,8 @@ class AnalysisProgress(Bar):
     ----------
     address : str, optional
         Address of a dask scheduler. Default: compute in the threads of this process.
+    timeout : float
+        Seconds to wait for its answer.
 
     Raises
     ------
@@ -352,8 +354,8 @@ class AnalysisProgress(Bar):
         If no scheduler answers at `address`.
     """
 
-    def __init__(self, address: str | None = None) -> None:
-        self._client = _client(address) if address else None
+    def __init__(self, address: str | None = None, *, timeout: float = 10) -> None:
+        self._client = _client(address, timeout) if address else None
         super().__init__(
             TextColumn("{task.completed}/{task.total} tasks"),
             BarColumn(bar_width=20),
@@ -366,11 +368,11 @@ class AnalysisProgress(Bar):
             self._client.close()
 
 
-def _client(address: str) -> Any:
+def _client(address: str, timeout: float) -> Any:
     with needs_extra("computing on a cluster", "cluster"):
         from distributed import Client
     try:
-        return Client(address, timeout=10)
+        return Client(address, timeout=timeout)
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"no dask scheduler answers at {address}: {error}") from error
 

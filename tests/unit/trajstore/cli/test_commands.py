@@ -86,9 +86,9 @@ OPTIONS: list[Any] = [
         {"block_rows": 64, "encoding": "compact"},
     ),
     (
-        "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite",
+        "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite --verify",
         "trajstore.analysis.results.report_page.write_report",
-        {"steps": "0:3", "within": True, "min_unchanged": 2, "overwrite": True},
+        {"steps": "0:3", "within": True, "min_unchanged": 2, "overwrite": True, "check": True},
     ),
     (
         "analyze {run} {other} freeze --common-steps",

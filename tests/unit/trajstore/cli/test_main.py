@@ -17,7 +17,15 @@ from click.testing import CliRunner, Result
 from rich.text import Text
 
 from trajstore.cli.main import main
-from trajstore.cli.output import PlainConsole, PlainTable, in_command, print_json, printable
+from trajstore.cli.output import (
+    AnalysisProgress,
+    PlainConsole,
+    PlainTable,
+    in_command,
+    print_json,
+    printable,
+)
+from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED, TIERS
 
 ROOT = Path(__file__).parents[4]
@@ -263,3 +271,9 @@ def test_a_command_prints_options_in_place_of_arguments() -> None:
     assert in_command(f"{named}, lr=1, join='inner'") == f"{given}, lr=1, --common-steps"
     others = "f(run, at=STEP), 'at=3', --set at=3, at=-1, at=Path('a'), config.training.steps=9"
     assert in_command(others) == others
+
+
+def test_an_address_without_a_scheduler_is_reported() -> None:
+    pytest.importorskip("distributed")
+    with pytest.raises(InvalidArgument, match="no dask scheduler answers at tcp://"):
+        AnalysisProgress("tcp://127.0.0.1:1", timeout=0.1)
