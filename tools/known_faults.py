@@ -9,7 +9,7 @@ cosmic-ray drew it at random.
 
 The faults go into copies of the committed tree in a temporary folder; the checkout stays as it is.
 Tests run until one fails: those in the file of the same name, then the others of the same folder of
-``tests/unit/``, then ``integration/``, ``property/`` and ``loops/``, then all others, the nightly
+``tests/unit/``, or of the nearest one above it, then ``integration/``, ``property/`` and ``loops/``, then all others, the nightly
 ones last. A test that takes longer than the limit has found the fault. At the end, the tests that
 have failed run without a fault: one that fails again has found none.
 """
@@ -116,11 +116,11 @@ def _tried(fault: Fault, copy: Path, folders: list[str], limit: int) -> str:
 
 def _stages(file: str, copy: Path) -> list[list[str]]:
     """Arguments of pytest, the tests nearest to a file first, none twice."""
-    mirrored = Path("tests/unit", file).parent
+    mirrored = next(at for at in Path("tests/unit", file).parents if (copy / at).is_dir())
     own = (copy / mirrored).glob(f"test_{Path(file).stem}*.py")
     groups = [
         sorted(str(test.relative_to(copy)) for test in own),
-        [str(mirrored)] if (copy / mirrored).is_dir() else [],
+        [str(mirrored)],
         ["tests/integration", "tests/property", "tests/loops"],
         ["tests", "trajstore"],
     ]
