@@ -9,9 +9,10 @@ cosmic-ray drew it at random.
 
 The faults go into copies of the committed tree in a temporary folder; the checkout stays as it is.
 Tests run until one fails: those in the file of the same name, then the others of the same folder of
-``tests/unit/``, or of the nearest one above it, then ``integration/``, ``property/`` and ``loops/``, then all others, the nightly
-ones last. A test that takes longer than the limit has found the fault. At the end, the tests that
-have failed run without a fault: one that fails again has found none.
+``tests/unit/`` or, if there is none, of that above it; then ``integration/``, ``property/`` and
+``loops/``, then all others, the nightly ones last. A test that takes longer than the limit has
+found the fault. At the end, the tests that have failed run without a fault: one that fails again
+has found none.
 """
 
 from __future__ import annotations
