@@ -8,11 +8,11 @@ undoes what an entry says, ``test`` if it breaks what the name of a test says, a
 cosmic-ray drew it at random.
 
 The faults go into copies of the committed tree in a temporary folder; the checkout stays as it is.
-Tests run until one fails: those in the file of the same name, then the others of the same folder of
-``tests/unit/`` or, if there is none, of that above it; then ``integration/``, ``property/`` and
-``loops/``, then all others, the nightly ones last. A test that takes longer than the limit has
-found the fault. At the end, the tests that have failed run without a fault: one that fails again
-has found none.
+Tests run until one fails: those in the file of the same name, then those in files that import the
+module, the others of the same folder of ``tests/unit/`` or, if there is none, of that above it;
+``integration/``, ``property/`` and ``loops/``; then all others, the nightly ones last. A test that
+takes longer than the limit has found the fault. At the end, the tests that have failed run without
+a fault: one that fails again has found none.
 """
 
 from __future__ import annotations
@@ -118,15 +118,17 @@ def _tried(fault: Fault, copy: Path, folders: list[str], limit: int) -> str:
 def _stages(file: str, copy: Path) -> list[list[str]]:
     """Arguments of pytest, the tests nearest to a file first, none twice."""
     mirrored = next(at for at in Path("tests/unit", file).parents if (copy / at).is_dir())
-    own = (copy / mirrored).glob(f"test_{Path(file).stem}*.py")
-    groups = [
-        sorted(str(test.relative_to(copy)) for test in own),
-        [str(mirrored)],
-        ["tests/integration", "tests/property", "tests/loops"],
-        ["tests", "trajstore"],
-    ]
+    module = ".".join(Path("trajstore", file.removeprefix("trajstore/")).with_suffix("").parts)
+    alike = re.compile(rf"test_{Path(file).stem}.*\.py")
+    named, importing = [], []
+    for test in sorted((copy / "tests").rglob("test_*.py")):
+        if test.parent == copy / mirrored and alike.fullmatch(test.name):
+            named.append(str(test.relative_to(copy)))
+        elif re.search(rf"\b{re.escape(module)}\b", test.read_text()):
+            importing.append(str(test.relative_to(copy)))
+    others = ["tests/integration", "tests/property", "tests/loops"]
     stages, begun = [], []
-    for group in filter(None, groups):
+    for group in filter(None, (named, importing, [str(mirrored)], others, ["tests", "trajstore"])):
         stages.append([*group, *(f"--ignore={path}" for path in begun)])
         begun += group
     return [*stages, ["-m", "nightly", *stages[0]], ["-m", "nightly", "tests"]]
