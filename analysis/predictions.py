@@ -240,7 +240,7 @@ def _places_of_dead(ds: xr.Dataset, tokens: npt.NDArray[Any]) -> npt.NDArray[np.
     where = {int(number): place for place, number in enumerate(ds["token"].values)}
     missing = [int(token) for token in tokens if int(token) not in where]
     if missing:
-        raise InvalidArgument(f"got token {missing[0]}, which the run does not hold")
+        raise InvalidArgument(f"got token {missing[0]}, expected tokens that the run holds")
     places = np.array([where[int(token)] for token in tokens])
     live = tokens[~ds["is_dead"].values[places].astype(bool)]
     if live.size:

@@ -322,7 +322,9 @@ def _compute_across_runs(
     across = [name for name in names if name in ACROSS_RUNS]
     others = assignments or by_population or lattice != "native" or of_rows["vectors"]
     if across and (len(names) > 1 or others):
-        raise InvalidArgument(f"{across[0]} cannot be combined with other quantities or options")
+        raise InvalidArgument(
+            f"{across[0]} cannot be combined with other quantities or options; compute it alone"
+        )
     if across:
         function = ACROSS_RUNS[across[0]]
         window = rows_of_window(ds, of_rows["steps"])

@@ -541,7 +541,9 @@ def with_populations(
                     f"leading digit, and none of {', '.join(POPULATIONS)}, mostly_dead"
                 )
             if f"is_{title}" in ds.coords or title in ds.coords:
-                raise InvalidArgument(f"a coordinate {title!r} or 'is_{title}' already exists")
+                raise InvalidArgument(
+                    f"a coordinate {title!r} or 'is_{title}' already exists; choose another name"
+                )
             ds = ds.assign_coords({f"is_{title}": ("token", mask)})
     return ds
 
@@ -597,6 +599,6 @@ def _of_ids(ds: xr.Dataset, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArra
     if unknown.size:
         raise InvalidArgument(
             f"got {unknown.size} unknown token ids for the population {name}, the first is "
-            f"{unknown[0]}"
+            f"{unknown[0]}; give ids of the run"
         )
     return np.asarray(np.isin(known, ids))

@@ -53,9 +53,9 @@ def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
         return moment
     if scan.steps[0] != 0 or (np.diff(scan.steps) != 1).any():
         raise InvalidArgument(
-            "amsgrad divides by the largest second moment of all previous steps, so all steps "
-            f"from 0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or "
-            "without the beginning; use the whole run, recorded with every=1"
+            f"got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without the beginning, "
+            "expected all steps from 0: amsgrad divides by the largest second moment so far; use "
+            "the whole run, recorded with every=1"
         )
     return da.reductions.cumreduction(
         np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype

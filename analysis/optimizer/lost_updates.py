@@ -317,8 +317,8 @@ def moment_plane(
     rule, numbers = input_checks.adam_rule(ds, optimizer)
     if rule.amsgrad:
         raise InvalidArgument(
-            "moment_plane does not support amsgrad, which divides by the largest second moment so "
-            "far instead of v"
+            "got a run trained with amsgrad, expected another optimizer: amsgrad divides by the "
+            "largest second moment so far instead of v"
         )
     row = scan.rows - 1 if step is None else input_checks.row_of_step(ds, int(step))
     names, groups = populations(ds)

@@ -247,8 +247,8 @@ class Recurrence:
         couples = not rule.decoupled and numbers["weight_decay"].any()
         if rule.amsgrad:
             raise InvalidArgument(
-                "got a run trained with amsgrad, which is not supported: it divides by the largest "
-                "second moment so far"
+                "got a run trained with amsgrad, expected another optimizer: amsgrad divides by "
+                "the largest second moment so far"
             )
         input_checks.require_variables(ds, "grad", "clip_coef", *(["W"] if couples else []))
         _require_every_step(scan.steps, quantity)

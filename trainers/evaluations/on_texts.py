@@ -173,7 +173,7 @@ def _cosine(ids: Ids, model: torch.nn.Module) -> dict[str, Any]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise InvalidArgument(
-            f"{type(model).__name__} has no get_output_embeddings(), which hidden-cosine needs"
+            f"{type(model).__name__} has no get_output_embeddings(); hidden-cosine needs it"
         )
     sums: list[torch.Tensor] = []
 
@@ -419,7 +419,7 @@ def _input(ids: Ids, model: torch.nn.Module) -> torch.Tensor:
 def _require_transformers(model: torch.nn.Module, evaluation: str) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise InvalidArgument(
-            f"{type(model).__name__} is not a model of transformers, which {evaluation} needs"
+            f"{type(model).__name__} is not a model of transformers; {evaluation} needs one"
         )
 
 
@@ -473,7 +473,7 @@ def _lens(ids: Ids, texts: npt.NDArray[Any], offset: int, model: Any) -> dict[st
     if norm is None or head is None:
         raise InvalidArgument(
             f"{type(model).__name__} has no last normalization or unembedding of a known name "
-            f"({', '.join(_NORMS)}), which logit-lens needs"
+            f"({', '.join(_NORMS)}); logit-lens needs them"
         )
     tokens = _input(ids, model)
     states = model(tokens, output_hidden_states=True).hidden_states

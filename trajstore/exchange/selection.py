@@ -211,7 +211,7 @@ def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
             )
         places = np.unique(places)
     if not len(places):
-        raise InvalidArgument(f"got tokens {tokens!r}, which selects no token of this run")
+        raise InvalidArgument(f"got tokens {tokens!r}, expected at least one token of the run")
     return places
 
 

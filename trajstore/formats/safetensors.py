@@ -295,7 +295,9 @@ def begin_safetensors(
     """
     for key, (dtype, _) in arrays.items():
         if dtype not in _NAMES:
-            raise InvalidArgument(f"{key} has type {dtype}, which safetensors files cannot hold")
+            raise InvalidArgument(
+                f"{key} has type {dtype}, which safetensors files cannot hold; export to HDF5"
+            )
     offsets = _begin(path, arrays, metadata)
     return {
         key: FilledArray(path=path, dtype=np.dtype(dtype), shape=shape, offset=offsets[key])

@@ -363,7 +363,7 @@ def test_what_cannot_be_explained_is_refused(trained):
     other = "got 3 of the vocabulary's 7 tokens"
     for ds, step, token, error, message in (
         (trained, 3, [5, 4], InvalidArgument, "got the live token 4, expected dead tokens"),
-        (trained, 3, 9, InvalidArgument, "got token 9, which the run does not hold"),
+        (trained, 3, 9, InvalidArgument, "got token 9, expected tokens"),
         (trained, 17, 5, StepNotFound, "step 17 is not in the run"),
         (trained, 0, 5, StepNotFound, "before training"),
         (trained.isel(step=[0, 2, 4]), 4, 5, StepNotFound, "used W of step 3"),
