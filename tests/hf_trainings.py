@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, batches  # noqa: E402
+from trainings import HIDDEN, VOCAB, batches  # noqa: E402
 from transformers import (  # noqa: E402
     GPT2Config,
     GPT2LMHeadModel,

@@ -102,7 +102,7 @@ def train(
 
     With `first` the recorded state after that step is restored, and the recording resumed.
     """
-    from list_recorder import batches
+    from trainings import batches
 
     from trajstore.trainers import capture, restore
 
@@ -164,7 +164,7 @@ def train_with_trainer(
 ) -> Kept:
     """Train with a Trainer, its fused AdamW and its clipping; as `train`."""
     from accelerate import PartialState
-    from list_recorder import BATCH, batches
+    from trainings import BATCH, batches
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from trajstore.trainers import TrajectoryCallback
@@ -212,7 +212,7 @@ def train_with_trainer(
 
 
 def on_device(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Any:
-    from list_recorder import TinyModel
+    from trainings import TinyModel
 
     model = TinyModel(dtype)
     model.mix = torch.nn.Sequential(model.mix, torch.nn.Dropout(dropout))

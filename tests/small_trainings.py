@@ -12,9 +12,9 @@ import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
-from recorded_models import same
 from safetensors import safe_open
 from safetensors.torch import load_file
+from trainings import same
 
 from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset

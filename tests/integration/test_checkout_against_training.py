@@ -20,7 +20,7 @@ from bits_and_calls import Cli
 
 torch = pytest.importorskip("torch")
 import independent_trainings as trainings  # noqa: E402
-from recorded_models import same  # noqa: E402
+from trainings import same  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from trajstore.trainers import (  # noqa: E402

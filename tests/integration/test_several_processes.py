@@ -26,7 +26,7 @@ PROGRAM = """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-    from list_recorder import TinyModel
+    from trainings import TinyModel
     from trajstore.trainers import capture
     from trajstore.errors import TrajstoreError
 
@@ -173,7 +173,7 @@ ONE_PROCESS = """
     import sys
     import numpy as np, torch
     from torch.distributed.fsdp import fully_shard
-    from list_recorder import TinyModel, batches
+    from trainings import TinyModel, batches
     from trajstore.trainers import capture
 
     torch.distributed.init_process_group("gloo")
@@ -218,7 +218,7 @@ def test_accumulation_into_a_sharded_gradient(tmp_path: Path) -> None:
 HEAD = """
     import os, sys
     import numpy as np, torch
-    from list_recorder import TinyModel
+    from trainings import TinyModel
     path, folder = sys.argv[1:]
     rank = int(os.environ["RANK"])
 

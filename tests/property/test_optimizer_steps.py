@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import TinyModel, batches  # noqa: E402
 from small_trainings import same_values  # noqa: E402
-from tiny_runs import scaled_run, tiny_run  # noqa: E402
+from trainings import TinyModel, batches, scaled_run, tiny_run  # noqa: E402  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402

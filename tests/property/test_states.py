@@ -19,7 +19,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from recorded_models import same  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small_trainings import (  # noqa: E402
     contents,
@@ -29,7 +28,16 @@ from small_trainings import (  # noqa: E402
     small_config,
     stop_after,
 )
-from training_loops import EVERY, STEPS, Accumulated, Loop, Pair, Scaled, Scheduled  # noqa: E402
+from trainings import (  # noqa: E402
+    EVERY,
+    STEPS,
+    Accumulated,
+    Loop,
+    Pair,
+    Scaled,
+    Scheduled,
+    same,
+)
 
 from trajstore import RunWriter, open_run, verify  # noqa: E402
 from trajstore.trainers import (  # noqa: E402

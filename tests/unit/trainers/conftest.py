@@ -9,7 +9,7 @@ import pytest
 def tiny() -> Any:
     """A float32 `TinyModel`, the same every time."""
     torch = pytest.importorskip("torch")
-    from list_recorder import TinyModel
+    from trainings import TinyModel
 
     torch.manual_seed(1)
     return TinyModel()
@@ -19,7 +19,7 @@ def tiny() -> Any:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """GPT-2 in two blocks of rows, and copies of all its steps."""
     pytest.importorskip("torch")
-    from recorded_models import record_gpt2
+    from trainings import record_gpt2
 
     return record_gpt2(tmp_path_factory.mktemp("recorded"), block_rows=4)
 
@@ -28,6 +28,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def own(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model that is not one of transformers, and copies of all its steps."""
     pytest.importorskip("torch")
-    from recorded_models import record_own
+    from trainings import record_own
 
     return record_own(tmp_path_factory.mktemp("own"))

@@ -18,11 +18,19 @@ from damage import flip
 
 torch = pytest.importorskip("torch")
 from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import batches  # noqa: E402
-from recorded_models import same  # noqa: E402
 from small_trainings import contents, same_values  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
-from training_loops import EVERY, STEPS, Accumulated, Loop, Pair, Scaled, Scheduled  # noqa: E402
+from trainings import (  # noqa: E402
+    EVERY,
+    STEPS,
+    Accumulated,
+    Loop,
+    Pair,
+    Scaled,
+    Scheduled,
+    batches,
+    same,
+)
 from transformers import TrainerCallback  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402

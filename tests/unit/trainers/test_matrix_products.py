@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import TinyModel, batches  # noqa: E402
+from trainings import TinyModel, batches  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
 from trajstore.trainers import (  # noqa: E402

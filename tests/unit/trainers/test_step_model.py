@@ -19,12 +19,18 @@ from trajstore.errors import InvalidArgument, RunExists, StepNotFound, VariableN
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 from altered_runs import change_attributes  # noqa: E402
-from recorded_models import STEPS, OwnModel, gpt2, record_gpt2, same  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small_trainings import contents  # noqa: E402
-from training_loops import STEPS as RESTORED  # noqa: E402
-from training_loops import Accumulated  # noqa: E402
+from trainings import (  # noqa: E402
+    RECORDED_STEPS,
+    STEPS,
+    Accumulated,
+    OwnModel,
+    gpt2,
+    record_gpt2,
+    same,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from trajstore.errors import NothingToResume  # noqa: E402
@@ -51,7 +57,7 @@ def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any) -> Non
         model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
         model.half()
     assert [step for step, _ in models(recorded.path, [5, 1])] == [1, 5]
-    assert step == STEPS
+    assert step == RECORDED_STEPS
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -216,8 +222,8 @@ def run(tmp_path: Path) -> Path:
 
 def test_what_cannot_be_restored(run: Path, tmp_path: Path) -> None:
     loop = Accumulated()
-    with pytest.raises(InvalidArgument, match=f"does not hold step {RESTORED + 1}"):
-        restore(run, loop.model, loop.optimizers, step=RESTORED)  # it draws numbers
+    with pytest.raises(InvalidArgument, match=f"does not hold step {STEPS + 1}"):
+        restore(run, loop.model, loop.optimizers, step=STEPS)  # it draws numbers
     other = torch.optim.RAdam(loop.model.parameters())
     with pytest.raises(InvalidArgument, match=r"the optimizer is RAdam, and that of .* was SGD"):
         restore(run, loop.model, other)
@@ -227,7 +233,7 @@ def test_what_cannot_be_restored(run: Path, tmp_path: Path) -> None:
 
 def test_rows_with_a_next_step_can_be_restored(tmp_path: Path) -> None:
     options: dict[str, Any] = {"variables": "everything", "every": 3}
-    for name, last in (("run.zarr", RESTORED), ("none.zarr", 3)):
+    for name, last in (("run.zarr", STEPS), ("none.zarr", 3)):
         Accumulated().train(tmp_path / name, last=last, **options)
     loop = Accumulated()
     assert restore(tmp_path / "run.zarr", loop.model, loop.optimizers) == 6

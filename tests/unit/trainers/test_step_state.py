@@ -13,13 +13,13 @@ import pytest
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 torch = pytest.importorskip("torch")
-from recorded_models import (  # noqa: E402
-    STEPS,
+from small_trainings import same_values  # noqa: E402
+from trainings import (  # noqa: E402
+    RECORDED_STEPS,
     OwnModel,
     Recorded,
     same,
 )
-from small_trainings import same_values  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
@@ -37,7 +37,7 @@ def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any) -> N
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
-    for step in (1, 3, STEPS):
+    for step in (1, 3, RECORDED_STEPS):
         assert same(optimizer_state_at(recorded.path, step), recorded.optimizers[step])
         optimizer.load_state_dict(optimizer_state_at(recorded.path, step))
         assert same(optimizer.state_dict(), recorded.optimizers[step])

@@ -200,7 +200,7 @@ def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path
 @pytest.mark.torch
 def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from recorded_models import record_gpt2
+    from trainings import record_gpt2
 
     run, name = record_gpt2(tmp_path).path, "transformer.wpe.weight"
     chosen = ("--parameter", name, "--population", "first=row < 3")

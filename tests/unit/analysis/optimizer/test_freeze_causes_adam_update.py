@@ -95,7 +95,7 @@ ROUNDED = {
 def recorded(path, kind, dtype, **options):
     """A real run of a tiny model, trained by an optimizer that rounds once a step."""
     rounded_optimizer = pytest.importorskip("trajstore.trainers.rounded_optimizer")
-    from tiny_runs import tiny_run
+    from trainings import tiny_run
 
     made = partial(getattr(rounded_optimizer, kind), lr=0.01, **options)
     return open_run(tiny_run(path, made, dtype=getattr(torch, dtype), steps=30, block_rows=8))

@@ -34,7 +34,7 @@ def test_options_that_do_not_belong_together(
 @pytest.mark.torch
 def test_the_commands_evaluate_and_check_out_a_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from recorded_models import record_gpt2
+    from trainings import record_gpt2
 
     run = record_gpt2(tmp_path).path
     words = ["evaluate", str(run), "generation", "--prompt", "th", "--length", "3", "--every", "3"]

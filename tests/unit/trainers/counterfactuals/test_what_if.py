@@ -13,9 +13,8 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes  # noqa: E402
-from list_recorder import HIDDEN, VOCAB  # noqa: E402
 from small_trainings import same_values, small_config  # noqa: E402
-from tiny_runs import scaled_run, tiny_run  # noqa: E402
+from trainings import HIDDEN, VOCAB, scaled_run, tiny_run  # noqa: E402  # noqa: E402
 
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.analysis import exact_moments  # noqa: E402

@@ -14,7 +14,7 @@ from trajstore import open_run
 from trajstore.errors import InvalidArgument, StepNotFound
 
 torch = pytest.importorskip("torch")
-from recorded_models import OwnModel  # noqa: E402
+from trainings import OwnModel  # noqa: E402
 
 from trajstore.trainers import evaluate  # noqa: E402
 from trajstore.trainers.evaluations.evaluate import load_function  # noqa: E402

@@ -15,7 +15,7 @@ from trajstore.errors import CorpusError, InvalidArgument, StepNotFound
 
 torch = pytest.importorskip("torch")
 from no_float64 import on_mps  # noqa: E402
-from recorded_models import OwnModel, gpt2  # noqa: E402
+from trainings import OwnModel, gpt2  # noqa: E402
 
 from trajstore.trainers import model_at  # noqa: E402
 from trajstore.trainers.evaluations import (  # noqa: E402

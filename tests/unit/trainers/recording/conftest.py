@@ -17,7 +17,7 @@ class Record:
     def __init__(self, model: Any, path: Path) -> None:
         self.model, self.path = model, path
         self.notes: list[str] = []
-        self.options: dict[str, Any] = {"on_note": self.notes.append}
+        self.options: dict[str, Any] = {"on_note": self.notes.append, "fsync": False}
 
     def __call__(self, optimizer: Any, model: Any = None, **options: Any) -> Any:
         from trajstore.trainers import capture
@@ -55,7 +55,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def optimizer(tiny: Any) -> Any:
     """AdamW of the tiny model."""
-    from list_recorder import adamw
+    from trainings import adamw
 
     return adamw(tiny)
 

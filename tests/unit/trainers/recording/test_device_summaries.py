@@ -12,8 +12,12 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import TinyModel, batches, steps  # noqa: E402
-from tiny_runs import tiny_run  # noqa: E402
+from trainings import (  # noqa: E402
+    TinyModel,
+    batches,
+    steps,
+    tiny_run,
+)
 
 from trajstore import export, import_file, open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument  # noqa: E402

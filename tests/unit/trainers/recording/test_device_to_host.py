@@ -9,7 +9,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from lazy_streams import OnDevice, Streams  # noqa: E402
-from list_recorder import HIDDEN, VOCAB  # noqa: E402
+from trainings import HIDDEN, VOCAB  # noqa: E402
 
 from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import RecordingError  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import TinyModel, steps  # noqa: E402
+from trainings import TinyModel, steps  # noqa: E402
 
 from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.process_mode import process_mode  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import HIDDEN, Lists, TinyModel, adamw, batches  # noqa: E402  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
+from trainings import HIDDEN, Lists, TinyModel, adamw, batches  # noqa: E402  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
 from trajstore import (  # noqa: E402
@@ -54,7 +54,7 @@ def train(path: Path, *, observe: Any = None, **options: Any) -> Any:
     """Train with micro-batches, and return the hidden states of each step."""
     model = OwnModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"parameter": "embedding.weight", "variables": VARIABLES, **options}
+    options = {"parameter": "embedding.weight", "variables": VARIABLES, "fsync": False, **options}
     lists = Lists(model.embedding.weight)
     states: list[list[Any]] = []
     with capture(model, optimizer, path, **options) as run:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import (  # noqa: E402
+from trainings import (  # noqa: E402
     HIDDEN,
     VOCAB,
     Lists,

@@ -15,9 +15,9 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import HIDDEN, VOCAB, Lists, TinyModel  # noqa: E402  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from torch.utils.data import ConcatDataset, Subset  # noqa: E402
+from trainings import HIDDEN, VOCAB, Lists, TinyModel  # noqa: E402  # noqa: E402
 from transformers import (  # noqa: E402
     PretrainedConfig,
     PreTrainedTokenizerFast,

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import Lists, take_steps  # noqa: E402
-from recorded_models import same  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
+from trainings import (  # noqa: E402
+    Lists,
+    same,
+    take_steps,
+)
 
 from trajstore import open_run  # noqa: E402
 from trajstore.errors import VariableNotRecorded  # noqa: E402

@@ -11,7 +11,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 lightning = pytest.importorskip("lightning.pytorch")
-from list_recorder import BATCH, CONTEXT, Lists, TinyModel  # noqa: E402
+from trainings import BATCH, CONTEXT, Lists, TinyModel  # noqa: E402
 
 from trajstore.errors import RunExists  # noqa: E402
 from trajstore.trainers import LightningCallback  # noqa: E402

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import Lists, TinyModel, adamw, batches, steps, take_steps  # noqa: E402
+from trainings import Lists, TinyModel, adamw, batches, steps, take_steps  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402

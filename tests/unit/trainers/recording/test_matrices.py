@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import Lists, adamw, batches, steps, take_steps  # noqa: E402
 from torch.nn.utils import parametrizations, prune  # noqa: E402
+from trainings import Lists, adamw, batches, steps, take_steps  # noqa: E402
 
 from trajstore.trainers import replay  # noqa: E402
 

@@ -12,10 +12,15 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
 from no_float64 import OnMps, on_mps  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
-from tiny_runs import scaled_run  # noqa: E402
+from trainings import (  # noqa: E402
+    HIDDEN,
+    VOCAB,
+    TinyModel,
+    batches,
+    scaled_run,
+)
 from transformers import GPT2Config  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
@@ -199,7 +204,7 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
 
 def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> xr.Dataset:
     optimizer = optimizer or adamw(model)
-    options = {"variables": "everything", "block_rows": 4} | options
+    options = {"variables": "everything", "block_rows": 4, "fsync": False} | options
     with capture(model, optimizer, path, **options):
         for _ in train(model, optimizer):
             pass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import (  # noqa: E402
+from trainings import (  # noqa: E402
     VOCAB,
     TinyModel,
     take_steps,
@@ -76,7 +76,7 @@ def test_the_number_of_ranges_is_bounded() -> None:
 
 def train(model: Any, path: Path, **options: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    with capture(model, optimizer, path, is_dead=np.arange(VOCAB) > 12, **options):
+    with capture(model, optimizer, path, is_dead=np.arange(VOCAB) > 12, fsync=False, **options):
         take_steps(model, optimizer, 2)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import Lists, adamw, batches, steps, take_steps  # noqa: E402
 from loops.optimizers import Clamping, Lookahead, Scratch  # noqa: E402
+from trainings import Lists, adamw, batches, steps, take_steps  # noqa: E402
 
 from trajstore.trainers import replay  # noqa: E402
 from trajstore.trainers.recording.gradient import clip_coefficient  # noqa: E402

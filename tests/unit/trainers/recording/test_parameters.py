@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import (  # noqa: E402
-    HIDDEN,
-    VOCAB,
-    Lists,
-    batches,
-)
-from muon_runs import SmallGPT, muon_and_adamw, train  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.optim.lr_scheduler import CosineAnnealingLR  # noqa: E402
+from trainings import (  # noqa: E402  # noqa: E402
+    HIDDEN,
+    VOCAB,
+    Lists,
+    SmallGPT,
+    batches,
+    muon_and_adamw,
+    train_pair,
+)
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
@@ -219,7 +221,7 @@ def test_all_parameters_of_both(model: Any, path: Path) -> None:
     weight = model.blocks[1].mlp.weight
     weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
     with capture(model, pair, path, variables="everything,norms", parameter=HEAD):
-        train(model, pair, batches(4))
+        train_pair(model, pair, batches(4))
     ds = open_run(path, chunks=None)
     groups = ds.attrs["optimizer"]["groups"]
     assert [each["name"] for each in groups] == ["Muon", "AdamW", "AdamW"]
@@ -357,7 +359,7 @@ def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
         model = SmallGPT()
         pair = muon_and_adamw(model)
         with capture(model, pair, tmp_path / f"{stop}.zarr", **options):
-            train(model, pair, data[:stop])
+            train_pair(model, pair, data[:stop])
     options |= {"resume": True, "first_step": 3}
     with (
         pytest.raises(InvalidArgument, match="resume with the model and the optimizers"),
@@ -365,7 +367,7 @@ def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
     ):
         pass
     with capture(model, pair, tmp_path / "3.zarr", **options):
-        train(model, pair, data[3:], first=3)
+        train_pair(model, pair, data[3:], first=3)
     whole, resumed = (open_run(tmp_path / f"{stop}.zarr", chunks=None) for stop in (6, 3))
     assert whole.equals(resumed)
 

@@ -13,12 +13,12 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from hf_trainings import tiny_gpt2, trainer_of  # noqa: E402
-from list_recorder import (  # noqa: E402
+from small_trainings import TEXT, small_config  # noqa: E402
+from trainings import (  # noqa: E402
     VOCAB,
     TinyModel,
     take_steps,
 )
-from small_trainings import TEXT, small_config  # noqa: E402
 
 from trajstore import (  # noqa: E402
     analysis,
@@ -40,7 +40,7 @@ DEAD = np.arange(VOCAB) >= 13
 def train(path: Path, log: Any, steps: int = 9, dtype: Any = torch.bfloat16, **more: Any) -> None:
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"is_dead": DEAD, "block_rows": 4, "log": log, "log_every": 2} | more
+    options = {"is_dead": DEAD, "block_rows": 4, "log": log, "log_every": 2, "fsync": False} | more
     for count in [steps] if "every" not in more else [6, steps - 6]:  # resumes inside a block
         with capture(model, optimizer, path, **options) as recorder:
             take_steps(model, optimizer, count, seed=options.get("first_step", 0))
@@ -131,7 +131,13 @@ def run_of(path: Path, model: Any = None, **options: Any) -> Path:
     torch.manual_seed(1)
     model = TinyModel() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"variables": "W,loss", "token_count": COUNTS, "block_rows": 4, **options}
+    options = {
+        "variables": "W,loss",
+        "token_count": COUNTS,
+        "block_rows": 4,
+        "fsync": False,
+        **options,
+    }
     with capture(model, optimizer, path, **options):
         take_steps(model, optimizer, 5)
     return path

@@ -11,8 +11,8 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import adamw as adamw_of  # noqa: E402
-from list_recorder import steps, take_steps  # noqa: E402
+from trainings import adamw as adamw_of  # noqa: E402
+from trainings import steps, take_steps  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.analysis import adam_update, moment_error  # noqa: E402
@@ -59,7 +59,7 @@ def train(
     model, groups = built()
     optimizer = make(groups)
     before_step = change(optimizer)
-    options = {"parameter": "0.weight", "on_note": notes.append} | options
+    options = {"parameter": "0.weight", "on_note": notes.append, "fsync": False} | options
     with capture(model, optimizer, path, **options):
         for step in range(STEPS):
             before_step(step)

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, TinyModel  # noqa: E402
-from recorded_models import same  # noqa: E402
+from trainings import (  # noqa: E402
+    HIDDEN,
+    VOCAB,
+    TinyModel,
+    same,
+)
 
 from trajstore import open_run  # noqa: E402
 from trajstore.errors import InvalidArgument  # noqa: E402
@@ -43,7 +47,9 @@ def record(
     model = Reader() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     notes: list[str] = []
-    with capture(model, optimizer, path, variables=variables, on_note=notes.append) as recorder:
+    with capture(
+        model, optimizer, path, variables=variables, on_note=notes.append, fsync=False
+    ) as recorder:
         for step in steps:
             optimizer.zero_grad()
             step(model, recorder).square().sum().backward()

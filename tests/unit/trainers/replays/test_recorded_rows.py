@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from altered_runs import flip, flipped  # noqa: E402
-from tiny_runs import scaled_run, tiny_run  # noqa: E402
+from trainings import scaled_run, tiny_run  # noqa: E402
 
 from trajstore.trainers import replay  # noqa: E402
 

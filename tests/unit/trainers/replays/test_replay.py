@@ -10,8 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes, flip  # noqa: E402
-from list_recorder import TinyModel, batches  # noqa: E402
-from tiny_runs import scaled_run, tiny_run  # noqa: E402
+from trainings import TinyModel, batches, scaled_run, tiny_run  # noqa: E402  # noqa: E402
 
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.cli.run_commands import print_replay  # noqa: E402

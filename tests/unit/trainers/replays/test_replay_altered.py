@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes, flip, flipped  # noqa: E402
-from list_recorder import HIDDEN, VOCAB  # noqa: E402
-from tiny_runs import scaled_run, tiny_run  # noqa: E402
+from trainings import HIDDEN, VOCAB, scaled_run, tiny_run  # noqa: E402  # noqa: E402
 
 from trajstore.trainers import replay  # noqa: E402
 

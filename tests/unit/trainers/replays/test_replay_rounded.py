@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes  # noqa: E402
-from tiny_runs import tiny_run  # noqa: E402
+from trainings import tiny_run  # noqa: E402
 
 from trajstore.trainers import replay  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402

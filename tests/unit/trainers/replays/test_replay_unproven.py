@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes, flip  # noqa: E402
-from tiny_runs import tiny_run  # noqa: E402
+from trainings import tiny_run  # noqa: E402
 
 from trajstore import export, open_run  # noqa: E402
 from trajstore.cli.run_commands import print_replay  # noqa: E402

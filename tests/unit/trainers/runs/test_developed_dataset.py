@@ -21,7 +21,7 @@ from altered_runs import change_attributes, rewrite  # noqa: E402
 from bits_and_calls import nightly_but  # noqa: E402
 from damage import flip  # noqa: E402
 from small_trainings import small_config  # noqa: E402
-from training_loops import Accumulated, Loop, Pair, Scaled  # noqa: E402
+from trainings import Accumulated, Loop, Pair, Scaled  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402

@@ -13,9 +13,8 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 from altered_runs import rewrite  # noqa: E402
 from damage import flip  # noqa: E402
-from recorded_models import same  # noqa: E402
 from small_trainings import contents, same_values, small_config, stop_after  # noqa: E402
-from training_loops import Accumulated  # noqa: E402
+from trainings import Accumulated, same  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.cli.main import main  # noqa: E402
