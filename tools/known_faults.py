@@ -127,7 +127,8 @@ def _stages(file: str, copy: Path) -> list[list[str]]:
         elif re.search(rf"\b{re.escape(module)}\b", test.read_text()):
             importing.append(str(test.relative_to(copy)))
     others = ["tests/integration", "tests/property", "tests/loops"]
-    stages, begun = [], []
+    stages: list[list[str]] = []
+    begun: list[str] = []
     for group in filter(None, (named, importing, [str(mirrored)], others, ["tests", "trajstore"])):
         stages.append([*group, *(f"--ignore={path}" for path in begun)])
         begun += group
