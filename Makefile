@@ -89,6 +89,11 @@ faults: .venv  ## Inject failing system calls (EIO, ENOSPC, EMFILE, EROFS) into 
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	$(BIN)/python tools/faults.py
 
+.PHONY: known-faults
+known-faults: .venv  ## Put 120 known faults into the code, one at a time; tests must find each; an hour
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	$(BIN)/python tools/known_faults.py
+
 .PHONY: powerloss
 powerloss: .venv  ## Simulate a loss of power at each call of every command that writes, for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
