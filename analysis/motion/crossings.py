@@ -14,7 +14,7 @@ from trajstore.analysis.motion.vectors import speed
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Array, Wide, along, fold, measure
 from trajstore.analysis.scan.quantity import quantities_of_one_pass, quantity
-from trajstore.analysis.scan.result_variables import ResultVariable, dataset
+from trajstore.analysis.scan.result_variables import ResultVariable, dataset, table
 from trajstore.analysis.scan.scan import Scan
 from trajstore.arguments import Bound, Positive
 from trajstore.errors import InvalidArgument
@@ -190,6 +190,19 @@ def _mean(pace: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return np.asarray(pace.astype(np.float64).mean(-1))
 
 
+_DISCONTINUITIES = {
+    "mean_speed": ResultVariable("f8", "mean speed of all tokens"),
+    "discontinuity_score": ResultVariable("f8", "robust z-score of the change of log mean speed"),
+    "discontinuity": ResultVariable("bool", "abrupt change of pace", None),
+}
+
+
+def _pace(motion: npt.NDArray[Any], window: int, threshold: float) -> dict[str, npt.NDArray[Any]]:
+    """Variables of `discontinuities`, from the mean speed of every row."""
+    scores = _scores(motion, window)
+    return dict(zip(_DISCONTINUITIES, (motion, scores, abs(scores) > threshold), strict=True))
+
+
 def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
     """Robust z-score of the change of log motion per row; NaN with too few neighbors."""
     scores = np.full(motion.shape, np.nan)
@@ -219,8 +232,8 @@ def discontinuities(
     A run that was resumed from a wrong checkpoint moves smoothly before and after, but its pace
     changes at the resume. The score of a row is the change of log(mean speed) from the previous
     row, minus the median change at up to `window` rows on either side, in robust standard
-    deviations (1.4826 × the median absolute deviation, plus 0.05). Speeds below 1 % of the run's
-    maximum are set to this value.
+    deviations (1.4826 × the median absolute deviation, plus 0.05). 1 % of the run's maximum is
+    added to every speed before the logarithm.
 
     Parameters
     ----------
@@ -251,17 +264,10 @@ def discontinuities(
     pace = speed(scan)
     pace = pace.drop_attrs().transpose("step", "token").chunk({"token": -1})
     mean = measure(_mean, pace.data, dims=("step",), dtype=np.float64).rechunk(-1)
-    score = measure(_scores, mean, dims=("step",), window=window, dtype=np.float64)
-    speeds = ResultVariable("f8", "mean speed of all tokens", f"{scan.units} per step")
-    scores = ResultVariable("f8", "robust z-score of the change of log mean speed")
-    variables = {
-        "mean_speed": ("step", mean, speeds),
-        "discontinuity_score": ("step", score, scores),
-        "discontinuity": (
-            "step",
-            abs(score) > threshold,
-            ResultVariable("bool", "abrupt change of pace", None),
-        ),
-    }
+    measured = measure(
+        _pace, mean, dims=("step",), dtype=_DISCONTINUITIES, window=window, threshold=threshold
+    )
+    speeds = _DISCONTINUITIES["mean_speed"]
+    units = {"mean_speed": speeds._replace(units=f"{scan.units} per step")}
     coords = {name: values for name, values in pace.coords.items() if "token" not in values.dims}
-    return dataset(variables, coords)
+    return table(measured, _DISCONTINUITIES | units, ("step",), coords)

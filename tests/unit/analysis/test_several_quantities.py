@@ -40,18 +40,21 @@ REQUIRED = {"nearest_tokens": {"tokens": [3, 9]}, "explain_gradient": {"step": 8
 """Options of quantities that have no defaults, or that have too many results without."""
 
 
-def results_alone(ds: xr.Dataset, names: Iterable[str]) -> dict[str, dict[str, xr.DataArray]]:
+def results_alone(ds: xr.Dataset, names: Iterable[str]) -> dict[str, xr.DataArray | xr.Dataset]:
     """The result of the function of each quantity."""
-    found = {name: getattr(analysis, name)(ds, **REQUIRED.get(name, {})) for name in names}
+    return {name: getattr(analysis, name)(ds, **REQUIRED.get(name, {})) for name in names}
+
+
+def arrays_of(results: dict[str, xr.DataArray | xr.Dataset]) -> dict[str, dict[str, xr.DataArray]]:
     return {
         name: {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
-        for name, result in found.items()
+        for name, result in results.items()
     }
 
 
 @pytest.fixture(scope="module")
 def alone(run):
-    return dask.compute(results_alone(run, QUANTITIES | ALONE))[0]
+    return arrays_of(dask.compute(results_alone(run, QUANTITIES | ALONE))[0])
 
 
 def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
@@ -77,10 +80,12 @@ def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, al
     turned = in_blocks_of_their_own(run).transpose("hidden", "token", "step", ...)
     results = results_alone(turned, QUANTITIES | ALONE)
     assert all(
-        array.chunks is not None for found in results.values() for array in found.values()
+        array.chunks is not None
+        for found in arrays_of(results).values()
+        for array in found.values()
     ), "lazy"
     (results,) = dask.compute(results, scheduler="sync")
-    for name, found in results.items():
+    for name, found in arrays_of(results).items():
         assert list(found) == list(alone[name])
         for key, array in found.items():
             xr.testing.assert_identical(array, alone[name][key])
@@ -98,7 +103,7 @@ def test_selected_tokens_have_the_values_that_they_have_in_the_whole_run(run, al
     (found,) = dask.compute(results_alone(run.isel(token=chosen), NAMES))
     changed = {
         key
-        for name, arrays in found.items()
+        for name, arrays in arrays_of(found).items()
         for key, array in arrays.items()
         if "token" in array.dims and not array.identical(alone[name][key].isel(token=chosen))
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.populations import populations_from, row_vectors, select_tokens, with_populations
 
 TEXTS = ["a", " B", "12", "\x00", " ", "", "éa", "a1", "!"]
@@ -195,23 +194,6 @@ def history(*dims: str) -> xr.Dataset:
     return ds.assign_coords({"step": np.arange(9), dims[0]: np.arange(6)})
 
 
-def test_each_quantity_takes_the_rows_of_a_parameter():
-    of_tokens, of_rows = history("token", "hidden"), history("row", "column")
-    names = []
-    for name in analysis.QUANTITIES:
-        with contextlib.suppress(VariableNotRecorded):
-            analysis.compute(of_tokens, [name])
-            names.append(name)
-    assert {"freeze", "clusters", "pca", "grad_norms", "regimes"} <= set(names)
-    expected = analysis.compute(of_tokens, names).load()
-    found = analysis.compute(of_rows, names).load()
-    assert not {"token", "hidden"} & {*found.dims, *found.coords}
-    assert "token" not in str([variable.attrs for variable in found.values()]).split()
-    xr.testing.assert_equal(found.rename(row="token", column="hidden"), expected)
-    expected = analysis.vectors(of_tokens, "grad").W
-    xr.testing.assert_equal(analysis.vectors(of_rows, "grad").W, expected)
-
-
 def test_populations_of_a_parameter_are_rows_by_number():
     ds = analysis.with_populations(history("row", "column"), first="row < 2", odd=[1, 3, 5])
     found = analysis.centroid(ds).centroid
@@ -226,6 +208,8 @@ def test_selected_rows_keep_their_numbers_and_the_name():
     found = row_vectors(ds.isel(row=[4, 1]))
     assert found.token.values.tolist() == [4, 1]
     assert found.attrs["parameter"] == "a.b"
+    expected = analysis.vectors(history("token", "hidden"), "grad").W
+    xr.testing.assert_equal(analysis.vectors(ds, "grad").W, expected)
     of_tokens = history("token", "hidden")
     assert row_vectors(of_tokens) is of_tokens
     with pytest.raises(InvalidArgument, match=r"a\.b has no elements"):

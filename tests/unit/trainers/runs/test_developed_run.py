@@ -26,6 +26,7 @@ from trajstore.errors import (  # noqa: E402
     VariableNotRecorded,
 )
 from trajstore.trainers import (  # noqa: E402
+    checkout,
     develop_run,
     evaluate,
     fork,
@@ -225,6 +226,8 @@ def test_the_command_develops_steps(copied: Path, text: Path, tmp_path: Path) ->
     assert "give --allow-different" in run("--overwrite")
     said = run("--overwrite", "--allow-different")
     assert "the steps differ from the recorded ones: at step 5" in said
+    other = str(checkout(copied, tmp_path / "step", step=3).path)
+    assert "give the recorded one: --tokenizer" in run("--overwrite", "--tokenizer", other)
     chosen.clear()
     assert "give --select step=FIRST:STOP" in run()
 

@@ -14,9 +14,9 @@ import google_crc32c
 import numpy as np
 import pytest
 from compact_runs import RULE_ARRAYS, same_bits, scheduled_run
+from damage import divided_run
 from golden_runs import DATA, unpack
 from numcodecs import blosc
-from one_block import divided_run
 
 from trajstore import RunWriter, open_run, verify
 
