@@ -121,6 +121,9 @@ class Elsewhere(torch.Tensor):  # type: ignore[misc]
     def cpu(self) -> Any:
         return self.as_subclass(torch.Tensor)
 
+    def numpy(self) -> Any:
+        raise TypeError("the tensor is on another device")
+
 
 def test_summaries_of_another_device_have_the_same_bits() -> None:
     rng, native = np.random.default_rng(0), NATIVE_TYPES["bfloat16"]

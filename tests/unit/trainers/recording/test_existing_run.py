@@ -348,10 +348,11 @@ def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(
     two |= {"resume": True, "first_step": 5}
 
     def refused(error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message) as raised:
             loop.run(path, 5, 6, **two)
         assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
         RunLock.acquire(first).release()
+        del raised  # what it holds could not release the lock until here
 
     def refuse(*arguments: Any) -> None:
         raise RecordingError("no memory can be pinned")
