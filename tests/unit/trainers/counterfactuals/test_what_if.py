@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from altered_runs import change_attributes  # noqa: E402
-from small_trainings import same_values, small_config  # noqa: E402
-from trainings import VOCAB, scaled_run, tiny_run  # noqa: E402  # noqa: E402
+from small_trainings import contents, same_values, small_config  # noqa: E402
+from trainings import VOCAB, scaled_run, tiny_run  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
 from trajstore.analysis import exact_moments  # noqa: E402
-from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError  # noqa: E402
+from trajstore.errors import InvalidArgument, RunExists, StepNotFound, TrajstoreError  # noqa: E402
 from trajstore.trainers import fork, record, replay, what_if  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -350,3 +351,12 @@ def test_the_output_is_not_the_run(tiny: Runs) -> None:
     run = tiny()
     with pytest.raises(InvalidArgument, match="is the run with the gradients"):
         what_if(run, run / ".." / run.name, overwrite=True)
+
+
+@pytest.mark.parametrize("make", [what_if, partial(fork, at=3)])
+def test_what_exists_is_not_replaced(make: Any, trained: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(trained, tmp_path / "other.zarr"))
+    before = contents(tmp_path)
+    with pytest.raises(RunExists, match="already exists"):
+        make(trained, path)
+    assert contents(tmp_path) == before

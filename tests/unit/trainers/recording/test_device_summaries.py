@@ -22,7 +22,12 @@ from trainings import (  # noqa: E402
 from trajstore import export, import_file, open_run, verify  # noqa: E402
 from trajstore.schema import MODEL  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.device_summaries import pairwise_sum, token_norm, ulp_l1  # noqa: E402
+from trajstore.trainers.recording.device_summaries import (  # noqa: E402
+    ModelParameters,
+    pairwise_sum,
+    token_norm,
+    ulp_l1,
+)
 from trajstore.values import norms  # noqa: E402
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
 
@@ -103,6 +108,28 @@ def test_summaries_are_those_of_the_analysis_bit_for_bit(
     special = np.array(special_bits(native), native.bits)
     before, now = (ends.reshape(-1, 1) for ends in np.meshgrid(special, special))
     assert_summaries_agree(before, now, native, place)
+
+
+class Elsewhere(torch.Tensor):  # type: ignore[misc]
+    """Says that it is on another device, whose tensors NumPy cannot read."""
+
+    device = torch.device("cuda")
+
+    def to(self, *place: Any, **options: Any) -> Any:
+        return self if place == (self.device,) else super().to(*place, **options)
+
+    def cpu(self) -> Any:
+        return self.as_subclass(torch.Tensor)
+
+    def numpy(self) -> Any:
+        raise TypeError("the tensor is on another device")
+
+
+def test_summaries_of_another_device_have_the_same_bits() -> None:
+    rng, native = np.random.default_rng(0), NATIVE_TYPES["bfloat16"]
+    for hidden in (7, 129, 1000):
+        before, now = (random_bits(rng, (16, hidden), native) for _ in range(2))
+        assert_summaries_agree(before, now, native, lambda tensor: tensor.as_subclass(Elsewhere))
 
 
 def test_devices_add_up_in_the_order_of_the_definition() -> None:
@@ -212,6 +239,17 @@ def test_norms_are_recorded_if_named_and_in_each_of_several_runs(tmp_path: Path)
     ds = open_run(run_of(tmp_path / "some.zarr", variables="W,param_norm,param_grad_norm"))
     assert [name for name in MODEL if name in ds] == ["param_grad_norm", "param_norm"]
     assert "parameter" not in open_run(run_of(tmp_path / "none.zarr", variables="W,loss"))
+
+
+def test_only_a_recorded_update_takes_a_copy_of_the_model(tiny: Any) -> None:
+    def groups() -> Any:
+        yield from optimizer.param_groups
+        asked.append(name)
+
+    optimizer, asked = torch.optim.SGD(tiny.parameters()), []  # type: ignore[var-annotated]
+    for name in MODEL:
+        ModelParameters(tiny, torch.device("cpu"), ["W", name]).before_step(groups())
+    assert asked == ["param_update_norm", "param_update_lost"]
 
 
 def test_files_and_back(tmp_path: Path) -> None:

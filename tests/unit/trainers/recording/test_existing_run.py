@@ -337,7 +337,9 @@ def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
     assert not any("there are no rows" in note["note"] for note in ds.attrs["notes"])
 
 
-def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(path: Path) -> None:
+def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names, loop = ["embedding.weight", "mix.weight"], Loop()
     first, second = (path.with_suffix(f".{name}.zarr") for name in names)
     two: dict[str, Any] = {"parameter": names, "variables": "weights"}
@@ -346,10 +348,14 @@ def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(path: Path) -> N
     two |= {"resume": True, "first_step": 5}
 
     def refused(error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message) as raised:
             loop.run(path, 5, 6, **two)
         assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
         RunLock.acquire(first).release()
+        del raised  # what it holds could not release the lock until here
+
+    def refuse(*arguments: Any) -> None:
+        raise RecordingError("no memory can be pinned")
 
     fits = loop.checkpoint()
     with torch.no_grad():
@@ -361,6 +367,9 @@ def test_what_does_not_fit_one_parameter_leaves_all_runs_closed(path: Path) -> N
     loop.optimizer = adam
     with RunLock.acquire(second):
         refused(RunLocked, "lock|writ")
+    with monkeypatch.context() as patch:
+        patch.setattr("trajstore.trainers.recording.parameter_rows.open_transfer", refuse)
+        refused(RecordingError, "pinned")
     loop.run(path, 5, 6, **two)
     assert [opened(run).step.values[-1] for run in (first, second)] == [6, 6]
 

@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from torch.utils.data import ConcatDataset, Subset  # noqa: E402
-from trainings import HIDDEN, VOCAB, Lists, TinyModel  # noqa: E402  # noqa: E402
+from trainings import HIDDEN, VOCAB, Lists, TinyModel  # noqa: E402
 from transformers import (  # noqa: E402
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -110,6 +111,35 @@ def test_the_loss_of_a_causal_model_counts_all_micro_batches(tmp_path: Path) -> 
     ds = xr.open_zarr(path, chunks=None)
     assert ds.loss.values[1] == pytest.approx(expected, rel=1e-5)
     assert "exp_avg" not in ds
+
+
+class PlainTrainer(ListTrainer):
+    compute_loss = Trainer.compute_loss
+
+
+def preferred(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss as that of DPO."""
+    chosen, other = output["logits"].log_softmax(-1)[..., :2].mean((0, 1))
+    return -torch.nn.functional.logsigmoid(chosen - other)
+
+
+def test_the_loss_is_what_the_trainer_differentiates(path: Path, tiny: Any) -> None:
+    """A function's in the first step, then that of smoothed labels, half of each micro-batch."""
+
+    class Smooth(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.compute_loss_func = None
+
+    tiny.config = PretrainedConfig()  # smoothing of labels looks into it
+    trainer = trainer_of(
+        tiny, path.parent, TrajectoryCallback(path), Smooth(), kind=PlainTrainer, max_steps=2,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2, label_smoothing_factor=0.2,
+        loss=preferred,
+    )  # fmt: skip
+    trainer.lists, trainer.losses = Lists(tiny.embedding.weight), []
+    trainer.train()
+    expected = np.reshape(trainer.losses, (2, 2)).sum(axis=1)
+    np.testing.assert_allclose(xr.open_zarr(path).loss.values[1:], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.nightly)])

@@ -25,10 +25,11 @@ EPOCH = 4
 class Lit(lightning.LightningModule):  # type: ignore[misc]
     """Keeps lists: what the backward passes left, and what the optimizer's step did."""
 
-    def __init__(self, *, fails_at: int = -1) -> None:
+    def __init__(self, *, fails_at: int = -1, manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.model = TinyModel()
+        self.automatic_optimization = not manual
         self.fails_at = fails_at
         self.lists = Lists(self.model.embedding.weight)
         self.outputs: list[Any] = []
@@ -38,6 +39,14 @@ class Lit(lightning.LightningModule):  # type: ignore[misc]
             raise KeyError("the training failed")
         output = self.model(batch[:, :-1], batch[:, 1:])
         self.outputs.append(output)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(output["loss"])
+            self.configure_gradient_clipping(optimizer, gradient_clip_val=0.3)
+            optimizer.step()
+            self.lists.after_step(optimizer.optimizer)
+            self.lr_schedulers().step()
         return output["loss"]
 
     def configure_optimizers(self) -> Any:
@@ -116,3 +125,9 @@ def test_after_an_exception_it_resumes_from_a_checkpoint(tmp_path: Path) -> None
     resumed = unbroken.agree_with(path)
     assert resumed.attrs["status"] == "complete"
     assert resumed.step.values.tolist() == [*range(9)]
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    model = trained(tmp_path / "run.zarr", Lit(manual=True), max_epochs=1)
+    ds = model.lists.agree_with(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == [*range(EPOCH + 1)]

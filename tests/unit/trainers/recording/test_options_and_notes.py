@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from disk import stand_in  # noqa: E402
 from trainings import VOCAB, TinyModel, take_steps  # noqa: E402
 
+from trajstore import RunWriter  # noqa: E402
 from trajstore.errors import ConfigError, InvalidArgument  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, attach, capture  # noqa: E402
@@ -109,11 +113,25 @@ def test_labels_of_another_vocabulary_are_refused_before_a_step(tiny: Any, tmp_p
 
 @pytest.mark.parametrize("options", [{"parameter": ["a", "b"]}, {"resume": True}, {}])
 def test_a_folder_that_cannot_be_written_is_found_at_the_start(
-    options: Any, tmp_path: Path
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidArgument, match="file is not a folder"):
         TrajectoryCallback(tmp_path / "file" / "run.zarr", **options)
+    folder, real = tmp_path / "folder", os.open
+    variables = {"W": "float32"}
+    with RunWriter.create(folder / "run.zarr", token=[0], hidden=2, variables=variables) as run:
+        run.append(0, W=np.zeros((1, 2), "float32"))
+
+    def refuse(path: Any, flags: int, *more: Any, **given: Any) -> int:
+        if flags & os.O_RDWR and folder in (Path(path), *Path(path).parents):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, *more, **given)
+
+    stand_in(monkeypatch, open=refuse)  # root may write despite the permissions
+    name = "run.zarr" if options.get("resume") else "new/run.zarr"
+    with pytest.raises(InvalidArgument, match=f"write to the folder {folder}, which is read-only"):
+        TrajectoryCallback(folder / name, **options)
 
 
 NEVER = "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"

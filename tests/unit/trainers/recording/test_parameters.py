@@ -128,6 +128,16 @@ def test_what_makes_no_logits_has_no_note_about_them(record: Any) -> None:
     assert {"W", "grad", "loss"} <= set(record.read())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_no_note_names_logits_of_an_inner_matrix_or_state_that_an_optimizer_lacks(
+    kind: Any, record: Any
+) -> None:
+    train_matrix(OwnModel("functional"), record, kind, parameter="inner.0.weight")
+    assert not {"logits", "exp_avg"} & {*record.read()}
+    assert not record.noted("logits")
+    assert not record.noted("exp_avg")
+
+
 def test_only_an_embedding_that_is_trained_is_chosen(record: Any) -> None:
     model = OwnModel("untied")
     model.embedding.requires_grad_(False)
@@ -290,10 +300,15 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     lists = {name: Lists(model.get_parameter(name)) for name in (WIDTH, HEAD)}
     overflows = [(), (), (WIDTH, HEAD), (WIDTH,), (HEAD,), ()]
+    momenta, epsilons = ([base * (1 + n) for n in range(6)] for base in (0.1, 1e-8))
     norms = []
     options = {"parameter": list(lists), "max_grad_norm": 0.5}  # the scaler is found
     with record(pair, model, **options):
-        for batch, names in zip(batches(6), overflows, strict=True):
+        for number, (batch, names) in enumerate(zip(batches(6), overflows, strict=True)):
+            pair[0].param_groups[0]["momentum"] = momenta[number]
+            pair[1].param_groups[0]["eps"] = epsilons[number]
+            for optimizer in pair:
+                optimizer.param_groups[0]["lr"] *= 0.9
             model.zero_grad()
             scaler.scale(model(**batch)["loss"]).backward()
             for name in names:
@@ -308,8 +323,9 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
             for optimizer in pair:
                 scaler.step(optimizer)
             scaler.update()
-            for name, kept in lists.items():
+            for (name, kept), optimizer in zip(lists.items(), pair, strict=True):
                 kept.add(W=kept.parameter, skipped=torch.tensor(float(name in names)))
+                kept.add(lr=float(optimizer.param_groups[0]["lr"]))
     factors = torch.clamp(0.5 / (torch.stack(norms) + 1e-6), max=1.0)
     taken = [1, 2, 6]
     for name, kept in lists.items():
@@ -319,9 +335,11 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
         np.testing.assert_array_equal(ds.grad.sel(step=taken), gradients[taken])
         owner = pair[name == HEAD]
         assert ds.attrs["optimizer"]["class"].endswith(type(owner).__name__)
-        assert (ds.lr.values[1:] == owner.param_groups[0]["lr"]).all()
         assert ("momentum_buffer" in ds, "exp_avg" in ds) == (name == WIDTH, name == HEAD)
         assert (replay(path).clean, replay(path).replayed) == (True, 6)
+        numbers = ds.hyperparameters.sel(hyperparameter="momentum" if name == WIDTH else "eps")[1:]
+        assert numbers.values.tolist() == (momenta if name == WIDTH else epsilons)
+    assert not record.noted("changed between steps")
     assert record.noted("skipped the step of Muon only")
     assert record.noted("skipped the step of AdamW only")
 
@@ -423,4 +441,4 @@ def test_usual_loops_have_no_notes(tiny: Any, record: Any) -> None:
             torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-    assert record.notes == []
+    assert not record.noted("changed between steps")

@@ -32,7 +32,7 @@ from trajstore import (  # noqa: E402
 )
 from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture, plan, record  # noqa: E402  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture, plan, record  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -1,7 +1,4 @@
-"""Inputs and digests of a step: read back bit for bit, and changed by every changed bit.
-
-Digests are those of code in whole numbers of Python.
-"""
+"""Inputs of a step are read back bit for bit; digests are those of whole numbers of Python."""
 
 from __future__ import annotations
 

@@ -306,6 +306,23 @@ def test_steps_without_a_gradient_are_none(kind: str, tier: str, tmp_path: Path)
         np.testing.assert_array_equal(open_run(tmp_path / "same.zarr").W, open_run(path).W)
 
 
+def test_state_that_the_loop_replaces(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def optimizer(parameters: Any) -> Any:
+        made.append(STATEFUL["adamw"](parameters))
+        return made[0]
+
+    def between(model: Any, number: int) -> None:
+        if number == 3:
+            made[0].state.clear()
+
+    path = tiny_run(tmp_path / "run.zarr", optimizer, steps=6, between=between)
+    ((reason, steps),) = reasons(path).items()
+    assert "state of embedding.weight was written or replaced before a step" in reason
+    assert steps == (1, 5, 5)
+
+
 def test_a_fused_step_of_a_matrix_that_is_not_contiguous(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(41, 7, bias=False)

@@ -95,8 +95,12 @@ def test_steps_and_runs_that_cannot_be_developed(
     with pytest.raises(InvalidArgument, match="is the run to develop"):
         develop_run(run, run, steps=[2], overwrite=True)
     assert contents(run) == before
-    with pytest.raises(InvalidArgument, match=r"every: got 2.*set keyframe_every"):
-        record(config_of(KEYFRAMES, "recording.every=2"), tmp_path / "unused.zarr", corpus=text)
+    for setting, message in (
+        ("model.tied=false", r"model\.tied = false records two"),
+        ("recording.every=2", r"every: got 2.*set keyframe_every"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            record(config_of(KEYFRAMES, setting), tmp_path / "unused.zarr", corpus=text)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_options_of_the_proof_need_it() -> None:
         assert message in result.stderr
 
 
-def test_runs_without_the_state_are_refused(run: Path, text: Path, tmp_path: Path) -> None:
+def test_runs_without_the_state_are_refused(text: Path, tmp_path: Path) -> None:
     path = record(small_config(["gatsby"], steps=1), tmp_path / "all.zarr", corpus=text)
     with pytest.raises(VariableNotRecorded, match="variables='everything'"):
         prove(path)

@@ -157,12 +157,16 @@ def test_a_fork_is_resumed_forked_and_repaired_as_any_run(
     ]  # fmt: skip
 
 
-def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> None:
+def test_a_fork_to_stochastic_sgd_is_replayed_and_keeps_its_populations(
+    text: Path, tmp_path: Path
+) -> None:
     """Its random numbers are those of the step, wherever it begins to draw them."""
     source, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
+    (ids := tmp_path / "ids.txt").write_text("65\n66\n")
     variant = [
         "gatsby-adam", "optimizer.name=sgd", "training.autocast=float16", "model.dtype=float32",
         "schedule.name=linear", "initialization.kind=normal", "initialization.sigma=300",
+        f"recording.populations=['some={ids}']",
     ]  # fmt: skip
     record(small_config(variant, steps=STEPS), source, corpus=text, stop=stop_after(5))
     to = ["optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.rounding=stochastic"]
@@ -171,6 +175,12 @@ def test_a_fork_to_stochastic_sgd_is_replayed(text: Path, tmp_path: Path) -> Non
     assert (bool(replayed.findings), replayed.replayed > 0, skipped > 0) == (False, True, True)
     taken = last_checkpoint(other).tensors["optimizer.transformer.wte.weight.step"]
     assert taken == STEPS - skipped
+    ds = xr.open_zarr(other)
+    assert ds.token.values[ds.is_some.values].tolist() == [65, 66]
+    ids.write_text("65\n67\n")
+    with pytest.raises(errors.InvalidArgument, match=r"populations: is_some: .* was recorded with"):
+        fork(source, tmp_path / "no.zarr", at=4, corpus=text)
+    assert not (tmp_path / "no.zarr").exists()
 
 
 def copy(stopped: Path, to: Path) -> Path:
