@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -19,21 +20,35 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 # Its modules cannot be imported, so neither can their examples. The folder itself is among
 # `testpaths`, and what is named there is collected whatever this says; what it holds is not.
-collect_ignore_glob = (
-    [] if HAS_TORCH else ["trajstore/trainers/*", "tests/independent_trainings.py", "tests/loops/*"]
-)
+collect_ignore_glob = [] if HAS_TORCH else ["trajstore/trainers/*", "tests/loops/*"]
 if importlib.util.find_spec("lightning") is None:
     collect_ignore_glob.append("trajstore/trainers/recording/lightning_callback.py")
+
+# Torch, or a kit of the tests that trains.
+TORCH = re.compile(r"^(?:import|from) (?:torch|\w*trainings)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out modules of tests that need torch, where it is not installed."""
+    return True if not HAS_TORCH and _imports_torch(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the examples that need torch."""
+    """Mark the tests of modules that import torch, and the examples that need it."""
     for item in items:
         if isinstance(item, pytest.DoctestItem) and _needs_torch(item):
             item.add_marker(pytest.mark.torch)
             if not HAS_TORCH:
                 item.add_marker(pytest.mark.skip(reason="could not import 'torch'"))
+        elif _imports_torch(item.path):
+            item.add_marker(pytest.mark.torch)
+
+
+@functools.cache
+def _imports_torch(path: Path) -> bool:
+    in_tests = path.suffix == ".py" and path.is_relative_to(Path(__file__).parent / "tests")
+    return in_tests and TORCH.search(path.read_text()) is not None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-torch = pytest.importorskip("torch")
-from trainings import HIDDEN, VOCAB, batches  # noqa: E402
-from transformers import (  # noqa: E402
+from trainings import HIDDEN, VOCAB, batches
+from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 _NOT_LAUNCHED = frozenset(
     "alias as_strided contiguous detach detach_ empty empty_like empty_strided expand expand_as "

@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 
 class Streams:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-torch = pytest.importorskip("torch")
-from torch.utils._pytree import tree_map  # noqa: E402
+import torch
+from torch.utils._pytree import tree_map
 
 _READS = (torch.equal, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
 

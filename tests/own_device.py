@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-torch = pytest.importorskip("torch")
-from torch.utils import cpp_extension  # noqa: E402
+import torch
+from torch.utils import cpp_extension
 
 NAME = "own"
 

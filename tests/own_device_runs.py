@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import own_device
 import pytest
+import torch
 import xarray as xr
 from launched_operations import launched_in
-
-torch = pytest.importorskip("torch")
 
 STEPS, WARM, RESTORED = 6, 3, 4
 SMALL_NORM = 0.05

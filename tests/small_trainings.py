@@ -8,10 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import xarray as xr
-
-pytest.importorskip("torch")
 from safetensors import safe_open
 from safetensors.torch import load_file
 from trainings import same

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
+import torch
 import xarray as xr
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel
 
-torch = pytest.importorskip("torch")
-from torch.nn.functional import cross_entropy  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
-
-from trajstore.trainers import capture, develop, restore  # noqa: E402
+from trajstore.trainers import capture, develop, restore
 
 VOCAB, HIDDEN, BATCH, CONTEXT = 17, 8, 3, 5
 

@@ -13,19 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import independent_trainings as trainings
 import numpy as np
 import pytest
+import torch
 from bits_and_calls import Cli
+from trainings import same
+from transformers import AutoModelForCausalLM
 
-torch = pytest.importorskip("torch")
-import independent_trainings as trainings  # noqa: E402
-from trainings import same  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from trajstore.trainers import model_at, models, optimizer_state_at
+from trajstore.trainers.texts import embedded_text
 
-from trajstore.trainers import model_at, models, optimizer_state_at  # noqa: E402
-from trajstore.trainers.texts import embedded_text  # noqa: E402
-
-pytestmark = [pytest.mark.torch, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 TOTAL = 10
 IDS = np.frombuffer(embedded_text(), np.uint8).astype(np.int64)

@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from small_trainings import same_values
+from trainings import TinyModel, batches, scaled_run, tiny_run
 
-torch = pytest.importorskip("torch")
-from small_trainings import same_values  # noqa: E402
-from trainings import TinyModel, batches, scaled_run, tiny_run  # noqa: E402
-
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import capture, replay, what_if  # noqa: E402
-from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import open_run, verify
+from trajstore.store.reading.run_info import information
+from trajstore.trainers import capture, replay, what_if
+from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1", "cells")

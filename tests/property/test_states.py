@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from safetensors.torch import load_file  # noqa: E402
-from small_trainings import (  # noqa: E402
+from safetensors.torch import load_file
+from small_trainings import (
     contents,
     last_checkpoint,
     same_checkpoints,
@@ -29,7 +29,7 @@ from small_trainings import (  # noqa: E402
     small_config,
     stop_after,
 )
-from trainings import (  # noqa: E402
+from trainings import (
     EVERY,
     STEPS,
     Accumulated,
@@ -40,8 +40,8 @@ from trainings import (  # noqa: E402
     same,
 )
 
-from trajstore import RunWriter, open_run, verify  # noqa: E402
-from trajstore.trainers import (  # noqa: E402
+from trajstore import RunWriter, open_run, verify
+from trajstore.trainers import (
     checkout,
     develop_run,
     fork,
@@ -53,8 +53,6 @@ from trajstore.trainers import (  # noqa: E402
     restore,
     what_if,
 )
-
-pytestmark = pytest.mark.torch
 
 TABLE = """
                   plain    micro-batches  scaled or autocast  two optimizers

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from altered_runs import rewrite
 from bits_and_calls import nightly_but
 from crashing import killed
 from damage import flip
-
-torch = pytest.importorskip("torch")
-from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
-from small_trainings import contents, same_values  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from trainings import (  # noqa: E402
+from hf_trainings import examples, tiny_gpt2, trainer_of
+from small_trainings import contents, same_values
+from torch.nn.functional import cross_entropy
+from trainings import (
     EVERY,
     STEPS,
     Accumulated,
@@ -30,10 +29,10 @@ from trainings import (  # noqa: E402
     batches,
     same,
 )
-from transformers import TrainerCallback  # noqa: E402
+from transformers import TrainerCallback
 
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.errors import (  # noqa: E402
+from trajstore import open_run, verify
+from trajstore.errors import (
     FormatError,
     InvalidArgument,
     NothingToResume,
@@ -41,11 +40,8 @@ from trajstore.errors import (  # noqa: E402
     StepNotFound,
     VariableNotRecorded,
 )
-from trajstore.trainers import TrajectoryCallback, capture, develop, restore  # noqa: E402
-from trajstore.trainers.process_mode import process_mode, process_modes  # noqa: E402
-
-pytestmark = pytest.mark.torch
-
+from trajstore.trainers import TrajectoryCallback, capture, develop, restore
+from trajstore.trainers.process_mode import process_mode, process_modes
 
 Recorded = Callable[..., tuple[Path, list[Any]]]
 

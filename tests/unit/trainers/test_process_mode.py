@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xarray as xr
+from bits_and_calls import nightly_but
+from trainings import TinyModel, batches
 
-torch = pytest.importorskip("torch")
-from bits_and_calls import nightly_but  # noqa: E402
-from trainings import TinyModel, batches  # noqa: E402
-
-from trajstore import open_run  # noqa: E402
-from trajstore.trainers import (  # noqa: E402
+from trajstore import open_run
+from trajstore.trainers import (
     capture,
     evaluate,
     float32_products,
@@ -25,10 +24,8 @@ from trajstore.trainers import (  # noqa: E402
     replay,
     what_if,
 )
-from trajstore.trainers.matrix_products import modes_of_products, native_is_slow  # noqa: E402
-from trajstore.trainers.process_mode import process_mode, process_modes  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers.matrix_products import modes_of_products, native_is_slow
+from trajstore.trainers.process_mode import process_mode, process_modes
 
 FLUSHING: dict[str, Any] = {"flush_denormal": True}
 STEPS = 30

@@ -6,19 +6,16 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from trajstore.errors import InvalidArgument  # noqa: E402
-from trajstore.trainers.process_mode import process_mode  # noqa: E402
-from trajstore.trainers.rounded_optimizer import (  # noqa: E402
+from trajstore.errors import InvalidArgument
+from trajstore.trainers.process_mode import process_mode
+from trajstore.trainers.rounded_optimizer import (
     RoundedAdam,
     RoundedAdamW,
     RoundedSGD,
     round_stochastically,
 )
-
-pytestmark = pytest.mark.torch
 
 CLASSES = [
     (RoundedAdam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),

@@ -11,19 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from altered_runs import change_attributes
 from click.testing import CliRunner
-
-from trajstore import open_run, sample_run, verify
-from trajstore.cli.main import main
-from trajstore.errors import InvalidArgument, RunExists, StepNotFound, VariableNotRecorded
-
-torch = pytest.importorskip("torch")
-import transformers  # noqa: E402
-from altered_runs import change_attributes  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from small_trainings import contents, same_values  # noqa: E402
-from trainings import (  # noqa: E402
+from safetensors import safe_open
+from safetensors.torch import load_file
+from small_trainings import contents, same_values
+from trainings import (
     RECORDED_STEPS,
     STEPS,
     Accumulated,
@@ -33,12 +28,20 @@ from trainings import (  # noqa: E402
     record_gpt2,
     same,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trajstore.errors import NothingToResume  # noqa: E402
-from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.store.writing.new_run import vector_rule  # noqa: E402
-from trajstore.trainers import (  # noqa: E402
+from trajstore import open_run, sample_run, verify
+from trajstore.cli.main import main
+from trajstore.errors import (
+    InvalidArgument,
+    NothingToResume,
+    RunExists,
+    StepNotFound,
+    VariableNotRecorded,
+)
+from trajstore.store.reading.run_info import information
+from trajstore.store.writing.new_run import vector_rule
+from trajstore.trainers import (
     capture,
     checkout,
     model_at,
@@ -46,9 +49,7 @@ from trajstore.trainers import (  # noqa: E402
     optimizer_state_at,
     restore,
 )
-from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers.rounded_optimizer import RoundedAdamW
 
 
 def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from adam_runs import trained
 from bits_and_calls import nightly_but
 
@@ -13,9 +14,6 @@ from trajstore import analysis, open_run
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.native_types import spacing
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
-
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
 
 VARIANTS = {
     "strong decay": ("AdamW", {"weight_decay": 0.3}),

@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from altered_runs import change_attributes
+from small_trainings import contents, same_values, small_config
+from trainings import VOCAB, scaled_run, tiny_run
 
-torch = pytest.importorskip("torch")
-from altered_runs import change_attributes  # noqa: E402
-from small_trainings import contents, same_values, small_config  # noqa: E402
-from trainings import VOCAB, scaled_run, tiny_run  # noqa: E402
-
-from trajstore import open_run  # noqa: E402
-from trajstore.analysis import exact_moments  # noqa: E402
-from trajstore.errors import InvalidArgument, RunExists, StepNotFound, TrajstoreError  # noqa: E402
-from trajstore.trainers import fork, record, replay, what_if  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import open_run
+from trajstore.analysis import exact_moments
+from trajstore.errors import InvalidArgument, RunExists, StepNotFound, TrajstoreError
+from trajstore.trainers import fork, record, replay, what_if
 
 Runs = Callable[..., Path]
 STEPS = 9

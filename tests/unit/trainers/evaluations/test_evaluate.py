@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from trainings import OwnModel
 
 from trajstore import open_run
 from trajstore.errors import InvalidArgument, StepNotFound
-
-torch = pytest.importorskip("torch")
-from trainings import OwnModel  # noqa: E402
-
-from trajstore.trainers import evaluate  # noqa: E402
-from trajstore.trainers.evaluations.evaluate import load_function  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers import evaluate
+from trajstore.trainers.evaluations.evaluate import load_function
 
 PROBE = """\
 import pathlib, torch

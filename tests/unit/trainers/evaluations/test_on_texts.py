@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from no_float64 import on_mps
+from trainings import OwnModel, gpt2
 
 from trajstore.errors import CorpusError, InvalidArgument, StepNotFound
-
-torch = pytest.importorskip("torch")
-from no_float64 import on_mps  # noqa: E402
-from trainings import OwnModel, gpt2  # noqa: E402
-
-from trajstore.trainers import model_at  # noqa: E402
-from trajstore.trainers.evaluations import (  # noqa: E402
+from trajstore.trainers import model_at
+from trajstore.trainers.evaluations import (
     attention,
     cka,
     evaluate,
@@ -29,8 +27,6 @@ from trajstore.trainers.evaluations import (  # noqa: E402
     loss,
     on_texts,
 )
-
-pytestmark = pytest.mark.torch
 
 IDS = np.arange(20) * 7 % 128  # two windows of 8 tokens, and one of 4
 

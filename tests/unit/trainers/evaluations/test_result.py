@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 import zarr
 
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.schema import EVALUATION
-
-torch = pytest.importorskip("torch")
-
-from trajstore.trainers.evaluations.result import ResultStore, check_like, step_dataset  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers.evaluations.result import ResultStore, check_like, step_dataset
 
 
 def test_every_kind_of_value_has_a_type_and_dimensions() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
-
-torch = pytest.importorskip("torch")
-from still_timer import StillTimer, commit_now  # noqa: E402
-from trainings import (  # noqa: E402
+from still_timer import StillTimer, commit_now
+from trainings import (
     HIDDEN,
     VOCAB,
     Lists,
@@ -29,14 +28,12 @@ from trainings import (  # noqa: E402
     trained,
 )
 
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound  # noqa: E402
-from trajstore.store.writing import blocks  # noqa: E402
-from trajstore.trainers import attach, capture  # noqa: E402
-from trajstore.trainers.recording import first_rows  # noqa: E402
-from trajstore.values import norms  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import open_run, verify
+from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound
+from trajstore.store.writing import blocks
+from trajstore.trainers import attach, capture
+from trajstore.trainers.recording import first_rows
+from trajstore.values import norms
 
 
 @pytest.mark.parametrize(

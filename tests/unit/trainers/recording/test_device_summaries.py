@@ -9,29 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
-
-torch = pytest.importorskip("torch")
-from trainings import (  # noqa: E402
+from trainings import (
     TinyModel,
     batches,
     steps,
     tiny_run,
 )
 
-from trajstore import export, import_file, open_run, verify  # noqa: E402
-from trajstore.schema import MODEL  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.device_summaries import (  # noqa: E402
+from trajstore import export, import_file, open_run, verify
+from trajstore.schema import MODEL
+from trajstore.trainers import capture
+from trajstore.trainers.recording.device_summaries import (
     ModelParameters,
     pairwise_sum,
     token_norm,
     ulp_l1,
 )
-from trajstore.values import norms  # noqa: E402
-from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.values import norms
+from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen
 
 # What is added up at once changes at 8 and 128, and with the halves of longer vectors.
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 64, 127, 128, 129, 136, 257, 1000, 4096]

@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from launched_operations import launched
+from lazy_streams import OnDevice, Streams
+from trainings import HIDDEN, VOCAB
 
-torch = pytest.importorskip("torch")
-from launched_operations import launched  # noqa: E402
-from lazy_streams import OnDevice, Streams  # noqa: E402
-from trainings import HIDDEN, VOCAB  # noqa: E402
-
-from trajstore import RunWriter  # noqa: E402
-from trajstore.errors import RecordingError  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.device_to_host import DeferredTransfer, memory_in_transit  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter
+from trajstore.errors import RecordingError
+from trajstore.trainers import capture
+from trajstore.trainers.recording.device_to_host import DeferredTransfer, memory_in_transit
 
 CUDA = torch.device("cuda")
 

@@ -13,20 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from crashing import killed
+from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of
+from small_trainings import contents, same_values
+from trainings import TinyModel, take_steps
 
-torch = pytest.importorskip("torch")
-from crashing import killed  # noqa: E402
-from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
-from small_trainings import contents, same_values  # noqa: E402
-from trainings import TinyModel, take_steps  # noqa: E402
-
-from trajstore import RunWriter, verify  # noqa: E402
-from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked  # noqa: E402
-from trajstore.store.storage.lock import RunLock  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture, replay  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter, verify
+from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked
+from trajstore.store.storage.lock import RunLock
+from trajstore.trainers import TrajectoryCallback, capture, replay
 
 RECORD = "matrix,norms,W_step_norm,W_ulp_l1"
 STEPS = 12

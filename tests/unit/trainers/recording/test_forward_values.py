@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-from hf_trainings import tiny_gpt2  # noqa: E402
-from small_trainings import TEXT, small_config  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from trainings import (  # noqa: E402
+import torch
+from hf_trainings import tiny_gpt2
+from small_trainings import TEXT, small_config
+from torch.nn.functional import cross_entropy
+from trainings import (
     CONTEXT,
     HIDDEN,
     VOCAB,
@@ -29,14 +28,12 @@ from trainings import (  # noqa: E402
     steps,
     take_steps,
 )
-from transformers import GPT2LMHeadModel  # noqa: E402
+from transformers import GPT2LMHeadModel
 
-from trajstore import RunWriter, analysis, open_run  # noqa: E402
-from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers import record as record_preset  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter, analysis, open_run
+from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.trainers import capture
+from trajstore.trainers import record as record_preset
 
 
 class TwoLosses(torch.autograd.Function):

@@ -11,31 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
-
-torch = pytest.importorskip("torch")
-from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
-from tokenizers import Tokenizer, models  # noqa: E402
-from torch.utils.data import ConcatDataset, Subset  # noqa: E402
-from trainings import HIDDEN, VOCAB, Lists, TinyModel  # noqa: E402
-from transformers import (  # noqa: E402
+from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of
+from tokenizers import Tokenizer, models
+from torch.utils.data import ConcatDataset, Subset
+from trainings import HIDDEN, VOCAB, Lists, TinyModel
+from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
 )
 
-from trajstore import verify  # noqa: E402
-from trajstore.errors import RecordingError, RunExists  # noqa: E402
-from trajstore.trainers import TrajectoryCallback  # noqa: E402
-from trajstore.trainers.recording.hf_callback import facts_of_trainer  # noqa: E402
-from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
-from trajstore.trainers.recording.parameters import (  # noqa: E402
+from trajstore import verify
+from trajstore.errors import RecordingError, RunExists
+from trajstore.trainers import TrajectoryCallback
+from trajstore.trainers.recording.hf_callback import facts_of_trainer
+from trajstore.trainers.recording.options import RecordingOptions
+from trajstore.trainers.recording.parameters import (
     JoinedOptimizer,
     find_parameters,
 )
-
-pytestmark = pytest.mark.torch
 
 
 class ListTrainer(Trainer):

@@ -8,27 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-from stored_forms import stored_forms  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from trainings import (  # noqa: E402
+import torch
+from stored_forms import stored_forms
+from torch.nn.functional import cross_entropy
+from trainings import (
     Lists,
     OwnModel,
     same,
     take_steps,
 )
 
-from trajstore import open_run  # noqa: E402
-from trajstore.errors import VariableNotRecorded  # noqa: E402
-from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
-from trajstore.trainers.recording.model_state import ModelState  # noqa: E402
-from trajstore.trainers.recording.parameters import (  # noqa: E402
+from trajstore import open_run
+from trajstore.errors import VariableNotRecorded
+from trajstore.trainers import capture, optimizer_state_at, replay, restore
+from trajstore.trainers.recording.model_state import ModelState
+from trajstore.trainers.recording.parameters import (
     JoinedOptimizer,
     find_parameters,
 )
-
-pytestmark = pytest.mark.torch
 
 STEPS = 12
 PAGE = Path(__file__).parents[4] / "docs" / "howto" / "your-loop.md"

@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from trainings import BATCH, CONTEXT, Lists, TinyModel
 
-torch = pytest.importorskip("torch")
+from trajstore.errors import RunExists
+from trajstore.trainers import LightningCallback
+from trajstore.trainers.recording.gradient import clip_coefficient
+
 lightning = pytest.importorskip("lightning.pytorch")
-from trainings import BATCH, CONTEXT, Lists, TinyModel  # noqa: E402
-
-from trajstore.errors import RunExists  # noqa: E402
-from trajstore.trainers import LightningCallback  # noqa: E402
-from trajstore.trainers.recording.gradient import clip_coefficient  # noqa: E402
-
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:GPU available but not used")]
+pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
 
 EPOCH = 4
 

@@ -10,28 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
-
-torch = pytest.importorskip("torch")
-from no_float64 import OnMps, on_mps  # noqa: E402
-from stored_forms import stored_forms  # noqa: E402
-from trainings import (  # noqa: E402
+from no_float64 import OnMps, on_mps
+from stored_forms import stored_forms
+from trainings import (
     HIDDEN,
     TinyModel,
     batches,
     scaled_run,
 )
-from transformers import GPT2Config  # noqa: E402
+from transformers import GPT2Config
 
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording.device_to_host import JoinedVector  # noqa: E402
-from trajstore.trainers.recording.kept_state import ModelBuffers  # noqa: E402
-from trajstore.trainers.recording.model_state import OF_ADAM  # noqa: E402
-from trajstore.trainers.step_model import set_generators  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import open_run, verify
+from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded
+from trajstore.trainers import capture
+from trajstore.trainers.recording.device_to_host import JoinedVector
+from trajstore.trainers.recording.kept_state import ModelBuffers
+from trajstore.trainers.recording.model_state import OF_ADAM
+from trajstore.trainers.step_model import set_generators
 
 STEPS = 5
 

@@ -22,18 +22,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from loops.optimizers import Clamping, Scratch
+from trainings import Lists, TinyModel, adamw, batches, steps, take_steps
 
-torch = pytest.importorskip("torch")
-from loops.optimizers import Clamping, Scratch  # noqa: E402
-from trainings import Lists, TinyModel, adamw, batches, steps, take_steps  # noqa: E402
-
-from trajstore import open_run  # noqa: E402
-from trajstore.trainers import capture, replay  # noqa: E402
-from trajstore.trainers.recording.forward_values import ForwardPass  # noqa: E402
-from trajstore.trainers.recording.gradient import clip_coefficient  # noqa: E402
-from trajstore.trainers.recording.parameter_rows import ParameterRows  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import open_run
+from trajstore.trainers import capture, replay
+from trajstore.trainers.recording.forward_values import ForwardPass
+from trajstore.trainers.recording.gradient import clip_coefficient
+from trajstore.trainers.recording.parameter_rows import ParameterRows
 
 
 def test_a_loop_of_accelerate(tiny: Any, record: Any) -> None:

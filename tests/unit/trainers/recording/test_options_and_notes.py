@@ -12,20 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from disk import stand_in
+from trainings import VOCAB, TinyModel, take_steps
 
-torch = pytest.importorskip("torch")
-from disk import stand_in  # noqa: E402
-from trainings import VOCAB, TinyModel, take_steps  # noqa: E402
-
-from trajstore import RunWriter  # noqa: E402
-from trajstore.errors import ConfigError, InvalidArgument  # noqa: E402
-from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, attach, capture  # noqa: E402
-from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, provenance  # noqa: E402
-from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
-from trajstore.trainers.recording.parameters import JoinedOptimizer, find_parameters  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter
+from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.store.reading.run_info import information
+from trajstore.trainers import TrajectoryCallback, attach, capture
+from trajstore.trainers.recording.notes import RunNotes, optimizer_advice, provenance
+from trajstore.trainers.recording.options import RecordingOptions
+from trajstore.trainers.recording.parameters import JoinedOptimizer, find_parameters
 
 OPTIONS = {option.name: option.default for option in fields(RecordingOptions)}
 OF_A_LOOP = dict.fromkeys(("ends_step", "scaler", "max_grad_norm", "on_step", "on_note"))

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.nn.utils import parametrizations, prune  # noqa: E402
-from trainings import (  # noqa: E402
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrizations, prune
+from trainings import (
     HIDDEN,
     VOCAB,
     Lists,
@@ -30,18 +29,16 @@ from trainings import (  # noqa: E402
     train_pair,
 )
 
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.errors import (  # noqa: E402
+from trajstore import open_run, verify
+from trajstore.errors import (
     InvalidArgument,
     RecordingError,
 )
-from trajstore.trainers import (  # noqa: E402
+from trajstore.trainers import (
     capture,
     replay,
 )
-from trajstore.trainers.recording.parameters import JoinedOptimizer  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers.recording.parameters import JoinedOptimizer
 
 
 class OwnModel(nn.Module):

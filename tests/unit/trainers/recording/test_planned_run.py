@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
-
-torch = pytest.importorskip("torch")
-from hf_trainings import tiny_gpt2, trainer_of  # noqa: E402
-from small_trainings import TEXT, small_config  # noqa: E402
-from trainings import (  # noqa: E402
+from hf_trainings import tiny_gpt2, trainer_of
+from small_trainings import TEXT, small_config
+from trainings import (
     VOCAB,
     TinyModel,
     take_steps,
@@ -23,18 +22,16 @@ from trainings import (  # noqa: E402
     trained,
 )
 
-from trajstore import (  # noqa: E402
+from trajstore import (
     analysis,
     export,
     import_file,
     open_run,
     verify,
 )
-from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
-from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture, plan, record  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.store.reading.run_info import information
+from trajstore.trainers import TrajectoryCallback, capture, plan, record
 
 RUN: contextvars.ContextVar[str] = contextvars.ContextVar("RUN")
 DEAD = np.arange(VOCAB) >= 13

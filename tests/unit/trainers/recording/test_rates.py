@@ -8,23 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from trainings import adamw as adamw_of
+from trainings import steps, take_steps
 
-torch = pytest.importorskip("torch")
-from trainings import adamw as adamw_of  # noqa: E402
-from trainings import steps, take_steps  # noqa: E402
-
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.analysis import adam_update, moment_error  # noqa: E402
-from trajstore.trainers import (  # noqa: E402
+from trajstore import open_run, verify
+from trajstore.analysis import adam_update, moment_error
+from trajstore.trainers import (
     capture,
     optimizer_state_at,
     replay,
     restore,
     what_if,
 )
-
-pytestmark = pytest.mark.torch
 
 STEPS = 8
 

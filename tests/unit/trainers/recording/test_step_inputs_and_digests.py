@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from trainings import HIDDEN, VOCAB, TinyModel, same, steps
 
-torch = pytest.importorskip("torch")
-from trainings import HIDDEN, VOCAB, TinyModel, same, steps  # noqa: E402
-
-from trajstore import open_run  # noqa: E402
-from trajstore.errors import InvalidArgument  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.process_mode import process_mode  # noqa: E402
-from trajstore.trainers.recording.digests import ROW, StepDigests, digests  # noqa: E402
-from trajstore.trainers.recording.step_inputs import decoded  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import open_run
+from trajstore.errors import InvalidArgument
+from trajstore.trainers import capture
+from trajstore.trainers.process_mode import process_mode
+from trajstore.trainers.recording.digests import ROW, StepDigests, digests
+from trajstore.trainers.recording.step_inputs import decoded
 
 Step = Callable[["Reader", Any], Any]
 

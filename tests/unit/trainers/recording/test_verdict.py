@@ -7,17 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from trajstore.trainers.recording.gradient import gradient  # noqa: E402
-from trajstore.trainers.recording.loss import (  # noqa: E402
+from trajstore.trainers.recording.gradient import gradient
+from trajstore.trainers.recording.loss import (
     loss_of_step,
     observed_values,
     used_passes,
 )
-from trajstore.trainers.recording.rates import GroupRates, stepped  # noqa: E402
-from trajstore.trainers.recording.tape import (  # noqa: E402
+from trajstore.trainers.recording.rates import GroupRates, stepped
+from trajstore.trainers.recording.tape import (
     OLD,
     PUT,
     Assigned,
@@ -35,8 +34,6 @@ from trajstore.trainers.recording.tape import (  # noqa: E402
     Void,
     chain,
 )
-
-pytestmark = pytest.mark.torch
 
 LIMIT, SGD, SOURCE = 0.5, object(), object()
 ROOTS: dict[str, Any] = {

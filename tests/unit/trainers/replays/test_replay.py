@@ -8,19 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from altered_runs import change_attributes, flip
+from trainings import scaled_run, tiny_run
 
-torch = pytest.importorskip("torch")
-from altered_runs import change_attributes, flip  # noqa: E402
-from trainings import scaled_run, tiny_run  # noqa: E402
-
-from trajstore import RunWriter, export, open_run  # noqa: E402
-from trajstore.cli.run_commands import print_replay  # noqa: E402
-from trajstore.errors import TrajstoreError  # noqa: E402
-from trajstore.store.reading.tiled_reader import open_tiled  # noqa: E402
-from trajstore.trainers import capture, replay, what_if  # noqa: E402
-from trajstore.trainers.replays.recorded_rows import RecordedRows  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter, export, open_run
+from trajstore.cli.run_commands import print_replay
+from trajstore.errors import TrajstoreError
+from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.trainers import capture, replay, what_if
+from trajstore.trainers.replays.recorded_rows import RecordedRows
 
 SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
 

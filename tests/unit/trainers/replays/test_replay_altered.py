@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from altered_runs import change_attributes, flip, flipped
+from trainings import HIDDEN, VOCAB, scaled_run, tiny_run
 
-torch = pytest.importorskip("torch")
-from altered_runs import change_attributes, flip, flipped  # noqa: E402
-from trainings import HIDDEN, VOCAB, scaled_run, tiny_run  # noqa: E402
-
-from trajstore.trainers import replay  # noqa: E402
-from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers import replay
+from trajstore.trainers.rounded_optimizer import RoundedAdamW
 
 STEPS = 11
 

@@ -12,19 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from disk import Disk
+from safetensors.torch import save_file
+from small_trainings import checkpoints, contents, same_values, small_config, stop_after
 
-torch = pytest.importorskip("torch")
-from disk import Disk  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from small_trainings import checkpoints, contents, same_values, small_config, stop_after  # noqa: E402
-
-from trajstore import RunWriter  # noqa: E402
-from trajstore.errors import FormatError  # noqa: E402
-from trajstore.trainers import record, recorded_config  # noqa: E402
-from trajstore.trainers.runs.checkpointing import Checkpointing  # noqa: E402
-from trajstore.trainers.states.state import State  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter
+from trajstore.errors import FormatError
+from trajstore.trainers import record, recorded_config
+from trajstore.trainers.runs.checkpointing import Checkpointing
+from trajstore.trainers.states.state import State
 
 
 class Trap:

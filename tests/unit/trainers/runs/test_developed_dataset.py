@@ -12,25 +12,22 @@ from typing import Any
 import pytest
 import xarray as xr
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from altered_runs import change_attributes, rewrite  # noqa: E402
-from damage import flip  # noqa: E402
-from forked_processes import processes  # noqa: E402
-from small_trainings import small_config  # noqa: E402
-from trainings import Accumulated, Loop, Pair, Scaled  # noqa: E402
+from altered_runs import change_attributes, rewrite
+from damage import flip
+from forked_processes import processes
+from small_trainings import small_config
+from trainings import Accumulated, Loop, Pair, Scaled
 
-from trajstore import open_run, verify  # noqa: E402
-from trajstore.errors import (  # noqa: E402
+from trajstore import open_run, verify
+from trajstore.errors import (
     CorpusError,
     InvalidArgument,
     NothingToResume,
     VariableNotRecorded,
 )
-from trajstore.trainers import develop_run  # noqa: E402
-from trajstore.trainers.developed_dataset import developed_dataset  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers import develop_run
+from trajstore.trainers.developed_dataset import developed_dataset
 
 LAYER = "transformer.h.0.attn.c_attn.weight"
 

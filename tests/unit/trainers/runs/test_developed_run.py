@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xarray as xr
+from altered_runs import rewrite
 from click.testing import CliRunner
+from damage import flip
+from small_trainings import contents, same_values, small_config, stop_after
+from trainings import Accumulated, same
 
-torch = pytest.importorskip("torch")
-from altered_runs import rewrite  # noqa: E402
-from damage import flip  # noqa: E402
-from small_trainings import contents, same_values, small_config, stop_after  # noqa: E402
-from trainings import Accumulated, same  # noqa: E402
-
-from trajstore import RunWriter, open_run, verify  # noqa: E402
-from trajstore.cli.main import main  # noqa: E402
-from trajstore.cli.run_commands import print_proof  # noqa: E402
-from trajstore.errors import (  # noqa: E402
+from trajstore import RunWriter, open_run, verify
+from trajstore.cli.main import main
+from trajstore.cli.run_commands import print_proof
+from trajstore.errors import (
     InvalidArgument,
     NothingToResume,
     StepNotFound,
     VariableNotRecorded,
 )
-from trajstore.trainers import (  # noqa: E402
+from trajstore.trainers import (
     checkout,
     develop_run,
     evaluate,
@@ -37,8 +36,6 @@ from trajstore.trainers import (  # noqa: E402
     record,
     restore,
 )
-
-pytestmark = pytest.mark.torch
 
 STEPS = 7
 KEYFRAMES = ["recording.variables=keyframes", "recording.keyframe_every=3"]  # 0, 3, 6, 7

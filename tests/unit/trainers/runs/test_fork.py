@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
-
-torch = pytest.importorskip("torch")
-from altered_runs import rewrite  # noqa: E402
-from small_trainings import (  # noqa: E402
+from altered_runs import rewrite
+from small_trainings import (
     BLOCK,
     Straight,
     contents,
@@ -24,11 +23,9 @@ from small_trainings import (  # noqa: E402
     stop_after,
 )
 
-from trajstore import RunWriter, errors, repair, verify  # noqa: E402
-from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
-from trajstore.trainers import RunConfig, fork, record, recorded_config, replay  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter, errors, repair, verify
+from trajstore.store.storage.remote_path import checkpoint_folder
+from trajstore.trainers import RunConfig, fork, record, recorded_config, replay
 
 STEPS = 9
 

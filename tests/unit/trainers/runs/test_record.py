@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xarray as xr
 from bits_and_calls import nightly_but
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("obstore")
-from altered_runs import rewrite  # noqa: E402
-from checkpoints import write_checkpoint  # noqa: E402
-from compact_runs import RULE_ARRAYS  # noqa: E402
-from small_trainings import (  # noqa: E402
+from altered_runs import rewrite
+from checkpoints import write_checkpoint
+from compact_runs import RULE_ARRAYS
+from small_trainings import (
     TEXT,
     Straight,
     checkpoints,
@@ -27,15 +27,15 @@ from small_trainings import (  # noqa: E402
     small_config,
     stop_after,
 )
-from stored_forms import stored_forms  # noqa: E402
+from stored_forms import stored_forms
 
-from trajstore import RunWriter, errors, open_run, verify  # noqa: E402
-from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.store.storage.remote_path import (  # noqa: E402
+from trajstore import RunWriter, errors, open_run, verify
+from trajstore.store.reading.run_info import information
+from trajstore.store.storage.remote_path import (
     checkpoint_folder,
     location,
 )
-from trajstore.trainers import (  # noqa: E402
+from trajstore.trainers import (
     RunConfig,
     TrajectoryCallback,
     fork,
@@ -44,8 +44,6 @@ from trajstore.trainers import (  # noqa: E402
     replay,
     what_if,
 )
-
-pytestmark = pytest.mark.torch
 
 STEPS, EPOCH = 9, 6
 COMPACT = "recording.encoding=compact"

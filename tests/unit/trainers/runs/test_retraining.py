@@ -7,25 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xarray as xr
+from altered_runs import rewrite
+from small_trainings import Straight, contents, same_values, small_config, stop_after
 
-torch = pytest.importorskip("torch")
-from altered_runs import rewrite  # noqa: E402
-from small_trainings import Straight, contents, same_values, small_config, stop_after  # noqa: E402
-
-from trajstore import RunWriter, verify  # noqa: E402
-from trajstore.errors import NothingToResume, RunLocked  # noqa: E402
-from trajstore.store.storage.remote_path import checkpoint_folder  # noqa: E402
-from trajstore.trainers import (  # noqa: E402
+from trajstore import RunWriter, verify
+from trajstore.errors import NothingToResume, RunLocked
+from trajstore.store.storage.remote_path import checkpoint_folder
+from trajstore.trainers import (
     RunConfig,
     fork,
     record,
     recorded_config,
 )
-from trajstore.trainers.runs.walk import recording_options  # noqa: E402
-from trajstore.trainers.texts import load_corpus  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.trainers.runs.walk import recording_options
+from trajstore.trainers.texts import load_corpus
 
 STEPS = 9
 

@@ -8,21 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bits_and_calls import nightly_but
+from small_trainings import last_checkpoint, same_values, small_config, stop_after
 
-torch = pytest.importorskip("torch")
-from bits_and_calls import nightly_but  # noqa: E402
-from small_trainings import last_checkpoint, same_values, small_config, stop_after  # noqa: E402
-
-from trajstore import RunWriter, open_run  # noqa: E402
-from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, RunExists  # noqa: E402
-from trajstore.schema import COORDINATES  # noqa: E402
-from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.trainers import fork, plan, preset, record, recorded_config, replay  # noqa: E402
-from trajstore.trainers.downloads import CACHE_VARIABLE  # noqa: E402
-from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
-from trajstore.trainers.runs.training_setup import build_model, build_optimizer  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore import RunWriter, open_run
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, RunExists
+from trajstore.schema import COORDINATES
+from trajstore.store.reading.run_info import information
+from trajstore.trainers import fork, plan, preset, record, recorded_config, replay
+from trajstore.trainers.downloads import CACHE_VARIABLE
+from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
+from trajstore.trainers.runs.training_setup import build_model, build_optimizer
 
 SMALL = [
     "training.steps=5", "training.batch_size=2", "model.context=8", "model.layers=1",

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import trajstore  # noqa: E402
-from trajstore.errors import FormatError, MissingExtra  # noqa: E402
-from trajstore.formats.open_file import open_file  # noqa: E402
-
-pytestmark = pytest.mark.torch
+import trajstore
+from trajstore.errors import FormatError, MissingExtra
+from trajstore.formats.open_file import open_file
 
 
 @pytest.mark.parametrize("in_zip", [True, False])

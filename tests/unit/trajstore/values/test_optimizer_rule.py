@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from trajstore.errors import InvalidArgument  # noqa: E402
-from trajstore.trainers.rounded_optimizer import (  # noqa: E402
+from trajstore.errors import InvalidArgument
+from trajstore.trainers.rounded_optimizer import (
     RoundedAdam,
     RoundedAdamW,
     RoundedSGD,
 )
-from trajstore.values.optimizer_rule import OptimizerRule, Rates, VectorRule  # noqa: E402
-
-pytestmark = pytest.mark.torch
+from trajstore.values.optimizer_rule import OptimizerRule, Rates, VectorRule
 
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 TOKENS, HIDDEN, STEPS = 32, 16, 40  # whole vectors of every processor
