@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
+from damage import contents as contents  # tests of trainings take it from here
 from safetensors import safe_open
 from safetensors.torch import load_file
 from trainings import same
@@ -39,13 +40,6 @@ def stop_after(step: int) -> Callable[[], bool]:
     """Ask to stop when so many steps have been taken."""
     steps = iter(range(1, step + 1))
     return lambda: next(steps) == step
-
-
-def contents(run: Path) -> dict[str, bytes]:
-    """Bytes of every file."""
-    return {
-        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
-    }
 
 
 def checkpoints(run: Path) -> list[int]:
