@@ -38,13 +38,6 @@ def stop_after(step: int) -> Callable[[], bool]:
     return lambda: next(steps) == step
 
 
-def contents(run: Path) -> dict[str, bytes]:
-    """Bytes of every file."""
-    return {
-        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
-    }
-
-
 def checkpoints(run: Path) -> list[int]:
     """Steps of those beside a run."""
     files = checkpoint_folder(run).glob("step-*.safetensors")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,6 @@ from crashing import (
 )
 
 from trajstore import RunWriter, repair, verify
-
-pytestmark = pytest.mark.nightly
 
 ROWS = 7 * BLOCK + 2
 OBJECTS = 5  # arrays, each with a shard and a metadata file in every commit, and then the root
@@ -73,6 +72,7 @@ def finish(path: Path) -> None:
     assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "by_time"), [("run.zarr", False), ("run.zarr", True), ("compact.zarr", True)]
 )
@@ -103,6 +103,7 @@ def test_killed_at_every_move_of_a_commit(
     assert reader.most == ROWS
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("move", [1, 5, 9])
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
@@ -111,7 +112,26 @@ def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path,
     finish(path)
 
 
-@pytest.mark.parametrize("seed", range(int(KILLS or 1)))
+def test_a_writer_killed_before_the_end_of_a_commit_leaves_the_one_before(tmp_path: Path) -> None:
+    """In a fork of this process, which need not import anything."""
+    path = tmp_path / "run.zarr"
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(60)
+            # 8 moves make the run; the last one of the second commit is that of the root.
+            write_rows(path, ROWS, KillAt(8 + 2 * A_COMMIT, after=False), None)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert check_whole(path) == BLOCK
+    write_rows(path, ROWS, None, None)
+    assert check_whole(path) == ROWS
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(int(KILLS or 2)))
 def test_a_writer_killed_at_any_moment_leaves_whole_rows(tmp_path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
     path = tmp_path / ("compact.zarr" if seed % 2 else "run.zarr")

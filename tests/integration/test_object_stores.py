@@ -107,9 +107,12 @@ def test_what_fails_for_a_while_is_tried_again(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("status", ["403", "500", "503"])
 def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
-    s3: str, monkeypatch: pytest.MonkeyPatch
+    s3: str, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
+    """At once, or after all retries, of which there are few here."""
+    monkeypatch.setitem(remote_path.RETRIES, "max_retries", 1)
     refuses = False
 
     def until_it_fails() -> None:
@@ -120,10 +123,10 @@ def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
                 run.append(**row(step))
 
     with (
-        faulty(s3, lambda *request: "403" if refuses else None) as (address, _),
+        faulty(s3, lambda *request: status if refuses else None) as (address, _),
         to_s3(address, monkeypatch),
     ):
-        with pytest.raises(ObjectStoreError, match=r"^s3://bucket/runs/\.?run\.zarr.*403"):
+        with pytest.raises(ObjectStoreError, match=rf"^s3://bucket/runs/\.?run\.zarr.*{status}"):
             until_it_fails()
         refuses = False
         far = open_run(URL).load()

@@ -20,15 +20,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from damage import contents
 from safetensors.torch import load_file
-from small_trainings import (
-    contents,
-    last_checkpoint,
-    same_checkpoints,
-    same_values,
-    small_config,
-    stop_after,
-)
+from small_trainings import last_checkpoint, same_checkpoints, same_values, small_config, stop_after
 from trainings import (
     EVERY,
     STEPS,

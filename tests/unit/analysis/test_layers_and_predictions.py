@@ -162,7 +162,7 @@ def test_circuits_of_a_gpt2(run):
         assert found.unchanged[0].isnull().all()
 
 
-def test_circuits_of_other_models(run):
+def test_circuits_of_other_models():
     """Grouped queries, weights of torch.nn.Linear, and key and value in one parameter."""
     rng = np.random.default_rng(0)
     size, heads, groups = 3, 4, 2

@@ -281,12 +281,15 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
 
 
-@pytest.mark.nightly
-def test_together_they_are_what_they_are_alone(run, alone):
-    together = analysis.compute(run.chunk(step=8, token=6), NAMES).compute()
+FEW = ["freeze", "regimes", "speed"]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.nightly)], ids=len)
+def test_together_they_are_what_they_are_alone(run, names):
+    together = analysis.compute(run.chunk(step=8, token=6), names).compute()
     assert together.sizes["step"] == run.sizes["step"]
-    for name in NAMES:
-        for key, array in alone[name].items():
+    for arrays in arrays_of(dask.compute(results_alone(run, names))[0]).values():
+        for key, array in arrays.items():
             check_with_every_step(together[key], array)
 
 

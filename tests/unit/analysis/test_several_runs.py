@@ -1,4 +1,4 @@
-""""""
+"""Quantities of several runs, and where two runs part."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ import torch
 import transformers
 from altered_runs import change_attributes
 from click.testing import CliRunner
+from damage import contents
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small_trainings import contents, same_values
+from small_trainings import same_values
 from trainings import (
     RECORDED_STEPS,
     STEPS,

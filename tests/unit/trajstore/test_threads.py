@@ -1,4 +1,4 @@
-""""""
+"""Threads: their number, jobs for them, compiled loops, and memory side by side."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ print(default_threads(), len({*in_parallel([threading.get_ident] * 50)}))
 def test_at_most_eight_threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(200)), raising=False)
     assert default_threads() == 8
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems
+    counts = iter([200, 3, None])
+    monkeypatch.setattr(os, "cpu_count", lambda: next(counts))
+    assert [default_threads() for _ in range(3)] == [8, 3, 1]
 
 
 def test_results_come_in_the_order_of_the_jobs() -> None:
@@ -220,11 +224,10 @@ SWITCHED_OFF = "class config:\n    DISABLE_JIT = True"
 def test_without_numba_no_python_loop_runs(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str | None
 ) -> None:
-    if source is None:
-        monkeypatch.setitem(sys.modules, "numba", None)
-    else:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    if source is not None:
         (tmp_path / "numba.py").write_text(source)
-        monkeypatch.delitem(sys.modules, "numba", raising=False)
+        monkeypatch.delitem(sys.modules, "numba")
     never(loop, r"2\.3 or less.*NUMBA_DISABLE_JIT" if source == TOO_OLD else None)
 
 

@@ -61,7 +61,7 @@ def test_motion_and_norms(run):
     np.testing.assert_allclose(speed, norm(velocity), rtol=3e-7)
 
 
-def test_other_types(make_run, walk):
+def test_other_types(make_run):
     values = np.random.default_rng(0).normal(size=(6, 5, 4))
     for name in ("float16", "float32"):
         stored = values.astype(name).astype(np.float32)

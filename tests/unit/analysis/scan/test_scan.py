@@ -1,4 +1,4 @@
-"""Results of a run with changes of W but no W, compared with a run with W."""
+"""Runs with changes but no W, advice on what to record, and statistics of populations."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import xarray as xr
 from altered_runs import change_attributes
-from small_trainings import contents, same_values, small_config
+from damage import contents
+from small_trainings import same_values, small_config
 from trainings import VOCAB, scaled_run, tiny_run
 
 from trajstore import open_run

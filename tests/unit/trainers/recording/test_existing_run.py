@@ -16,8 +16,9 @@ import pytest
 import torch
 import xarray as xr
 from crashing import killed
+from damage import contents
 from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of
-from small_trainings import contents, same_values
+from small_trainings import same_values
 from trainings import TinyModel, take_steps
 
 from trajstore import RunWriter, verify

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import contents
 from disk import Disk
 from safetensors.torch import save_file
-from small_trainings import checkpoints, contents, same_values, small_config, stop_after
+from small_trainings import checkpoints, same_values, small_config, stop_after
 
 from trajstore import RunWriter
 from trajstore.errors import FormatError

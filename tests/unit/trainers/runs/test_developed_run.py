@@ -11,8 +11,8 @@ import torch
 import xarray as xr
 from altered_runs import rewrite
 from click.testing import CliRunner
-from damage import flip
-from small_trainings import contents, same_values, small_config, stop_after
+from damage import contents, flip
+from small_trainings import same_values, small_config, stop_after
 from trainings import Accumulated, same
 
 from trajstore import RunWriter, open_run, verify

@@ -13,15 +13,8 @@ import pytest
 import torch
 import xarray as xr
 from altered_runs import rewrite
-from small_trainings import (
-    BLOCK,
-    Straight,
-    contents,
-    last_checkpoint,
-    same_values,
-    small_config,
-    stop_after,
-)
+from damage import contents
+from small_trainings import BLOCK, Straight, last_checkpoint, same_values, small_config, stop_after
 
 from trajstore import RunWriter, errors, repair, verify
 from trajstore.store.storage.remote_path import checkpoint_folder

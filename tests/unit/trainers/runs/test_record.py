@@ -16,11 +16,11 @@ pytest.importorskip("obstore")
 from altered_runs import rewrite
 from checkpoints import write_checkpoint
 from compact_runs import RULE_ARRAYS
+from damage import contents
 from small_trainings import (
     TEXT,
     Straight,
     checkpoints,
-    contents,
     last_checkpoint,
     same_checkpoints,
     same_values,

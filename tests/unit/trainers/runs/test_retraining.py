@@ -10,7 +10,8 @@ import pytest
 import torch
 import xarray as xr
 from altered_runs import rewrite
-from small_trainings import Straight, contents, same_values, small_config, stop_after
+from damage import contents
+from small_trainings import Straight, same_values, small_config, stop_after
 
 from trajstore import RunWriter, verify
 from trajstore.errors import NothingToResume, RunLocked

@@ -294,7 +294,7 @@ def test_small_objects_and_near_ranges_take_one_request(
     assert [request for _, request in others] == requests
 
 
-ROWS, TOKENS, HIDDEN = SHAPE = (11, 300, 3)
+ROWS, TOKENS, _ = SHAPE = (11, 300, 3)
 
 Stored = tuple[Path, np.ndarray]
 

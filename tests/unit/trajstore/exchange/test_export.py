@@ -163,7 +163,9 @@ CODECS = {"transpose", "bytes", "blosc", "zstd", "vlen-utf8"}
 TYPES = {"float32", "int64", "int32", "bool", "string"}
 
 
-def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> None:
+def test_an_export_to_zarr_has_codecs_and_types_of_plain_zarr(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
     path, bits = small_run
     ds, out = xr.open_zarr(path), tmp_path / "out.zarr"
     chunked = ds.assign(W=ds.W.variable.chunk(token=3))  # its coordinates have one chunk

@@ -163,6 +163,12 @@ def test_a_note_says_which_variables_could_be_bits(tmp_path: Path) -> None:
     (note,) = [note for note in done.notes if "bits=" in note]
     assert note.startswith("W, exp_avg: float16")
     assert "; bits={'W': 'bfloat16', 'exp_avg': 'bfloat16'} stores" in note
+    _, done = imported(tmp_path, {"W": W.astype("f2")})
+    assert any("; bits='bfloat16' stores" in note for note in done.notes)
+    ds, done = imported(tmp_path, {"W": W.astype("f2")}, bits="bfloat16")
+    assert done.variables == {"W": "bfloat16"}
+    assert any(note.startswith("W: float16 in the file, bfloat16 in") for note in done.notes)
+    assert ds.W.values.tobytes() == W.astype("f2").astype("f4").tobytes()
 
 
 def test_bits_in_one_array_and_numbers_in_another(tmp_path: Path) -> None:

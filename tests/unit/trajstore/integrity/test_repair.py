@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -28,10 +30,10 @@ from damage import (
     wide_run,
     write,
 )
-from disk import Disk, Writes, moves
+from disk import Disk, Writes, moves, stand_in
 
 from trajstore import RunWriter, open_run, repair, verify
-from trajstore.errors import RunLocked
+from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.repair import Repair
 
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
@@ -287,7 +289,7 @@ def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
-def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> None:
+def test_an_array_of_somebody_else_is_named_and_left(run: Path) -> None:
     group = zarr.open_group(run, mode="r+", use_consolidated=False)
     group.create_array("mask", data=np.arange(3), dimension_names=["place"])
     group.create_array("along", data=np.arange(11), dimension_names=["step"])
@@ -335,6 +337,24 @@ def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
                 repair(path, dry_run=dry_run)
         assert contents(path) == before
     assert repair(path, dry_run=True).actions == ()
+
+
+def test_what_would_be_done_is_said_where_nothing_can_be_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, *more, **options)
+
+    (run / "W" / "c.2.0.0").unlink()
+    stand_in(monkeypatch, open=refuse)
+    found = repair(run, dry_run=True)
+    assert (found.rows_before, found.rows, found.done) == (11, 8, False)
+    with pytest.raises(InvalidArgument, match="which is read-only"):
+        repair(run)
 
 
 @pytest.mark.parametrize("writes", nightly_but(range(0, 6, 2), 2))

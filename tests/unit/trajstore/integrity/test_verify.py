@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from damage import (
     write,
     write_shard,
 )
+from disk import stand_in
 from golden_runs import unpack
 
 from trajstore import RunWriter, export, open_run, repair, verify
@@ -274,6 +276,28 @@ def test_what_the_system_refuses_to_read_is_named_and_nothing_is_put_in_its_plac
     assert times(run) == before
 
 
+@pytest.mark.parametrize("first_byte", [None, 0])
+def test_rows_stay_while_a_shard_or_one_of_its_chunks_cannot_be_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch, first_byte: int | None
+) -> None:
+    path, real = run / "W/c.1.0.0", os.pread
+    bad = path.stat()
+
+    def pread(file: int, length: int, offset: int) -> bytes:
+        is_there = offset + length == bad.st_size if first_byte is None else offset == first_byte
+        if is_there and os.fstat(file).st_ino == bad.st_ino:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, length, offset)
+
+    before = times(run)
+    stand_in(monkeypatch, pread=pread)
+    problem, found = only(verify(run)), repair(run)
+    assert (problem.path, problem.first_byte, problem.remedy) == (path, first_byte, "none")
+    assert "cannot be read: [Errno 5]" in problem.message
+    assert (found.actions, found.rows, found.unrepaired) == ((), 11, (str(problem),))
+    assert times(run) == before
+
+
 def of_others(folder: Path) -> Path:
     """A Zarr of another program, which has the names of a run."""
     group = zarr.create_group(folder)
@@ -320,7 +344,7 @@ def test_what_is_no_run_is_an_error_and_stays(tmp_path: Path, run: Path) -> None
 
 def test_another_format_is_not_judged(run: Path) -> None:
     all_of(attribute("trajstore_format", 9), attribute("trajstore_version", "9.1"))(run)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=r"has store format 9, .* with the trajstore 9\.1 that"):
         verify(run)
 
 
@@ -421,9 +445,13 @@ def test_files_of_somebody_else_are_no_checkpoints(checkpoint: Path) -> None:
 
 
 def test_a_checkpoint_that_vanishes_during_the_check_is_ignored(checkpoint: Path) -> None:
-    """As a recording removes the older ones; this one has a name and cannot be opened."""
-    checkpoint.with_name("step-00000008.safetensors").symlink_to("nothing")
-    assert messages(checkpoint) == []
+    """After it was opened, and before, as a recording removes the older ones."""
+    write_checkpoint(checkpoint, more={"dtype": "float32", "shape": [1], "crc32c": 0})
+    write_checkpoint(checkpoint.with_name("step-00000008.safetensors"))
+    found = check_checkpoints(checkpoint.parent.with_name("run.zarr"))
+    assert "more is missing" in next(found).message
+    shutil.rmtree(checkpoint.parent)
+    assert list(found) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-""""""
+"""Bits of the native types: widening, rounding, spacing, ordinals, and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Moving averages that stay in a native type, norms, and summaries of motion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Objects that appear whole or not at all, leftovers of the dead, flushes, and links."""
 
 from __future__ import annotations
 

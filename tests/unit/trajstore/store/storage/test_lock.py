@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import resource
@@ -9,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,18 @@ def test_a_lock_that_cannot_be_written_is_not_kept(run: Path) -> None:
     RunLock.acquire(run).release()
 
 
+def test_a_lock_that_cannot_be_read_is_not_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        stand_in(patch, pread=broken)
+        with pytest.raises(OSError, match="Input/output"):
+            RunLock.acquire(run)
+    assert not list(run.parent.iterdir())
+    RunLock.acquire(run).release()
+
+
 def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
     lock = RunLock.acquire(run)
     there, here = os.pipe()
@@ -183,11 +196,18 @@ def look_at(left: Path) -> int:
 
 
 def test_a_look_at_the_lock_delays_a_writer_and_a_lasting_one_is_reported(
-    run: Path, left: Path
+    run: Path, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threading.Timer(0.1, os.close, [look_at(left)]).start()
+    looking, waits = look_at(left), itertools.count(1)
+
+    def wait(_: float) -> None:
+        if next(waits) == 30:  # it was put to sleep while it looked
+            os.close(looking)
+
+    monkeypatch.setattr(time, "sleep", wait)
     with RunLock.acquire(run):
         assert is_written_to(run) is True
+    assert next(waits) == 31
     looking = look_at(left)
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run, checks=4)

@@ -1,8 +1,9 @@
-""""""
+"""Runs and files that appear whole or not at all, and annotations of runs."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,18 @@ def test_a_run_is_replaced_whole_and_survives_a_loss_of_power(
     if not at_once:
         monkeypatch.setattr("trajstore.store.writing.create.exchange", lambda one, other: False)
     disk, run, file = Disk(monkeypatch), tmp_path / "new" / "run.zarr", tmp_path / "other" / "file"
+    survived: list[bool] = []
+    remove = shutil.rmtree
+
+    def watched(path: Path, **options: Any) -> None:
+        survived.append(disk.survives(run, below=tmp_path))
+        remove(path, **options)
+
     with staged_run(run) as new:
         write(new, 1, fsync=False)
     with RunLock.acquire(run), pytest.raises(RunLocked), staged_run(run, overwrite=True):
         pass
+    monkeypatch.setattr(shutil, "rmtree", watched)
     disk.calls.clear()
     with staged_run(run, overwrite=True) as new:
         write(new, 2, fsync=False)
@@ -78,6 +87,7 @@ def test_a_run_is_replaced_whole_and_survives_a_loss_of_power(
     assert disk.calls[-1][0] == ("move" if at_once else "flush")
     write(run, 3, overwrite=True)
     assert value(run) == 3
+    assert survived == [True, True], "before what it replaced is removed"
     with staged_file(file) as new:
         new.write_text("x")
     assert disk.survives(run, below=tmp_path)

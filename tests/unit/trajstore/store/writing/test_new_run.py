@@ -1,4 +1,4 @@
-"""Runs that cannot compute W and the moments store them as differences, and note the reason."""
+"""Notes why a run stores differences, and runs that several processes write."""
 
 from __future__ import annotations
 
