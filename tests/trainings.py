@@ -149,15 +149,12 @@ class Lists:
         return ds
 
 
-loop_steps = steps  # of `tiny_run`, whose count of steps has the name
-
-
 def tiny_run(
     path: Path,
     optimizer: Callable[[Any], Any] = lambda p: torch.optim.AdamW(p, lr=0.01),
     *,
     dtype: Any = torch.float32,
-    steps: int = 9,
+    count: int = 9,
     clip: float = 0.3,
     accumulate: int = 1,
     change: Callable[[Any], None] = lambda model: None,
@@ -173,19 +170,19 @@ def tiny_run(
     made = optimizer(model.parameters())
     options = {"max_grad_norm": clip, "block_rows": 4, "fsync": False} | options
     with capture(model, made, path, **options):
-        for _ in loop_steps(model, made, steps, clip=clip, accumulate=accumulate, after=between):
+        for _ in steps(model, made, count, clip=clip, accumulate=accumulate, after=between):
             change(model)
     return path
 
 
-def scaled_run(path: Path, *, fused: bool, steps: int = 14, **options: Any) -> Path:
+def scaled_run(path: Path, *, fused: bool, count: int = 14, **options: Any) -> Path:
     """A float16 loop whose scaler skips several steps, the first among them."""
     torch.manual_seed(1)
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
     with capture(model, optimizer, path, scaler=scaler, max_grad_norm=0.3, fsync=False, **options):
-        for batch in batches(steps):
+        for batch in batches(count):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = model(**batch)["loss"]

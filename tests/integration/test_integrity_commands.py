@@ -106,7 +106,7 @@ def test_a_replay_names_one_altered_bit_whose_checksum_fits(
     pytest.importorskip("torch")
     from trainings import tiny_run
 
-    run = tiny_run(tmp_path / "run.zarr", steps=6)
+    run = tiny_run(tmp_path / "run.zarr", count=6)
     done = trajstore_cli("verify", run, "--replay")
     assert "run.zarr: sound" in done.stdout
     assert "Replayed 6 of 6 steps" in done.stdout

@@ -36,13 +36,13 @@ from damage import (
     RUNS,
     TAMPERINGS,
     Damage,
-    damage_metadata,
     flip,
     metadata_of,
     wide_run,
     write,
     write_runs,
 )
+from damaged_metadata import damage_metadata
 from golden_runs import unpack
 
 from trajstore import RunWriter, open_run, repair, verify

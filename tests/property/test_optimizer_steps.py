@@ -97,7 +97,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "whole": {"variables": ("matrix", *SUMMARIES)},
     "rebuilt": {"variables": "weights+grads"},
     # torch rounds differently at the end of a tensor, and 17 × 8 values are no whole vectors.
-    "tokens": {"tokens": [3, 5, 16], "steps": 20},
+    "tokens": {"tokens": [3, 5, 16], "count": 20},
     "micro-batches": {"accumulate": 3},
     "unclipped": {"clip": 0},
 }
@@ -145,7 +145,7 @@ def is_the_run_again(path: Path, folder: Path, last: int) -> None:
 @pytest.mark.parametrize(("form", "name"), cells())
 def test_steps_follow_from_the_row_before(form: str, name: str, tmp_path: Path) -> None:
     case, path = CASES[name], tmp_path / "run.zarr"
-    steps = FORMS[form].get("steps", 9)
+    steps = FORMS[form].get("count", 9)
     with torch.autocast(
         "cpu",
         torch.bfloat16,

@@ -88,7 +88,7 @@ def recorded(path, kind, dtype, **options):
     from trainings import tiny_run
 
     made = partial(getattr(rounded_optimizer, kind), lr=0.01, **options)
-    return open_run(tiny_run(path, made, dtype=getattr(torch, dtype), steps=30, block_rows=8))
+    return open_run(tiny_run(path, made, dtype=getattr(torch, dtype), count=30, block_rows=8))
 
 
 @pytest.mark.parametrize("variant", nightly_but(ROUNDED, "amsgrad"))

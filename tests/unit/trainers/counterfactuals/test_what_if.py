@@ -43,7 +43,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         key = (optimizer, *map(repr, sorted(options.items())))
         if key not in runs:
             path = tmp_path_factory.mktemp("tiny") / "run.zarr"
-            runs[key] = tiny_run(path, OPTIMIZERS[optimizer], steps=STEPS, **options)
+            runs[key] = tiny_run(path, OPTIMIZERS[optimizer], count=STEPS, **options)
         return runs[key]
 
     return run
@@ -81,7 +81,7 @@ def test_what_a_late_run_does_not_know(tmp_path: Path) -> None:
     held = ("W", "grad", "exp_avg", "exp_avg_sq", "lr", "clip_coef", "skipped")  # no step_count
     run = scaled_run(tmp_path / "run.zarr", fused=False, variables=held)
     skipping = what_if(run, tmp_path / "late.zarr", at=9).path
-    new = tiny_run(tmp_path / "new.zarr", steps=2, first_step=5, variables=held)
+    new = tiny_run(tmp_path / "new.zarr", count=2, first_step=5, variables=held)
     for late, sentence in ((skipping, "number of skipped steps"), (new, "because recording began")):
         with pytest.raises(TrajstoreError, match=sentence):
             what_if(late, tmp_path / "no.zarr")
@@ -326,7 +326,7 @@ def test_an_unknown_factor_of_a_gradient(tmp_path: Path) -> None:
     def clip(model: Any) -> None:
         torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
-    run = tiny_run(tmp_path / "run.zarr", steps=4, max_grad_norm=0.0, clip=0.0, change=clip)
+    run = tiny_run(tmp_path / "run.zarr", count=4, max_grad_norm=0.0, clip=0.0, change=clip)
     note = {"note": "a closure", "first_step": 3, "last_step": 3, "count": 1, "unproven": [[3, 3]]}
     change_attributes(run, lambda root: root.update(notes=[note]))
     with pytest.raises(TrajstoreError, match="clip_coef is NaN at step 3"):

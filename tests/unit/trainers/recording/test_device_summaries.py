@@ -212,7 +212,7 @@ def test_every_value_of_every_parameter_is_recorded(
     assert (lost > 0).any() == (dtype == torch.bfloat16)
 
 
-run_of = partial(tiny_run, dtype=torch.bfloat16, steps=STEPS, clip=0)
+run_of = partial(tiny_run, dtype=torch.bfloat16, count=STEPS, clip=0)
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])

@@ -121,7 +121,7 @@ EXPECTED = {"is_rare": COUNTS == 1, "is_first": np.arange(VOCAB) < 3, "is_odd": 
 
 
 SMALL: dict[str, Any] = {"variables": "W,loss", "token_count": COUNTS}
-run_of = partial(tiny_run, steps=5, clip=0, **SMALL)
+run_of = partial(tiny_run, count=5, clip=0, **SMALL)
 
 
 def test_tokens_that_never_occur_are_dead(tmp_path: Path) -> None:

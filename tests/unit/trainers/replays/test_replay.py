@@ -31,7 +31,7 @@ def reasons(path: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def test_large_blocks_are_read_in_parts(tmp_path: Path) -> None:
-    rows = RecordedRows(open_tiled(tiny_run(tmp_path / "run.zarr", steps=20, block_rows=16)))
+    rows = RecordedRows(open_tiled(tiny_run(tmp_path / "run.zarr", count=20, block_rows=16)))
     whole, parts = (list(rows.read(["W"], window=window)) for window in (1 << 20, 5 * 17 * 8 * 4))
     assert [row.step for row in parts] == [row.step for row in whole] == [*range(21)]
     for one, other in zip(parts, whole, strict=True):
@@ -43,13 +43,13 @@ def test_progress_counts_rows_and_the_console_shows_what_is_wrong_and_what_is_no
 ) -> None:
     seen: list[tuple[int, int]] = []
     found = replay(
-        tiny_run(tmp_path / "run.zarr", steps=3), on_progress=lambda *at: seen.append(at)
+        tiny_run(tmp_path / "run.zarr", count=3), on_progress=lambda *at: seen.append(at)
     )
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     print_replay(found.facts())
     shown = capsys.readouterr().out
     assert "Replayed 3 of 3 steps with torch.optim.adamw.AdamW: 0 values differ." in shown
-    path = tiny_run(tmp_path / "some.zarr", variables="weights+grads", steps=7, every=2)
+    path = tiny_run(tmp_path / "some.zarr", variables="weights+grads", count=7, every=2)
     flip(path, "grad", (0, 3, 1), 0)
     print_replay(replay(path).facts())
     shown = capsys.readouterr().out
@@ -65,12 +65,12 @@ def test_progress_counts_rows_and_the_console_shows_what_is_wrong_and_what_is_no
 
 
 def test_only_pairs_of_consecutive_steps(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=7, every=2)
+    path = tiny_run(tmp_path / "run.zarr", count=7, every=2)
     ((reason, steps),) = reasons(path).items()
     assert "every > 1" in reason
     assert steps == (3, 2, 6)
     assert replay(path).variables["exp_avg"].steps == 1  # 6 to 7
-    path = tiny_run(tmp_path / "rebuilt.zarr", steps=7, every=2, variables="weights+grads")
+    path = tiny_run(tmp_path / "rebuilt.zarr", count=7, every=2, variables="weights+grads")
     found = reasons(path)
     assert list(found.values()) == [(3, 2, 6), (1, 7, 7)]
     assert "exp_avg, exp_avg_sq is not recorded" in list(found)[1]
@@ -78,12 +78,12 @@ def test_only_pairs_of_consecutive_steps(tmp_path: Path) -> None:
 
 def test_skipped_steps_between_rows_are_not_guessed(tmp_path: Path) -> None:
     held = ("W", "grad", "exp_avg", "exp_avg_sq", "lr", "clip_coef", "skipped")  # no step_count
-    path = scaled_run(tmp_path / "run.zarr", fused=False, steps=13, every=2, variables=held)
+    path = scaled_run(tmp_path / "run.zarr", fused=False, count=13, every=2, variables=held)
     assert any("the number of skipped steps before it" in reason for reason in reasons(path))
 
 
 def test_clipping_that_was_not_named_is_replayed(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0, steps=3)
+    path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0, count=3)
     assert (open_run(path).clip_coef.values[1:] < 1).any()
     assert not reasons(path)
 
@@ -100,14 +100,14 @@ def test_an_unknown_factor_of_a_gradient_before_clipping(tmp_path: Path) -> None
 
 
 def test_runs_without_gradients(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", variables=("weights", *SUMMARIES), steps=3)
+    path = tiny_run(tmp_path / "run.zarr", variables=("weights", *SUMMARIES), count=3)
     ((reason, _),) = reasons(path).items()
     assert "gradient was not recorded; record weights+grads or matrix" in reason
     compared = {name: one.steps for name, one in replay(path).variables.items()}
     assert compared == {"W_step_norm": 3, "W_ulp_l1": 3}
     for missing in ("lr", "clip_coef"):
         names = [name for name in ("W", "grad", "loss", "lr", "clip_coef") if name != missing]
-        path = tiny_run(tmp_path / f"{missing}.zarr", variables=names, steps=3)
+        path = tiny_run(tmp_path / f"{missing}.zarr", variables=names, count=3)
         ((reason, _),) = reasons(path).items()
         assert "every tier has it" in reason
 
@@ -125,7 +125,7 @@ DEFAULTS = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01
     ],
 )
 def test_optimizers_that_are_not_known(change: Any, reason: str, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    path = tiny_run(tmp_path / "run.zarr", count=3)
     change_attributes(path, lambda root: root["optimizer"].update(change))
     ((said, _),) = reasons(path).items()
     assert reason in said
@@ -168,21 +168,21 @@ def set_weights_before(*steps: int) -> Any:
 
 
 def test_noted_steps_are_not_proven_and_later_ones_are(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=9, between=set_weights_before(4, 7, 8))
+    path = tiny_run(tmp_path / "run.zarr", count=9, between=set_weights_before(4, 7, 8))
     note_unproven(path, "the loop set W", [4, 4], [7, 8])
     assert reasons(path) == {"the loop set W": (3, 4, 8)}
 
 
 def test_rebuilt_state_ends_at_an_unproven_step(tmp_path: Path) -> None:
     path = tiny_run(
-        tmp_path / "run.zarr", steps=9, variables="weights+grads", between=set_weights_before(4)
+        tmp_path / "run.zarr", count=9, variables="weights+grads", between=set_weights_before(4)
     )
     note_unproven(path, "the loop set W", [4, 4])
     assert [*reasons(path).values()] == [(1, 4, 4), (5, 5, 9)]
 
 
 def test_the_step_after_missing_steps_is_not_proven(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=9)
+    path = tiny_run(tmp_path / "run.zarr", count=9)
     export(path, tmp_path / "gaps.zarr", format="run", steps=[0, 1, 2, 5, 6, 8])
     assert reasons(tmp_path / "gaps.zarr") == {
         "steps 3 to 4 are missing": (1, 5, 5),
@@ -194,7 +194,7 @@ def test_the_step_after_missing_steps_is_not_proven(tmp_path: Path) -> None:
 
 
 def test_weights_that_the_loop_sets_between_steps(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=9, between=set_weights_before(4, 7))
+    path = tiny_run(tmp_path / "run.zarr", count=9, between=set_weights_before(4, 7))
     ((reason, steps),) = reasons(path).items()
     assert "code outside optimizer.step() changed" in reason
     assert steps == (2, 4, 7)
@@ -272,7 +272,7 @@ STATEFUL = {
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
 def test_an_optimizer_that_has_taken_steps(kind: str, tier: str, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", stepped(STATEFUL[kind]), steps=6, variables=tier)
+    path = tiny_run(tmp_path / "run.zarr", stepped(STATEFUL[kind]), count=6, variables=tier)
     found = reasons(path)
     assert bool(found) == (tier == "weights+grads")  # it lacks the state
     if kind == "adamw":
@@ -293,7 +293,7 @@ def test_steps_without_a_gradient_are_none(kind: str, tier: str, tmp_path: Path)
             model.head.weight.grad = None
 
     path = tiny_run(
-        tmp_path / "run.zarr", STATEFUL[kind], steps=9, change=change, variables=tier,
+        tmp_path / "run.zarr", STATEFUL[kind], count=9, change=change, variables=tier,
         parameter="head.weight",
     )  # fmt: skip
     assert np.isnan(open_run(path).grad[4:6]).all()
@@ -314,7 +314,7 @@ def test_state_that_the_loop_replaces(tmp_path: Path) -> None:
         if number == 3:
             made[0].state.clear()
 
-    path = tiny_run(tmp_path / "run.zarr", optimizer, steps=6, between=between)
+    path = tiny_run(tmp_path / "run.zarr", optimizer, count=6, between=between)
     ((reason, steps),) = reasons(path).items()
     assert "state of embedding.weight was written or replaced before a step" in reason
     assert steps == (1, 5, 5)
@@ -384,7 +384,7 @@ def recorded_elsewhere(path: Path, **facts: Any) -> Any:
 def test_another_machine_is_no_error(
     facts: dict[str, str], sentences: list[str], tmp_path: Path
 ) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3, variables=OF_FIRST_STEP)
+    path = tiny_run(tmp_path / "run.zarr", count=3, variables=OF_FIRST_STEP)
     here = open_run(path).attrs["provenance"]["cpu_capability"]
     assert here == torch.backends.cpu.get_cpu_capability()
     notes = recorded_elsewhere(path, **facts).notes
@@ -395,7 +395,7 @@ def test_another_machine_is_no_error(
     "facts", [{"cpu_capability": "AVX1024"}, {"device": "xpu"}, {"threads": 2}], ids=str
 )
 def test_a_run_that_was_resumed_elsewhere(facts: Any, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=9)
+    path = tiny_run(tmp_path / "run.zarr", count=9)
     resumed = [{"step": 5, "time": "2030-01-01T00:00:00+00:00", **facts}]
     change_attributes(path, lambda root: root["provenance"].update(resumed=resumed))
     flip(path, "W", (8, 3, 1), 20)

@@ -27,7 +27,7 @@ def named(finding: Any) -> tuple[str, str, int, int | None, int | None]:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in bfloat16, in blocks of 4 rows."""
     path = tmp_path_factory.mktemp("recorded") / "run.zarr"
-    return tiny_run(path, dtype=torch.bfloat16, steps=STEPS)
+    return tiny_run(path, dtype=torch.bfloat16, count=STEPS)
 
 
 # Both sides of the boundary of a block, and the last row.
@@ -112,14 +112,14 @@ def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: P
 
 
 def test_tokens_are_named_by_id(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", tokens=[3, 5, 16], steps=9)
+    path = tiny_run(tmp_path / "run.zarr", tokens=[3, 5, 16], count=9)
     flip(path, "exp_avg", (9, 2, 1), 20)
     (finding,) = replay(path).findings
     assert named(finding) == ("mismatch", "exp_avg", 9, 16, 1)
 
 
 def test_many_findings_are_counted_and_the_first_are_listed(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=24)
+    path = tiny_run(tmp_path / "run.zarr", count=24)
     for row in range(2, 24, 2):
         flip(path, "exp_avg_sq", (row, 1, 1), 20)
     result = replay(path)
@@ -145,7 +145,7 @@ SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
 @pytest.fixture(scope="module")
 def summarized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("summarized") / "run.zarr"
-    return tiny_run(path, dtype=torch.bfloat16, steps=9, variables=("matrix", "cells", *SUMMARIES))
+    return tiny_run(path, dtype=torch.bfloat16, count=9, variables=("matrix", "cells", *SUMMARIES))
 
 
 @pytest.mark.parametrize("name", [*SUMMARIES, "cells"])
@@ -184,7 +184,7 @@ def test_clipping_is_held_against_the_norm(name: str, summarized: Path) -> None:
 
 
 def test_row_0_must_be_the_state_before_training(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    path = tiny_run(tmp_path / "run.zarr", count=3)
     flip(path, "exp_avg", (0, 6, 1), 0)
     flip(path, "grad", (0, 8, 2), 3)
     assert {(f.kind, f.variable, f.step, f.token) for f in replay(path).findings} == {
@@ -196,7 +196,7 @@ def test_row_0_must_be_the_state_before_training(tmp_path: Path) -> None:
 def test_settings_that_are_lost_or_changed_are_reported(tmp_path: Path) -> None:
     own = {"state_dtype": "float32", "rounding": "stochastic", "rounding_seed": 5}
     optimizer = partial(RoundedAdamW, lr=0.01, **own)
-    recorded = tiny_run(tmp_path / "run.zarr", optimizer, dtype=torch.bfloat16, steps=3)
+    recorded = tiny_run(tmp_path / "run.zarr", optimizer, dtype=torch.bfloat16, count=3)
 
     def settings(root: dict[str, Any]) -> dict[str, Any]:
         return root["optimizer"]["hyperparameters"]
