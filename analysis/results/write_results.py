@@ -99,12 +99,14 @@ def _numbers(array: xr.DataArray) -> dict[str, Any]:
     is_name = is_category(array) or (_are_ranked(array) and array.dtype.kind in "iu")
     if array.size and not is_name:
         known = array.where(~array.isin([*flags])) if flags else array
-        numbers = _statistics(known.data) | ({"nan": 0} if flags else {})
+        numbers |= _statistics(known.data)
+        if flags:
+            numbers["nan"] = 0
     return {**numbers, "size": array.size, "flags": counts}
 
 
 def _statistics(values: Any) -> dict[str, Any]:
-    """Statistics of a NumPy or dask array, lazy if it is.
+    """Statistics of a NumPy or dask array, lazy if it is; of floats also the number of NaN.
 
     `DataArray.min` turns the warning about values that are all NaN off and on again for the whole
     process, so that threads that do so at the same time still warn.
@@ -120,7 +122,7 @@ def _statistics(values: Any) -> dict[str, Any]:
             "max": np.where(count > 0, np.where(there, values, -inf).max(), nan),
             "nan": values.size - count,
         }
-    return {"nan": 0} | {name: xr.DataArray(number) for name, number in found.items()}
+    return {name: xr.DataArray(number) for name, number in found.items()}
 
 
 def _computed(facts: Any) -> Any:
