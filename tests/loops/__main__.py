@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from .drawn import drawn
 from .judge import judged
 from .loop import Situation
-from .situations import SITUATIONS
+from .situations import SITUATIONS, drawn
 
 
 def report(situations: Iterable[Situation]) -> None:

@@ -16,8 +16,7 @@ import torch
 from trajstore import open_run
 from trajstore.trainers import capture, replay
 
-from .loop import PARAMETER, Loop, Situation
-from .own_rows import OwnRow
+from .loop import PARAMETER, Loop, OwnRow, Situation
 from .programs import Program
 
 WORDS = {

@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .loop import BATCHES, Loop
+from .loop import BATCHES, Gradients, Loop, Pass, copy_of
 from .optimizers import innermost
-from .own_rows import Gradients, Pass, copy_of
 
 CHANGES: dict[str, Callable[..., Any]] = {
     "hand": lambda grad, factor=0.3: grad.mul_(float(factor)),

@@ -1,11 +1,12 @@
-"""The table of situations: products of a few axes, and loops that stand alone."""
+"""The table of situations: products of a few axes, loops that stand alone, and random ones."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import product
 
-from .loop import Checkpointed, Reentrant, Returning, Situation
+from .loop import STEPS, Checkpointed, Reentrant, Returning, Situation
 
 BODIES = {
     "plain": "pass", "clip": "pass ~ clip", "loose-clip": "pass ~ clip:100",
@@ -206,3 +207,58 @@ early-bound/clip-halving schedule/early scaler/first-found scaler/unscaled-given
 scaler/halves-without-it-found limit/assigned-clip
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""
+
+
+FIRST = {
+    "freeze": "freeze", "discard": "pass zero", "discard zeros": "pass zeros",
+    "outside": "outside", "outside data": "outside:data", "put": "put", "aux first": "pass:aux",
+}  # fmt: skip
+AFTER = {
+    "gather": "gather zero {} gather use", "aux last": "pass:aux", "others": "others",
+    "probe": "probe", "aside": "aside pass back", "aside clip": "aside pass back",
+}  # fmt: skip
+LAST = {
+    "clip": "clip", "aside clip": "clip", "value": "value", "hand": "hand", "data": "data",
+    "clone": "clone", "third": "third", "noise": "noise", "decay": "decay", "mask": "mask",
+    "drop": "drop", "rate": "rate", "*8": "hand:0.125", "fails": "fails",
+}  # fmt: skip
+"""Words before the passes, after them, and after the division by a scaler, by mood."""
+FLAGS = ("observed", "twice", "assigned", "parts")
+MOODS = sorted({*FIRST, *AFTER, *LAST, *FLAGS, "plain", "clip between"})
+WITHOUT_SCALER = ("clipping", "noam", "data", "bare", "holding", "noisy")
+DRAWN_OPTIMIZERS = ("adamw", "sgd", "adam", "halving", "fused", *WITHOUT_SCALER)
+DRAWN_HOOKS = ("",) * 6 + ("hook:noise", "hook:clip", "hook:turn", "hook:global")
+DRAWN_FRAMES = ("zero {} step", "zero {} step", "zeros {} step", "{} step zero", "{} step zeros")
+
+
+def drawn(seed: int) -> Situation:
+    """Return a loop of five steps with moods, accumulation, zeroing, scaler, hook and optimizer."""
+    draw = random.Random(seed)
+    optimizer, frame = draw.choice(DRAWN_OPTIMIZERS), draw.choice(DRAWN_FRAMES)
+    hook = draw.choice(DRAWN_HOOKS)
+    scaler = "" if optimizer in WITHOUT_SCALER else draw.choice(["", "", "", "given", "found"])
+    usual = draw.choice([["plain"], ["plain", "clip"], ["clip", "no zero"], ["halves"], None, None])
+    steps = []
+    for _ in range(STEPS):
+        moods = {*(usual or draw.sample(MOODS, draw.choice([1, 1, 2, 3])))}
+        if scaler:
+            moods -= {"fails"}
+        text = frame.format(words_of(moods, draw, unscales=bool(scaler) and draw.random() < 0.5))
+        if "no zero" in moods and draw.random() < 0.4:
+            text = text.replace("zeros", "").replace("zero", "")
+        steps.append(text + " thaw" * ("freeze" in moods))
+    return Situation(f"drawn/{seed}", " | ".join(steps), optimizer, scaler, once=hook)
+
+
+def words_of(moods: set[str], draw: random.Random, *, unscales: bool) -> str:
+    """Return the words between zeroing and step."""
+    count = draw.choice([1, 1, 1, 2, 3])
+    flags = [flag for flag in FLAGS if flag in moods][:1] + ["*8"] * ("*8" in moods)
+    if draw.random() < 0.5 or "halves" in moods:
+        flags.append(f"/{count}")
+    one = f"pass:{','.join(flags)}" if flags else "pass"
+    passes = (" clip " if "clip between" in moods else " ").join([one] * count)
+    first, after, last = (
+        [word for mood, word in table.items() if mood in moods] for table in (FIRST, AFTER, LAST)
+    )
+    return " ".join([*first, passes, *after, *["unscale"] * unscales, *last]).format(passes)

@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from loops.drawn import drawn
 from loops.judge import judged
 from loops.loop import Situation
-from loops.situations import CHOSEN, SITUATIONS
+from loops.situations import CHOSEN, SITUATIONS, drawn
 
 pytestmark = pytest.mark.torch
 
