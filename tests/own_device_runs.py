@@ -25,7 +25,6 @@ import own_device
 import pytest
 import torch
 import xarray as xr
-from launched_operations import launched_in
 
 STEPS, WARM, RESTORED = 6, 3, 4
 SMALL_NORM = 0.05
@@ -83,6 +82,8 @@ class Counts:
     def end(self, steps: int) -> None:
         """Count to here."""
         self.waits = (self._waits() - self._before) / steps
+        from trainings import launched_in
+
         if self.profiled:
             self._profile.stop()
             self.operations = launched_in(self._profile).total() / steps

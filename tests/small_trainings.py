@@ -1,4 +1,4 @@
-"""Configurations of trainings that take seconds."""
+"""Small trainings: of presets, and by a Trainer of Hugging Face on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import xarray as xr
 from safetensors import safe_open
 from safetensors.torch import load_file
-from trainings import same
+from trainings import HIDDEN, VOCAB, batches, same
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from trajstore.store.storage.remote_path import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
@@ -86,3 +87,41 @@ def same_values(
         else:
             assert one_has.tobytes() == other_has.tobytes(), name
     return b
+
+
+def examples(count: int) -> list[dict[str, Any]]:
+    return [{name: values[0] for name, values in row.items()} for row in batches(count)]
+
+
+def tiny_gpt2(kind: Any = GPT2LMHeadModel, **config: Any) -> Any:
+    """A model that is in training mode, with dropout as by default."""
+    sizes = {"vocab_size": VOCAB, "n_positions": 8, "n_embd": HIDDEN, "n_layer": 1, "n_head": 1}
+    model = kind(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **config)).train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def trainer_of(
+    model: Any,
+    folder: Path,
+    *callbacks: Any,
+    kind: Any = None,
+    data: Any = None,
+    loss: Any = None,
+    **arguments: Any,
+) -> Any:
+    """A Trainer that has not started, writes no files, with AdamW and 11 examples by default."""
+    from transformers import Trainer, TrainingArguments  # takes long
+
+    quiet = {
+        "max_steps": 4, "per_device_train_batch_size": 3, "learning_rate": 0.01, "use_cpu": True,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch",
+        "logging_strategy": "no", "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return (kind or Trainer)(
+        model=model,
+        args=TrainingArguments(str(folder / "out"), **quiet | arguments),
+        train_dataset=examples(11) if data is None else data,
+        compute_loss_func=loss,
+        callbacks=list(callbacks),
+    )

@@ -1,14 +1,15 @@
 """The kit of trainings: tiny models, the loops that train them, and runs that they record.
 
 `Lists` is a second recorder that keeps plain lists, to compare with; `Loop` is a loop whose body
-`develop` gets; `Recorded` is a run with copies that torch itself made of each step.
+`develop` gets; `Recorded` is a run with copies that torch itself made of each step. `launched`
+counts the operations of torch that a call launches.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -514,3 +515,37 @@ class Pair(Loop):
     def after(self, number: int) -> None:
         for group in [group for one in self.optimizers for group in one.param_groups]:
             group["lr"] *= 0.8
+
+
+NOT_LAUNCHED = frozenset(
+    "alias as_strided contiguous detach detach_ empty empty_like empty_strided expand expand_as "
+    "flatten is_nonzero item lift_fresh promote_types reshape resolve_conj resolve_neg result_type "
+    "select slice split split_with_sizes squeeze t to unbind unsqueeze view view_as".split()
+)
+"""Views, memory without values, and questions. A conversion appears as the copy inside it."""
+
+
+def launched(call: Callable[[], Any]) -> Counter[str]:
+    """Return the names of the operations that a call launches, and how often.
+
+    An operation on a list of tensors counts once, as it is one kernel on a device.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return launched_in(profile)
+
+
+def launched_in(profile: torch.profiler.profile) -> Counter[str]:
+    """Return the same of a profile."""
+
+    def is_launched(event: Any) -> bool:
+        name = event.name.removeprefix("aten::")
+        return event.name.startswith("aten::") and name not in NOT_LAUNCHED
+
+    events = [event for event in profile.events() if is_launched(event)]
+    return Counter(event.name for event in events if not is_inside(event, is_launched))
+
+
+def is_inside(event: Any, counts: Callable[[Any], bool]) -> bool:
+    parent = event.cpu_parent
+    return parent is not None and (counts(parent) or is_inside(parent, counts))

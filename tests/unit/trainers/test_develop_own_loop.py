@@ -16,8 +16,7 @@ from altered_runs import rewrite
 from bits_and_calls import nightly_but
 from crashing import killed
 from damage import contents, flip
-from hf_trainings import examples, tiny_gpt2, trainer_of
-from small_trainings import same_values
+from small_trainings import examples, same_values, tiny_gpt2, trainer_of
 from torch.nn.functional import cross_entropy
 from trainings import (
     EVERY,

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from launched_operations import launched
 from lazy_streams import OnDevice, Streams
-from trainings import HIDDEN, VOCAB
+from trainings import HIDDEN, VOCAB, launched
 
 from trajstore import RunWriter
 from trajstore.errors import RecordingError

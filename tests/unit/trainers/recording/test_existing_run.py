@@ -11,20 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import xarray as xr
 from crashing import killed
 from damage import contents
-from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of
 from small_trainings import same_values
 from trainings import TinyModel, take_steps
 
 from trajstore import RunWriter, verify
 from trajstore.errors import InvalidArgument, NothingToResume, RecordingError, RunExists, RunLocked
 from trajstore.store.storage.lock import RunLock
-from trajstore.trainers import TrajectoryCallback, capture, replay
+from trajstore.trainers import capture, replay
 
 RECORD = "matrix,norms,W_step_norm,W_ulp_l1"
 STEPS = 12
@@ -384,27 +382,3 @@ def test_a_gap_after_a_complete_recording_is_allowed_and_later_attributes_hold(p
     assert ds.attrs["config"] == {"steps": 8}
     assert ds.attrs["optimizer"]["schedule"] == {"name": "flat"}  # no limit is known
     assert ds.attrs["optimizer"]["hyperparameters"]["lr"] == 0.01
-
-
-def trainer(folder: Path, *callbacks: Any) -> Any:
-    torch.manual_seed(1)
-    return trainer_of(
-        tiny_gpt2(), folder, *callbacks, data=examples(30), max_steps=5,
-        per_device_train_batch_size=4, save_strategy="steps", save_steps=2,
-    )  # fmt: skip
-
-
-def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path, path: Path) -> None:
-    """In the same process, as in a notebook."""
-    options: dict[str, Any] = {"variables": RECORD, "block_rows": 4}
-    unbroken = tmp_path / "straight.zarr"
-    trainer(tmp_path / "a", TrajectoryCallback(unbroken, **options)).train()
-    with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path / "b", TrajectoryCallback(path, **options), FailAfter(3)).train()
-    ds = opened(path)
-    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [*range(4)])
-    again = TrajectoryCallback(path, resume=True, **options)
-    trainer(tmp_path / "b", again).train(resume_from_checkpoint=True)
-    ds = same_values(unbroken, path)
-    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [2]
-    assert np.isfinite(ds.loss.values[1:]).all()

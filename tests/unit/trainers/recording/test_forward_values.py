@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_trainings import tiny_gpt2
-from small_trainings import TEXT, small_config
+from small_trainings import TEXT, small_config, tiny_gpt2
 from torch.nn.functional import cross_entropy
 from trainings import (
     CONTEXT,

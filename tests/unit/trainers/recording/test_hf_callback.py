@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of
+from small_trainings import examples, same_values, tiny_gpt2, trainer_of
 from tokenizers import Tokenizer, models
 from torch.utils.data import ConcatDataset, Subset
 from trainings import HIDDEN, VOCAB, Lists, TinyModel
@@ -165,24 +166,21 @@ def test_a_smaller_batch_begins_the_recording_again(at: int, tmp_path: Path, tin
     assert ds.step.values.tolist() == [0, 1, 2, 3]
 
 
-def test_after_a_training_that_failed_the_next_one_begins_anew(
-    tmp_path: Path, tiny: Any, path: Path
+class FailAfter(TrainerCallback):  # type: ignore[misc]
+    """Fails after a step, as a user interrupts a training."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_training_that_failed_continues_from_its_checkpoint_or_begins_anew(
+    tmp_path: Path, path: Path
 ) -> None:
     """As in a notebook, where nobody closes the first callback, and the process lives on."""
-    failing = trainer_of(tiny, tmp_path, TrajectoryCallback(path), FailAfter(2))
-    with pytest.raises(KeyboardInterrupt):
-        failing.train()
-    with pytest.raises(RecordingError, match="create a new callback"):
-        failing.train()
-    assert xr.open_zarr(path).attrs["status"] == "interrupted"
-    assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2]
-
-    trainer_of(tiny, tmp_path, TrajectoryCallback(path, overwrite=True)).train()
-    assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2, 3, 4]
-    assert xr.open_zarr(path).attrs["status"] == "complete"
-
-
-def test_the_rows_are_committed_before_a_checkpoint(tmp_path: Path, path: Path) -> None:
     committed: list[int] = []
 
     class Saving(Trainer):  # type: ignore[misc]
@@ -190,12 +188,32 @@ def test_the_rows_are_committed_before_a_checkpoint(tmp_path: Path, path: Path) 
             committed.append(int(xr.open_zarr(path).step[-1]))
             super().save_model(*given, **options)
 
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    callback = TrajectoryCallback(path, commit_every=None)
-    trainer = trainer_of(tiny_gpt2(), tmp_path, callback, kind=Saving, max_steps=5, **saving)
-    trainer.train()
-    assert committed == [2, 4, 5]
-    trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)  # of a user
+    def training(*callbacks: Any, **options: Any) -> Any:
+        torch.manual_seed(1)
+        chosen = {"variables": "matrix,norms", "block_rows": 4, "commit_every": None, **options}
+        return trainer_of(
+            tiny_gpt2(), tmp_path, TrajectoryCallback(path, **chosen), *callbacks, kind=Saving,
+            data=examples(30), max_steps=5, per_device_train_batch_size=4, save_strategy="steps",
+            save_steps=2,
+        )  # fmt: skip
+
+    failing = training(FailAfter(3))
+    with pytest.raises(KeyboardInterrupt):
+        failing.train()
+    with pytest.raises(RecordingError, match="create a new callback"):
+        failing.train()
+    ds = xr.open_zarr(path)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [*range(4)])
+    training(resume=True).train(resume_from_checkpoint=True)
+    resumed = Path(shutil.copytree(path, tmp_path / "resumed.zarr"))
+    unbroken = training(overwrite=True)
+    unbroken.train()
+    assert committed == [2, 4, 5, 2, 4, 5]
+    ds = same_values(path, resumed)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [*range(6)])
+    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [2]
+    assert np.isfinite(ds.loss.values[1:]).all()
+    unbroken.callback_handler.on_save(unbroken.args, unbroken.state, unbroken.control)  # of a user
 
 
 EXAMPLES = [

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from hf_trainings import tiny_gpt2, trainer_of
-from small_trainings import TEXT, small_config
+from small_trainings import TEXT, small_config, tiny_gpt2, trainer_of
 from trainings import (
     VOCAB,
     TinyModel,
