@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from .optimizers import OPTIMIZERS, innermost
+from .optimizers import OPTIMIZERS, Scratch, innermost
 
 STEPS, TOKENS = 5, 29
 PARAMETER = "0.weight"
@@ -306,7 +306,7 @@ class Loop:
             elif self.is_early:
                 self.calls[number]()
             else:
-                member.step()
+                member.step(*[None] * isinstance(member, Scratch))  # as accelerate does
         finally:
             if hook:
                 hook.remove()
@@ -365,9 +365,9 @@ class Loop:
         first: list[Any] = []
 
         def closure() -> Any:
-            self.do("zero pass")
+            self.do("zero pass:assigned" if change == "assigned" else "zero pass")
             first[:] = first or [losses_of(self.passes), self.before]
-            self.do(change)
+            self.do(change.removesuffix("assigned"))
             return torch.tensor(self.passes[-1].value)
 
         member = self.members[0]

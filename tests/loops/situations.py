@@ -115,6 +115,7 @@ CALLS = {
     "closure": (("adamw", "sgd", "fused", "lbfgs"), {
         "plain": "closure", "clip": "closure:clip", "rate": "closure:rate",
     }),
+    "assigned-closure": (("sgd", "fused"), {"plain": "closure:assigned"}),
     "sam": (("sam",), {
         "plain": "zero pass first_step zero pass step",
         "clip": "zero pass first_step zero pass clip step",
@@ -201,10 +202,10 @@ drop-matrix/sgd holding/discard scratch/clip noam/clip retrying/plain lookahead/
 hook-clip/halves-clip-once-halving hook-global/clip-before-adamw no-gradient/adamw
 frozen-first/data fails-after-clip/fused rate-0/data setting/sgd clear/adamw twin/wrapper move/sgd
 replace/all-lost-adamw replace/given-data collecting/again-collecting-data
-sometimes/end-sometimes closure/plain-lbfgs closure/rate-sgd sam/halves-sam
-in-turn/pass-between-two in-backward/plain-each checkpointed/halves-clip returning/halves-clip
-early-bound/clip-halving schedule/early scaler/first-found scaler/unscaled-given
-scaler/halves-without-it-found limit/assigned-clip
+sometimes/end-sometimes closure/plain-lbfgs closure/rate-sgd assigned-closure/plain-sgd
+sam/halves-sam in-turn/pass-between-two in-backward/plain-each checkpointed/halves-clip
+returning/halves-clip early-bound/clip-halving schedule/early scaler/first-found
+scaler/unscaled-given scaler/halves-without-it-found limit/assigned-clip
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""
 

@@ -23,50 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops.optimizers import Clamping, Scratch
+from loops.optimizers import Clamping
 from trainings import Lists, TinyModel, adamw, batches, steps, take_steps
 
 from trajstore import open_run
 from trajstore.trainers import capture, replay
 from trajstore.trainers.recording.forward_values import ForwardPass
-from trajstore.trainers.recording.gradient import clip_coefficient
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-
-
-def test_a_loop_of_accelerate(tiny: Any, record: Any) -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer in this process
-    try:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        data = torch.utils.data.DataLoader(batches(7), batch_size=None)
-        model, optimizer, data = accelerator.prepare(tiny, adamw(tiny), data)
-        lists, losses = Lists(tiny.embedding.weight), []
-        with record(optimizer, model, max_grad_norm=0.3):
-            for batch in data:
-                with accelerator.accumulate(model):
-                    output = model(**batch)
-                    accelerator.backward(output["loss"])
-                    losses.append(output["loss"].detach())
-                    if len(losses) == 1:
-                        lists.add(logits=output["logits"][0, -1])
-                    if accelerator.sync_gradients:
-                        loss, rate = torch.stack(losses).mean(), optimizer.param_groups[0]["lr"]
-                        lists.add(loss=loss, grad=lists.parameter.grad, lr=rate)
-                        losses.clear()
-                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
-                        lists.add(clip_coef=clip_coefficient(norm, 0.3))
-                    optimizer.step()
-                    if accelerator.sync_gradients:
-                        lists.after_step(optimizer.optimizer)
-                    optimizer.zero_grad()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-    ds = lists.agree_with(record.path)
-    assert ds.sizes["step"] == 5  # the last step has one micro-batch
-    assert (ds.clip_coef.values[1:] < 1).any()
 
 
 def test_the_wrapper_of_an_optimizer(tiny: Any, record: Any) -> None:
@@ -123,22 +86,6 @@ def test_optimizers_that_have_no_rate_or_no_moments(kind: Any, tiny: Any, record
     assert record.noted("has no rate lr") == (kind is Odd)
 
 
-def test_a_closure_of_none_is_no_closure(tiny: Any, record: Any) -> None:
-    """Accelerate passes it to each step."""
-    optimizer, kept = Scratch(tiny.parameters()), []
-    optimizer.look = lambda _: None
-    with record(optimizer):
-        for batch in batches(3):
-            optimizer.zero_grad()
-            tiny(**batch)["loss"].backward()
-            kept.append(tiny.embedding.weight.grad.clone())
-            optimizer.step(None)
-    ds = record.read()
-    np.testing.assert_array_equal(ds.grad[1:], torch.stack(kept))
-    assert np.isnan(ds.clip_coef).all()
-    assert record.noted("while optimizer.step() ran")
-
-
 @pytest.mark.nightly  # 4 s, in which torch compiles
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_of_the_optimizer(tiny: Any, record: Any) -> None:
@@ -173,24 +120,6 @@ def test_a_scaler_that_steps_what_it_has_not_scaled(tiny: Any, record: Any) -> N
     np.testing.assert_array_equal(ds.grad[1:], torch.stack(used))
     assert ds.loss.values[1:].tolist() == losses
     assert (ds.clip_coef.values[1:] == 1).all()
-
-
-def test_a_closure_that_assigns_its_gradients(tiny: Any, record: Any) -> None:
-    optimizer, parameters = torch.optim.SGD(tiny.parameters(), lr=0.1), list(tiny.parameters())
-    with record(optimizer):
-        for batch in batches(3):
-
-            def closure(batch: Any = batch) -> Any:
-                loss = tiny(**batch)["loss"]
-                for parameter, gradient in zip(
-                    parameters, torch.autograd.grad(loss, parameters), strict=True
-                ):
-                    parameter.grad = gradient
-                return loss
-
-            optimizer.step(closure)
-    assert np.isfinite(record.read().loss.values[1:]).all()
-    assert replay(record.path).clean
 
 
 def test_one_of_several_optimizers_has_no_gradients(tiny: Any, record: Any) -> None:

@@ -1,4 +1,4 @@
-"""The rules of the verdict, on tapes that are written by hand, without a training."""
+"""Rules of the verdict that few training loops show, on tapes that are written by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class Story:
         self.raw: Any = None
         self.base: Any = None
         self.bases: list[Any] = []
-        self.is_inside = False
         for word in words.split():
             name, _, flags = word.partition(":")
             getattr(self, f"do_{name}")(*filter(None, flags.split(",")))
@@ -87,7 +86,7 @@ class Story:
         reached = {1 if "elsewhere" in flags else 0}
         self.bases.append(self.W.grad)
         self.base = self.add(
-            Backward(root, self.base, reached, 0, moment, marks, norm, forwards, self.is_inside)
+            Backward(root, self.base, reached, 0, moment, marks, norm, forwards, False)
         )
 
     def do_base(self, what: str) -> None:
@@ -114,10 +113,11 @@ class Story:
         if how == "removed":
             self.W.grad = None
             return
-        changes = {"factor": lambda g: g.mul_(0.3), "noise": lambda g: g.add_(0.01)}
-        changes |= {"zeros": lambda g: g.zero_()}
-        changes[how](self.W.grad)
-        self.base = None if how == "zeros" else self.base
+        if how == "noise":
+            self.W.grad.add_(0.01)
+        else:
+            self.W.grad.zero_()
+            self.base = None
 
     def do_observe(self, *flags: str) -> None:
         value = torch.tensor(10.0 * (1 + len(self.tape.all(Observed))))
@@ -136,13 +136,6 @@ class Story:
         self.add(Void())
         self.tape.has_reached = False
 
-    def do_own(self) -> None:
-        """An optimizer that torch did not write."""
-        self.tape.has_reached = False
-
-    def do_closure(self) -> None:
-        self.tape.has_closure = self.is_inside = True
-
     def do_begin(self, *flags: str) -> None:
         taken = [e.moment for e in self.tape.events if isinstance(e, Backward | Assigned)]
         norm = torch.tensor(0.125) if "other" in flags else None
@@ -152,8 +145,6 @@ class Story:
         self.copy_used()
 
     def do_end(self) -> None:
-        if self.tape.has_closure:
-            self.copy_used()
         self.add(End(SGD, self.marks(), []))
 
     def copy_used(self) -> None:
@@ -176,36 +167,23 @@ class Story:
 @pytest.mark.parametrize(
     ("words", "factor", "doubt"),
     [
-        ("pass begin end", 1.0, ""),
-        ("pass clip begin end", None, ""),
-        ("pass change:factor begin end", 0.3, ""),
-        ("pass pass clip begin end", None, ""),
-        ("pass change:noise begin end", math.nan, "not by one factor"),
         ("pass clip change:noise begin end", math.nan, "not by one factor"),
         ("pass change:zeros begin end", math.nan, "changed or zeroed"),
         ("assign begin end", math.nan, "not that of a backward pass"),
-        ("grads assign:call clip begin end", None, ""),
         ("assign:old begin end", 1.0, ""),
-        ("pass unscale clip begin end", None, ""),
         ("pass change:noise unscale:changed begin end", math.nan, "while it was scaled"),
-        ("own pass begin change:noise end", math.nan, "while optimizer.step() ran"),
-        ("pass begin change:noise end", 1.0, ""),
         ("pass zero pass back begin end", 1.0, ""),
-        ("begin closure pass clip end", None, ""),
-        ("begin closure grads assign:call end", 1.0, ""),
-        ("begin closure pass zero pass end", math.nan, "several times"),
         ("pass void zero pass begin end", math.nan, "may have kept gradients"),
         ("pass begin:other end", 1.0, "grad_norm is NaN"),
     ],
 )
-def test_the_gradient_and_its_factor(words: str, factor: float | None, doubt: str) -> None:
+def test_the_gradient_and_its_factor(words: str, factor: float, doubt: str) -> None:
     story = Story(words)
     read = story.gradient()
     coef, said = float(read.coef), " ".join(read.doubts)
     assert doubt in said
     assert bool(said) == bool(doubt)
-    if factor is not None:
-        assert coef == pytest.approx(factor, nan_ok=True)
+    assert coef == pytest.approx(factor, nan_ok=True)
     if not math.isnan(coef):
         grad = story.bases[0] if "back" in words else story.raw if read.grad is None else read.grad
         assert torch.equal(grad * read.coef, story.used)
@@ -235,14 +213,11 @@ def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
 @pytest.mark.parametrize(
     ("words", "loss", "doubt"),
     [
-        ("pass", 1.0, ""),
         ("pass pass", 3.0, "the sum of what 2 backward passes"),
-        ("pass:2 pass:2", 3.0, ""),
         ("pass:2 pass:2 pass:2", 7.0, "the sum of what 3"),
         ("pass:share pass:share", 3.0, ""),
         ("pass:half pass:half", 3.0, ""),  # the mean of 2 and 4
         ("pass:half pass:third", 3.0, "the sum of what 2"),
-        ("pass zero pass", 2.0, ""),
         ("pass zero pass back", 1.0, ""),
         ("base:old pass", 1.0, "accumulated into the gradient of the step before"),
         ("base:put pass", None, ""),
@@ -252,14 +227,11 @@ def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
         ("assign:old", None, ""),
         ("grads assign:call", 1.0, ""),
         ("grads grads assign:call", 1.0, ""),
-        ("closure grads assign:call", 1.0, ""),
         ("grads grads assign", None, ""),
         ("pass:multiple unscale", None, ""),
         ("pass:multiple,scaled unscale", 1.0, ""),
         ("pass zero pass change:noise", None, ""),
-        ("pass change:noise", 1.0, ""),
         ("pass change:zeros", None, ""),
-        ("observe pass", 10.0, ""),
         ("pass observe zero pass observe", 20.0, ""),
         ("observe pass zero observe pass", 20.0, ""),
         ("observe:quotient pass observe:quotient pass", 15.0, "several quotients"),
