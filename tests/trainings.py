@@ -73,14 +73,15 @@ def steps(
     accumulate: int = 1,
     after: Callable[[Any, int], None] = lambda model, number: None,
 ) -> Iterator[Any]:
-    """A plain loop; yields the output of the model before each step, when it has clipped.
+    """A plain loop on any device; yields the output before each step, when it has clipped.
 
     Lists keep what each step got and did. `after` may change the model between the steps.
     """
+    device = next(model.parameters()).device
     for number in range(count):
         optimizer.zero_grad()
         for batch in batches(accumulate, seed + number):
-            output = model(**batch)
+            output = model(**{name: ids.to(device) for name, ids in batch.items()})
             (output["loss"] / accumulate if accumulate > 1 else output["loss"]).backward()
         if lists is not None:
             lists.add(grad=lists.parameter.grad, loss=output["loss"])

@@ -22,6 +22,7 @@ from trainings import (
     VOCAB,
     Lists,
     TinyModel,
+    adamw,
     batches,
     steps,
     take_steps,
@@ -383,19 +384,10 @@ def test_rows_in_transit_are_part_of_the_memory(
 def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, path: Path) -> None:
     tiny.bfloat16().to(accelerator)
     tiny.head.weight = tiny.embedding.weight
-    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
-    lists = Lists(tiny.embedding.weight)
-    with capture(tiny, optimizer, path, tokens=tokens, max_grad_norm=0.3):
-        for batch in batches(40):
-            optimizer.zero_grad()
-            tiny(**{name: ids.to(accelerator) for name, ids in batch.items()})["loss"].backward()
-            lists.add(grad=lists.parameter.grad)
-            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
-            optimizer.step()
-            lists.after_step(optimizer)
+    lists = trained(tiny, adamw(tiny), path, 40, clip=0.3, max_grad_norm=0.3, tokens=tokens)
     ids = list(range(VOCAB)) if tokens == "all" else tokens
     for name, rows in lists.rows.items():
-        lists.rows[name] = [row.cpu()[ids] for row in rows]
+        lists.rows[name] = [row.cpu()[ids] if row.ndim else row.cpu() for row in rows]
     ds = lists.agree_with(path)
     assert np.isfinite(ds.clip_coef.values[1:]).all()
 

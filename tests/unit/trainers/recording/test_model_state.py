@@ -262,17 +262,6 @@ def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Pa
     assert open_run(tmp_path / "run.zarr").step.values.tolist() == [0, 1]
 
 
-def test_a_run_is_resumed_with_the_same_parameters(own: Any) -> None:
-    model = copy.deepcopy(own.model)
-    model.sometimes.bias = torch.nn.Parameter(torch.ones(8))
-    options = {"variables": "everything", "parameter": "embedding.weight", "resume": True}
-    with (
-        pytest.raises(InvalidArgument, match="parameter 4 of the model is"),
-        capture(model, torch.optim.Adam(model.parameters()), own.path, **options, first_step=6),
-    ):
-        pass
-
-
 def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(own: Any) -> None:
     stored = open_run(own.path).traj.parameter("sometimes.weight")
     assert stored.skipped[1:].values.tolist() == [0, 1, 0, 1, 0, 1]

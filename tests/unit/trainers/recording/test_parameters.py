@@ -425,17 +425,3 @@ def test_a_group_that_is_added_in_the_middle(tiny: Any, record: Any) -> None:
                 optimizer.add_param_group({"params": list(tiny.mix.parameters()), "lr": 0.1})
     assert record.read().sizes["step"] == 5
     assert record.noted("params_lr", "shape (2,)")
-
-
-def test_usual_loops_have_no_notes(tiny: Any, record: Any) -> None:
-    optimizer = adamw(tiny)
-    with record(optimizer, every=2, is_dead=np.arange(17) >= 13):
-        for batch in batches(3):
-            for _ in range(2):
-                (tiny(**batch)["loss"] / 2).backward()
-            with torch.no_grad():
-                tiny(**batch)
-            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert not record.noted("changed between steps")

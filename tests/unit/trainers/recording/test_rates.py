@@ -11,7 +11,7 @@ import pytest
 import torch
 import xarray as xr
 from trainings import adamw as adamw_of
-from trainings import steps, take_steps
+from trainings import steps
 
 from trajstore import open_run, verify
 from trajstore.analysis import adam_update, moment_error
@@ -185,16 +185,3 @@ def test_a_rate_that_is_a_tensor_or_a_list_of_one(tiny: Any, record: Any) -> Non
             optimizer.param_groups[0]["lr"].mul_(0.5)
     expected = [np.float32(0.01) / 2**n for n in (1, 2, 3)]
     np.testing.assert_allclose(record.read().lr.values[1:], expected)
-
-
-def test_groups_that_are_loaded_and_a_schedule_in_a_hook(tiny: Any, record: Any) -> None:
-    optimizer = adamw_of(tiny, lr=0.005)
-    with record(optimizer, variables=("matrix", "everything", "norms")):
-        optimizer.load_state_dict(optimizer.state_dict())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        take_steps(tiny, optimizer, 4)
-    ds = record.read()
-    assert ds.lr.values[1:].tolist() == [0.0, 0.00125, 0.0025, 0.00375]
-    np.testing.assert_array_equal(ds.params_lr[:, 0], ds.lr)
-    assert np.isfinite(ds.param_update_lost.values[2:]).all()
