@@ -18,7 +18,7 @@ from trainings import (
     tiny_run,
 )
 
-from trajstore import export, import_file, open_run, verify
+from trajstore import open_run
 from trajstore.schema import MODEL
 from trajstore.trainers import capture
 from trajstore.trainers.recording.device_summaries import (
@@ -247,25 +247,3 @@ def test_only_a_recorded_update_takes_a_copy_of_the_model(tiny: Any) -> None:
     for name in MODEL:
         ModelParameters(tiny, torch.device("cpu"), ["W", name]).before_step(groups())
     assert asked == ["param_update_norm", "param_update_lost"]
-
-
-def test_files_and_back(tmp_path: Path) -> None:
-    pytest.importorskip("h5py")
-    path = run_of(tmp_path / "run.zarr", variables="W,hyperparameters,norms")
-    copied = export(path, tmp_path / "copy.zarr", format="run", tokens=[1, 2], steps="::2").path
-    part = export(path, tmp_path / "part.safetensors", variables="W,loss")
-    plain = export(path, tmp_path / "plain.zarr", format="zarr").path
-    made = {path: 1, copied: 2, plain: 1}
-    for name, form in {"native.safetensors": "safetensors", "run.h5": "hdf5"}.items():
-        file = export(path, tmp_path / name, format=form)
-        made[import_file(file, tmp_path / f"{name}.zarr").path] = 1
-    ds = open_run(path, chunks=None)
-    for other, every in made.items():
-        again = xr.open_zarr(other, chunks=None)
-        for name in (*MODEL, "hyperparameters"):
-            xr.testing.assert_equal(again[name], ds[name][::every])
-        assert again.parameter.values.tolist() == NAMES
-        assert other == plain or not verify(other).problems
-    assert "parameter" not in open_run(import_file(part, tmp_path / "few.zarr").path)
-    (path / "parameter" / "c.0").write_bytes(b"damaged")
-    assert [problem.array for problem in verify(path).problems if problem.array] == ["parameter"]

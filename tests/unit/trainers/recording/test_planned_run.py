@@ -29,6 +29,7 @@ from trajstore import (
     verify,
 )
 from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.schema import MODEL
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import TrajectoryCallback, capture, plan, record
 
@@ -131,27 +132,35 @@ def test_tokens_that_never_occur_are_dead(tmp_path: Path) -> None:
     assert ds.token.values.tolist() == np.flatnonzero(COUNTS == 0).tolist()
 
 
-def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
+def test_what_is_recorded_goes_to_files_and_back(tmp_path: Path) -> None:
     tokens = [1, 3, 6, 16]
-    path = run_of(tmp_path / "run.zarr", populations=GIVEN, tokens=tokens)
-    file = export(path, tmp_path / "run.safetensors")
-    copies = [
-        import_file(file, tmp_path / "again.zarr").path,
-        export(path, tmp_path / "copy.zarr", format="run").path,
+    path = run_of(tmp_path / "run.zarr", populations=GIVEN, tokens=tokens,
+                  variables="W,hyperparameters,norms")  # fmt: skip
+    copied = export(path, tmp_path / "copy.zarr", format="run", tokens=[3, 6], steps="::2").path
+    plain = export(path, tmp_path / "plain.zarr", format="zarr").path
+    part = export(path, tmp_path / "part.safetensors", variables="W,loss")
+    back = [
+        import_file(export(path, tmp_path / name, format=form), tmp_path / f"{form}.zarr").path
+        for name, form in (("run.safetensors", "safetensors"), ("run.h5", "hdf5"))
     ]
-    for made in (path, *copies):
-        ds = xr.open_zarr(made)
-        for name, mask in EXPECTED.items():
-            assert ds[name].dtype == bool
-            np.testing.assert_array_equal(ds.coords[name], mask[tokens])
-        assert not verify(made).problems
+    ds = open_run(path, chunks=None)
+    for other in (path, copied, plain, *back):
+        again, every = xr.open_zarr(other, chunks=None), 2 if other == copied else 1
+        for name in (*MODEL, "hyperparameters"):
+            xr.testing.assert_equal(again[name], ds[name][::every])
+        assert again.parameter.values.tolist() == ["embedding.weight", "mix.weight", "mix.bias"]
+        for name, mask in EXPECTED.items() if other in (path, copied, back[0]) else ():
+            assert again[name].dtype == bool
+            np.testing.assert_array_equal(again.coords[name], mask[again.token])
+        assert other == plain or not verify(other).problems
+    assert not set(EXPECTED) & set(xr.open_zarr(back[1]).coords)
+    assert "parameter" not in open_run(import_file(part, tmp_path / "few.zarr").path)
     names = analysis.centroid(open_run(path)).population.values.tolist()
     assert sorted(names) == ["all", "dead", "first", "live", "odd", "rare"]
-    pytest.importorskip("h5py")
-    hdf5 = import_file(export(path, tmp_path / "run.h5", format="hdf5"), tmp_path / "h5.zarr").path
-    assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)
-    (path / "is_rare" / "c.0").write_bytes(b"damaged")
-    assert [problem.array for problem in verify(path).problems if problem.array] == ["is_rare"]
+    for name in ("is_rare", "parameter"):
+        (path / name / "c.0").write_bytes(b"damaged")
+    damaged = [problem.array for problem in verify(path).problems if problem.array]
+    assert sorted(damaged) == ["is_rare", "parameter"]
 
 
 def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
