@@ -90,7 +90,8 @@ def products() -> Iterator[Situation]:
 PLAIN, USUAL = "zero pass step", "zero pass clip step"
 ALONE = {
     "no-zero": "pass step", "no-zero-at-times": "zero pass step | pass step",
-    "again": "zero pass step step", "no-gradient": "zero pass step zero step",
+    "nan": "zero pass step | zero pass:*nan step", "again": "zero pass step step",
+    "no-gradient": "zero pass step zero step",
     "no-pass": "zeros step zero pass step",
     "frozen": "zero pass step | zero freeze pass clip step thaw",
     "frozen-first": "zero freeze pass step thaw | zero pass step", "fails": "zero pass fails step",
@@ -201,11 +202,11 @@ twice/end-zeros assigned-clip/given-fused-unscaled observed-quotient/fused obser
 drop-matrix/sgd holding/discard scratch/clip noam/clip retrying/plain lookahead/clip
 hook-clip/halves-clip-once-halving hook-global/clip-before-adamw no-gradient/adamw
 frozen-first/data fails-after-clip/fused rate-0/data setting/sgd clear/adamw twin/wrapper move/sgd
-replace/all-lost-adamw replace/given-data collecting/again-collecting-data
+replace/all-lost-adamw replace/given-data collecting/again-collecting-data nan/adamw
 sometimes/end-sometimes closure/plain-lbfgs closure/rate-sgd assigned-closure/plain-sgd
 sam/halves-sam in-turn/pass-between-two in-backward/plain-each checkpointed/halves-clip
 returning/halves-clip early-bound/clip-halving schedule/early scaler/first-found
-scaler/unscaled-given scaler/halves-without-it-found limit/assigned-clip
+scaler/unscaled-given aside/adamw scaler/halves-without-it-found limit/assigned-clip
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""
 

@@ -301,11 +301,6 @@ class Examples(torch.utils.data.Dataset[Any]):
         return EXAMPLES[number]
 
 
-class Failing(list[Any]):
-    def __getitem__(self, number: Any) -> Any:
-        raise RuntimeError("no such file")
-
-
 def transformed() -> Any:
     made = table()
     made.set_transform(lambda rows: rows)
@@ -329,7 +324,6 @@ def transformed() -> Any:
         (lambda: hugging_face([{"input_ids": ["a"]}]), "are not integers"),
         (lambda: hugging_face([{"input_ids": 1}]), "have no input_ids"),
         (transformed, "its data set has a transform"),
-        (lambda: Failing([0]), "has the class Failing"),
         (lambda: Subset(Examples(), [0]), "has the class Examples"),
         (lambda: EXAMPLES, "takes more than"),
         (lambda: EXAMPLES, "several processes train"),

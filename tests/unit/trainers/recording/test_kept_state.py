@@ -11,12 +11,7 @@ import pytest
 import torch
 from stored_forms import stored_forms
 from torch.nn.functional import cross_entropy
-from trainings import (
-    Lists,
-    OwnModel,
-    same,
-    take_steps,
-)
+from trainings import OwnModel, same
 
 from trajstore import open_run
 from trajstore.errors import VariableNotRecorded
@@ -219,21 +214,24 @@ class EightBits(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("variables", "quantized"),  # 44: matrices, 4: vectors
-    [("matrix", {44}), ("matrix", {4}), ("everything", {4}), ("everything", {44, 4})],
+    ("variables", "quantized", "every"),  # 44: matrices, 4: vectors
+    [("matrix", {44}, 1), ("matrix", {4}, 1), ("everything", {4}, 2), ("everything", {44, 4}, 1)],
 )
 def test_state_in_8_bits_is_named_and_ends_no_recording(
-    variables: str, quantized: set[int], tmp_path: Path, notes: list[str]
+    variables: str, quantized: set[int], every: int, tmp_path: Path, notes: list[str]
 ) -> None:
+    """Also if the first step has no row."""
     model, path = OwnModel(), tmp_path / "run.zarr"
     model.sometimes.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = EightBits(trained, {"lr": 0.1, "quantized": quantized})
-    whole = train(model, optimizer, path, 0, 3, variables=variables, on_note=notes.append)
+    options = {"variables": variables, "every": every, "on_note": notes.append}
+    whole = train(model, optimizer, path, 0, 3, **options)
     ds = open_run(path, chunks=None)
-    assert ds.step.values.tolist() == [0, 1, 2, 3]
-    for step, (weights, _) in enumerate(whole, 1):
-        assert torch.equal(torch.from_numpy(ds.W.values[step]), weights["embedding.weight"])
+    assert ds.step.values.tolist() == [0, *range(every, 3, every), 3]
+    for step in ds.step.values[1:].tolist():
+        W = torch.from_numpy(ds.W.sel(step=step).values)
+        assert torch.equal(W, whole[step - 1][0]["embedding.weight"])
     assert np.isfinite(ds[["grad", "loss", "lr"]].isel(step=slice(1, None)).to_array()).all()
     is_kept = variables == "matrix" and 44 not in quantized
     assert ("state1" in ds) == is_kept
@@ -244,24 +242,3 @@ def test_state_in_8_bits_is_named_and_ends_no_recording(
     if variables == "everything":
         with pytest.raises(VariableNotRecorded, match="does not hold the state1"):
             optimizer_state_at(path, 2)
-
-
-class OtherForm(torch.optim.SGD):
-    """Keeps ``trace`` of a matrix in its shape, of a vector in another form."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["trace"] = (
-                parameter.grad.clone() if parameter.ndim == 2 else torch.ones(3)
-            )
-
-
-def test_a_first_row_that_is_not_due_has_what_the_run_holds(tiny: Any, record: Any) -> None:
-    optimizer, lists = OtherForm(tiny.parameters(), lr=0.1), Lists(tiny.embedding.weight)
-    with record(optimizer, variables="everything", every=2):
-        take_steps(tiny, optimizer, lists=lists)
-    lists.rows = {"W": [lists.rows["W"][n] for n in (0, 2, 3)]}  # the last is stored at the end
-    ds = lists.agree_with(record.path)
-    assert ds.step.values.tolist() == [0, 2, 3]
-    assert "trace" not in ds

@@ -18,7 +18,6 @@ from trajstore.trainers.recording.loss import (
 from trajstore.trainers.recording.rates import GroupRates, stepped
 from trajstore.trainers.recording.tape import (
     OLD,
-    PUT,
     Assigned,
     Backward,
     Begin,
@@ -32,12 +31,11 @@ from trajstore.trainers.recording.tape import (
     Tape,
     Unscale,
     Void,
-    chain,
 )
 
-LIMIT, SGD, SOURCE = 0.5, object(), object()
+LIMIT, SGD = 0.5, object()
 ROOTS: dict[str, Any] = {
-    "2": {"divisor": 2.0}, "shared": {"source": SOURCE}, "scaled": {"scale": torch.tensor(4.0)},
+    "2": {"divisor": 2.0}, "scaled": {"scale": torch.tensor(4.0)},
     "multiple": {"is_multiple": True}, "share": {"is_share": True},
     "half": {"of_model": 2.0}, "third": {"of_model": 3.0},
 }  # fmt: skip
@@ -49,12 +47,14 @@ class Story:
 
     def __init__(self, words: str) -> None:
         self.tape, self.W = Tape(), torch.nn.Parameter(torch.zeros(2, 2))
-        self.raw: Any = None
         self.base: Any = None
-        self.bases: list[Any] = []
         for word in words.split():
             name, _, flags = word.partition(":")
             getattr(self, f"do_{name}")(*filter(None, flags.split(",")))
+        self.used = self.W.grad.clone()
+        self.tape.used = {} if torch.equal(self.used, self.raw) else {0: self.used}
+        self.add(Begin(SGD, self.marks(), [], self.base, None))
+        self.add(End(SGD, self.marks(), []))
 
     def add(self, event: Any) -> Any:
         self.tape.events.append(event)
@@ -76,27 +76,21 @@ class Story:
 
     def do_pass(self, *flags: str) -> None:
         """The value of pass n is 2**n; n is also the number of its forward pass."""
-        root = self.root(flags)
-        forwards = [SimpleNamespace(number=len(self.tape.all(Backward)))]
+        number = len(self.tape.all(Backward))
         if self.W.grad is None or self.base is None:
-            self.W.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + len(self.bases)
+            self.W.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + number
         else:
             self.W.grad.add_(torch.tensor([[0.5, 0.1], [0.7, 0.3]]))
-        moment, marks, norm = self.taken()
-        reached = {1 if "elsewhere" in flags else 0}
-        self.bases.append(self.W.grad)
-        self.base = self.add(
-            Backward(root, self.base, reached, 0, moment, marks, norm, forwards, False)
-        )
+        forwards = [SimpleNamespace(number=number)]
+        event = Backward(self.root(flags), self.base, {0}, 0, *self.taken(), forwards, False)
+        self.base = self.add(event)
 
-    def do_base(self, what: str) -> None:
-        self.W.grad, self.base = torch.ones(2, 2), {"old": OLD, "put": PUT}[what]
+    def do_old(self) -> None:
+        """The gradient of the step before stays."""
+        self.W.grad, self.base = torch.ones(2, 2), OLD
 
     def do_zero(self) -> None:
         self.W.grad = self.base = None
-
-    def do_back(self) -> None:
-        self.W.grad = self.bases[0]
 
     def do_grads(self, *flags: str) -> None:
         """`torch.autograd.grad`, whose result a loop may assign."""
@@ -109,15 +103,8 @@ class Story:
         self.W.grad = self.result if origin == "call" else torch.full((2, 2), 0.75)
         self.add(Assigned(found, *self.taken()))
 
-    def do_change(self, how: str) -> None:
-        if how == "removed":
-            self.W.grad = None
-            return
-        if how == "noise":
-            self.W.grad.add_(0.01)
-        else:
-            self.W.grad.zero_()
-            self.base = None
+    def do_noise(self) -> None:
+        self.W.grad.add_(0.01)
 
     def do_observe(self, *flags: str) -> None:
         value = torch.tensor(10.0 * (1 + len(self.tape.all(Observed))))
@@ -136,22 +123,6 @@ class Story:
         self.add(Void())
         self.tape.has_reached = False
 
-    def do_begin(self, *flags: str) -> None:
-        taken = [e.moment for e in self.tape.events if isinstance(e, Backward | Assigned)]
-        norm = torch.tensor(0.125) if "other" in flags else None
-        if taken and self.W.grad is not None and not taken[-1].are_tensors([self.W.grad]):
-            norm = torch.linalg.vector_norm(self.W.grad)
-        self.add(Begin(SGD, self.marks(), [], self.base, norm))
-        self.copy_used()
-
-    def do_end(self) -> None:
-        self.add(End(SGD, self.marks(), []))
-
-    def copy_used(self) -> None:
-        if self.W.grad is not None and self.raw is not None:
-            self.used = self.W.grad.clone()
-            self.tape.used = {} if torch.equal(self.used, self.raw) else {0: self.used}
-
     def gradient(self, **options: Any) -> Any:
         raw = options.pop("raw", self.raw)
         return gradient(self.tape, 0, self.W, raw, optimizer=SGD, **options)
@@ -164,50 +135,18 @@ class Story:
         return loss if loss is None else float(loss), " ".join(about)
 
 
-@pytest.mark.parametrize(
-    ("words", "factor", "doubt"),
-    [
-        ("pass clip change:noise begin end", math.nan, "not by one factor"),
-        ("pass change:zeros begin end", math.nan, "changed or zeroed"),
-        ("assign begin end", math.nan, "not that of a backward pass"),
-        ("assign:old begin end", 1.0, ""),
-        ("pass change:noise unscale:changed begin end", math.nan, "while it was scaled"),
-        ("pass zero pass back begin end", 1.0, ""),
-        ("pass void zero pass begin end", math.nan, "may have kept gradients"),
-        ("pass begin:other end", 1.0, "grad_norm is NaN"),
-    ],
-)
-def test_the_gradient_and_its_factor(words: str, factor: float, doubt: str) -> None:
-    story = Story(words)
-    read = story.gradient()
-    coef, said = float(read.coef), " ".join(read.doubts)
-    assert doubt in said
-    assert bool(said) == bool(doubt)
-    assert coef == pytest.approx(factor, nan_ok=True)
-    if not math.isnan(coef):
-        grad = story.bases[0] if "back" in words else story.raw if read.grad is None else read.grad
-        assert torch.equal(grad * read.coef, story.used)
-    elif read.grad is not None:
-        assert torch.equal(read.grad, story.used)
-    assert read.is_gone == ("void" in words)
-
-
-def test_a_gradient_without_a_step_or_without_a_copy() -> None:
-    removed = Story("pass change:removed begin end").gradient()
-    assert removed.is_gone
-    skipped = Story("pass change:noise begin end").gradient(skipped=True)
-    assert (math.isnan(skipped.coef), skipped.doubts, skipped.grad) == (True, (), None)
-    clipped = Story("pass clip begin end")
+def test_a_gradient_that_is_not_known_or_has_no_copy() -> None:
+    kept = Story("pass void zero pass").gradient()
+    assert kept.is_gone
+    assert "may have kept gradients" in kept.doubts[0]
+    scaled = Story("pass noise unscale:changed").gradient()
+    assert "while it was scaled" in scaled.doubts[0]
+    assert Story("assign:old").gradient().coef == 1
+    clipped = Story("pass clip")
     assert torch.equal(clipped.raw * clipped.gradient(raw=None).coef, clipped.used)
-    unseen = Story("pass change:noise begin end").gradient(raw=None)
+    unseen = Story("pass noise").gradient(raw=None)
     assert "only the factor of clip_grad_norm_ is known" in unseen.doubts[0]
-
-
-def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
-    story = Story("pass zero pass pass back begin end")
-    read = story.gradient()
-    assert torch.equal(read.norm, story.tape.events[0].norm)
-    assert chain(read.source)[0] == story.tape.events[:1]
+    assert all(math.isnan(read.coef) for read in (kept, scaled, unseen))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +157,7 @@ def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
         ("pass:share pass:share", 3.0, ""),
         ("pass:half pass:half", 3.0, ""),  # the mean of 2 and 4
         ("pass:half pass:third", 3.0, "the sum of what 2"),
-        ("pass zero pass back", 1.0, ""),
-        ("base:old pass", 1.0, "accumulated into the gradient of the step before"),
-        ("base:put pass", None, ""),
-        ("pass:shared pass:shared,elsewhere", 1.0, ""),
-        ("pass:shared pass:shared", 3.0, "the sum of what 2"),
+        ("old pass", 1.0, "accumulated into the gradient of the step before"),
         ("pass:many", None, ""),
         ("assign:old", None, ""),
         ("grads assign:call", 1.0, ""),
@@ -230,8 +165,7 @@ def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
         ("grads grads assign", None, ""),
         ("pass:multiple unscale", None, ""),
         ("pass:multiple,scaled unscale", 1.0, ""),
-        ("pass zero pass change:noise", None, ""),
-        ("pass change:zeros", None, ""),
+        ("pass zero pass noise", None, ""),
         ("pass observe zero pass observe", 20.0, ""),
         ("observe pass zero observe pass", 20.0, ""),
         ("observe:quotient pass observe:quotient pass", 15.0, "several quotients"),
@@ -239,14 +173,14 @@ def test_a_gradient_that_was_put_back_has_the_norm_of_its_pass() -> None:
     ],
 )
 def test_the_loss(words: str, loss: float | None, doubt: str) -> None:
-    got, said = Story(f"{words} begin end").loss()
+    got, said = Story(words).loss()
     assert got == (loss if loss is None else pytest.approx(loss, nan_ok=True))
     assert doubt in said
     assert bool(said) == bool(doubt)
 
 
 def test_the_forward_passes_are_those_of_the_assigned_gradient() -> None:
-    story = Story("grads grads assign:call begin end")
+    story = Story("grads grads assign:call")
     used = used_passes(story.tape, [story.gradient()])
     assert [forward.number for forward in used.forwards] == [1]
 
