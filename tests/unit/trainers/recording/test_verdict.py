@@ -48,12 +48,14 @@ class Story:
     def __init__(self, words: str) -> None:
         self.tape, self.W = Tape(), torch.nn.Parameter(torch.zeros(2, 2))
         self.base: Any = None
+        self.norm: Any = None
+        self.bases: list[Any] = []
         for word in words.split():
             name, _, flags = word.partition(":")
             getattr(self, f"do_{name}")(*filter(None, flags.split(",")))
         self.used = self.W.grad.clone()
         self.tape.used = {} if torch.equal(self.used, self.raw) else {0: self.used}
-        self.add(Begin(SGD, self.marks(), [], self.base, None))
+        self.add(Begin(SGD, self.marks(), [], self.base, self.norm))
         self.add(End(SGD, self.marks(), []))
 
     def add(self, event: Any) -> Any:
@@ -81,6 +83,7 @@ class Story:
             self.W.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + number
         else:
             self.W.grad.add_(torch.tensor([[0.5, 0.1], [0.7, 0.3]]))
+        self.bases.append(self.W.grad)
         forwards = [SimpleNamespace(number=number)]
         event = Backward(self.root(flags), self.base, {0}, 0, *self.taken(), forwards, False)
         self.base = self.add(event)
@@ -91,6 +94,11 @@ class Story:
 
     def do_zero(self) -> None:
         self.W.grad = self.base = None
+
+    def do_back(self) -> None:
+        """Put the gradient of the first pass back."""
+        self.W.grad = self.bases[0]
+        self.norm = torch.linalg.vector_norm(self.W.grad)
 
     def do_grads(self, *flags: str) -> None:
         """`torch.autograd.grad`, whose result a loop may assign."""
@@ -135,7 +143,7 @@ class Story:
         return loss if loss is None else float(loss), " ".join(about)
 
 
-def test_a_gradient_that_is_not_known_or_has_no_copy() -> None:
+def test_a_gradient_that_is_not_known_or_comes_back() -> None:
     kept = Story("pass void zero pass").gradient()
     assert kept.is_gone
     assert "may have kept gradients" in kept.doubts[0]
@@ -146,6 +154,9 @@ def test_a_gradient_that_is_not_known_or_has_no_copy() -> None:
     assert torch.equal(clipped.raw * clipped.gradient(raw=None).coef, clipped.used)
     unseen = Story("pass noise").gradient(raw=None)
     assert "only the factor of clip_grad_norm_ is known" in unseen.doubts[0]
+    back = Story("pass zero pass pass back")
+    assert (back.gradient().coef, back.gradient().source) == (1, back.tape.events[0])
+    assert torch.equal(back.gradient().norm, back.norm)
     assert all(math.isnan(read.coef) for read in (kept, scaled, unseen))
 
 
