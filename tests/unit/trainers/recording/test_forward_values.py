@@ -372,27 +372,25 @@ SEEN = ("W", "hidden_mean", "hidden_trace", "hidden_cosine", "batch", "example_l
 ALL = (*SEEN, "hidden_states")
 
 
-def test_micro_batches_stand_behind_one_another(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model = TinyModel(torch.bfloat16)
-    states: list[Any] = []
-    model.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach().float()))
-    optimizer = adamw(model)
-    told: list[tuple[Any, Any]] = []
-    with capture(model, optimizer, tmp_path / "run.zarr", variables=ALL) as run:
+def test_micro_batches_stand_behind_one_another(tiny: Any, optimizer: Any, record: Any) -> None:
+    states, told = list[Any](), list[tuple[Any, Any]]()
+    tiny.bfloat16().head.register_forward_pre_hook(
+        lambda _, args: states.append(args[0].detach().float())
+    )
+    with record(optimizer, variables=ALL) as run:
         for step in range(4):
             optimizer.zero_grad()
             for number, whole in enumerate(batches(2, step)):
                 part = slice(1 if step == 2 and number == 1 else 3), slice(4 if number else 5)
                 batch = {name: values[part] for name, values in whole.items()}
-                model(**batch)["loss"].backward()
+                tiny(**batch)["loss"].backward()
                 count = len(batch["labels"])
                 index = torch.arange(count) + 100 * step + 10 * number
                 losses = torch.rand(count)
                 told.append((index, losses))
                 run.observe(batch=index, example_loss=losses.tolist())
             optimizer.step()
-    ds = open_run(tmp_path / "run.zarr", chunks=None)
+    ds = record.read()
     assert ds.hidden_states.attrs["native_dtype"] == "bfloat16"
     assert ds.isel(step=0)[list(ALL[1:])].isnull().all()
     for step in range(4):

@@ -301,6 +301,9 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
     norms = []
     options = {"parameter": list(lists), "max_grad_norm": 0.5}  # the scaler is found
     with record(pair, model, **options):
+        other = SimpleNamespace(step=lambda: norms.append(torch.ones(())))  # is none of torch's
+        torch.amp.GradScaler("cpu", enabled=False).step(other)
+        assert norms.pop() == 1
         for number, (batch, names) in enumerate(zip(batches(6), overflows, strict=True)):
             pair[0].param_groups[0]["momentum"] = momenta[number]
             pair[1].param_groups[0]["eps"] = epsilons[number]
@@ -339,16 +342,6 @@ def test_one_scaler_for_both(tmp_path: Path, record: Any) -> None:
     assert not record.noted("changed between steps")
     assert record.noted("skipped the step of Muon only")
     assert record.noted("skipped the step of AdamW only")
-
-
-def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, record: Any) -> None:
-    pair, calls = muon_and_adamw(model), []
-    with record(pair, model, parameter=WIDTH):
-        other = SimpleNamespace(step=lambda: calls.append("step"))
-        torch.amp.GradScaler("cpu", enabled=False).step(other)
-        train_pair(model, pair, batches(1))
-    assert calls == ["step"]
-    assert record.read().sizes["step"] == 2
 
 
 def test_a_pruned_matrix_is_followed(record: Any, tiny: Any) -> None:

@@ -163,17 +163,15 @@ def test_what_is_recorded_goes_to_files_and_back(tmp_path: Path) -> None:
     assert sorted(damaged) == ["is_rare", "parameter"]
 
 
-def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
-    model, path = TinyModel(), tmp_path / "run.zarr"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trained(model, optimizer, path, populations=GIVEN, **SMALL)
+def test_a_run_that_continues_keeps_them(tiny: Any, optimizer: Any, path: Path) -> None:
+    trained(tiny, optimizer, path, populations=GIVEN, **SMALL)
     on: dict[str, Any] = SMALL | {"resume": True}
     for first, given in ((3, None), (6, GIVEN)):
-        trained(model, optimizer, path, populations=given, first_step=first, **on)
+        trained(tiny, optimizer, path, populations=given, first_step=first, **on)
         np.testing.assert_array_equal(open_run(path).is_rare, EXPECTED["is_rare"])
     for given in ({"rare": GIVEN["rare"]}, {**GIVEN, "odd": [4]}):
         with pytest.raises(InvalidArgument, match=r"populations: is_.* was recorded with"):
-            trained(model, optimizer, path, populations=given, first_step=9, **on)
+            trained(tiny, optimizer, path, populations=given, first_step=9, **on)
 
 
 def test_populations_of_a_configuration_stay_with_its_runs(tmp_path: Path) -> None:

@@ -321,18 +321,17 @@ def test_the_gradients_of_several_optimizers_have_one_digest() -> None:
     assert int(step.after_step()["step_digest"]) == 0  # of the next step
 
 
-def test_the_rows_of_a_run_have_the_digests_of_the_loop(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model = TinyModel(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    of_parameters, of_gradients = [], [0]
-    with capture(model, optimizer, tmp_path / "run.zarr", variables="keyframes"):
+def test_the_rows_of_a_run_have_the_digests_of_the_loop(
+    tiny: Any, optimizer: Any, path: Path
+) -> None:
+    model, of_parameters, of_gradients = tiny.bfloat16(), [], [0]
+    with capture(model, optimizer, path, variables="keyframes"):
         for _ in steps(model, optimizer):
             of_parameters.append([*map(plain_digest, model.parameters())])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             of_gradients.append(plain_gradient_digest([p.grad for p in model.parameters()]))
     of_parameters.append([*map(plain_digest, model.parameters())])
-    ds = xr.open_zarr(tmp_path / "run.zarr", chunks=None)
+    ds = xr.open_zarr(path, chunks=None)
     assert ds.params_digest.dtype == ds.step_digest.dtype == np.int64
     assert ds.params_digest.values.view(np.uint64).tolist() == of_parameters
     assert ds.step_digest.values.view(np.uint64).tolist() == of_gradients
