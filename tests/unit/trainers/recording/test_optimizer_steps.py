@@ -32,6 +32,37 @@ from trajstore.trainers.recording.forward_values import ForwardPass
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 
 
+def test_a_loop_of_accelerate(tiny: Any, record: Any) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer in this process
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        data = torch.utils.data.DataLoader(batches(7), batch_size=None)
+        model, optimizer, data = accelerator.prepare(tiny, adamw(tiny), data)
+        lists, losses = Lists(tiny.embedding.weight), []
+        with record(optimizer, model, max_grad_norm=0.3):
+            for batch in data:
+                with accelerator.accumulate(model):
+                    losses.append(model(**batch)["loss"])
+                    accelerator.backward(losses[-1])
+                    if accelerator.sync_gradients:
+                        lists.add(loss=torch.stack(losses).mean(), grad=lists.parameter.grad)
+                        losses.clear()
+                        accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                    optimizer.step()
+                    if accelerator.sync_gradients:
+                        lists.after_step(optimizer.optimizer)
+                    optimizer.zero_grad()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    ds = lists.agree_with(record.path)
+    assert ds.sizes["step"] == 5  # the last step has one micro-batch
+    assert (ds.clip_coef.values[1:] < 1).any()
+
+
 def test_the_wrapper_of_an_optimizer(tiny: Any, record: Any) -> None:
     """A framework's object with the inner optimizer in an attribute; the loop steps both."""
     inner = adamw(tiny)
