@@ -225,9 +225,11 @@ def test_summaries_and_cells_are_what_the_big_arrays_say(
 
 def test_several_parameters_have_a_run_each(tiny: Any, optimizer: Any, tmp_path: Path) -> None:
     names = ["head.weight", "mix.weight", "embedding.weight"]  # two names of one
-    lists = trained(tiny, optimizer, tmp_path / "run.zarr", parameter=names)
-    lists.agree_with(tmp_path / "run.embedding.weight.zarr")
+    options = {"parameter": names, "variables": "matrix,norms"}
+    lists = trained(tiny, optimizer, tmp_path / "run.zarr", **options)
+    ds = lists.agree_with(tmp_path / "run.embedding.weight.zarr")
     other = xr.open_zarr(tmp_path / "run.mix.weight.zarr", chunks=None)
+    xr.testing.assert_identical(ds.param_norm.drop_attrs(), other.param_norm.drop_attrs())
     assert other.W.shape == (4, HIDDEN, HIDDEN)
     assert np.array_equal(other.W.values[-1], tiny.mix.weight.detach().numpy())
     assert "logits" not in other

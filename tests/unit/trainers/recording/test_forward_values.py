@@ -259,7 +259,7 @@ class OwnModel(torch.nn.Module):
         return hidden @ self.embedding.weight.T, hidden
 
 
-def train(path: Path, *, observe: Any = None, **options: Any) -> Any:
+def train(path: Path, *, observes: bool = False, **options: Any) -> Any:
     """Train with micro-batches, and return the hidden states of each step."""
     model = OwnModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -274,8 +274,8 @@ def train(path: Path, *, observe: Any = None, **options: Any) -> Any:
                 loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
                 (loss / 2).backward()
                 run.observe(loss=loss)
-                if observe is not None:
-                    observe(run, hidden)
+                if observes:
+                    run.observe(hidden=hidden)
                 states[-1].append(hidden.detach())
             with torch.no_grad():
                 model(batch["input_ids"])  # nobody trains on that
@@ -283,20 +283,15 @@ def train(path: Path, *, observe: Any = None, **options: Any) -> Any:
     return states
 
 
-def from_the_loop(run: Any, hidden: Any) -> None:
-    run.observe(hidden=hidden)
-
-
 @pytest.mark.parametrize(
-    ("observe", "options"),
-    [(from_the_loop, {}), (None, {"hidden_from": "encoder"}),
-     (from_the_loop, {"hidden_from": "embedding"})],
+    ("observes", "options"),
+    [(True, {}), (False, {"hidden_from": "encoder"}), (True, {"hidden_from": "embedding"})],
     ids=["observed", "module", "observed instead"],
-)  # fmt: skip
+)
 def test_states_are_what_the_loop_computes_itself(
-    observe: Any, options: dict[str, str], path: Path
+    observes: bool, options: dict[str, str], path: Path
 ) -> None:
-    states = train(path, observe=observe, **options)
+    states = train(path, observes=observes, **options)
     ds = open_run(path, chunks=None)
     for row, hidden in enumerate(states, start=1):
         np.testing.assert_array_equal(ds.hidden_states[row], torch.cat(hidden))
