@@ -219,11 +219,14 @@ def test_a_run_continues_with_its_optimizers_in_their_order(model: Any, path: Pa
     pair = muon_and_adamw(model)
     with capture(model, pair, path, **options):
         train_pair(model, pair, batches(1))
-    with (
-        pytest.raises(InvalidArgument, match="resume with the model and the optimizers"),
-        capture(model, pair[::-1], path, **options, resume=True, first_step=1),
-    ):
-        pass
+    other = SmallGPT()
+    other.blocks[0].norm.bias = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    for wrong, given in ((model, pair[::-1]), (other, muon_and_adamw(other))):
+        with (
+            pytest.raises(InvalidArgument, match=r"parameter \d of the .* and the optimizers"),
+            capture(wrong, given, path, **options, resume=True, first_step=1),
+        ):
+            pass
     with capture(model, pair, path, **options, resume=True, first_step=1):
         train_pair(model, pair, batches(1, 1), first=1)
     assert (replay(path).clean, replay(path).replayed) == (True, 2)
