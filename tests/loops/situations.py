@@ -99,7 +99,7 @@ ALONE = {
     "fails-discard": "zero pass fails zero pass step", "rate": "zero pass rate step",
     "rate-after-step": "zero pass step rate",
     "rate-0": "rate:0 zero pass step rate:0.01 | zero pass step",
-    "setting": "zero pass setting step", "reload": f"reload {USUAL}",
+    "setting": "zero pass setting step", "reload": f"reload rate {USUAL}",
     "clear": f"{USUAL} | clear {USUAL}", "twin": f"{USUAL} | {USUAL} twin",
     "add": f"{USUAL} | {USUAL} add | {USUAL} | {USUAL} | {USUAL}",
     "move": f"{USUAL} | {USUAL} move | {USUAL} | {USUAL} | {USUAL}",
@@ -206,7 +206,7 @@ replace/all-lost-adamw replace/given-data collecting/again-collecting-data nan/a
 sometimes/end-sometimes closure/plain-lbfgs closure/rate-sgd assigned-closure/plain-sgd
 sam/halves-sam in-turn/pass-between-two in-backward/plain-each checkpointed/halves-clip
 returning/halves-clip early-bound/clip-halving schedule/early scaler/first-found
-scaler/unscaled-given aside/adamw scaler/halves-without-it-found limit/assigned-clip
+scaler/unscaled-given aside/adamw scaler/halves-without-it-found limit/assigned-clip reload/adamw
 """.split()
 """Names of the situations of the short tests: each kind of fault shows in one."""
 
