@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,16 +33,20 @@ from checkpoints import write_checkpoint
 from compact_runs import sample_part
 from damage import (
     COORDINATES,
+    METADATA_KEY,
     RUNS,
     TAMPERINGS,
     Damage,
+    arrays_of,
+    edit,
     flip,
+    member,
     metadata_of,
+    root,
     wide_run,
     write,
     write_runs,
 )
-from damaged_metadata import damage_metadata
 from golden_runs import unpack
 
 from trajstore import RunWriter, open_run, repair, verify
@@ -266,6 +270,109 @@ def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continue
         assert verify(copy).clean
         writer.close("interrupted")
     assert verify(copy).clean
+
+
+# Metadata files that are damaged at random: wrong types, missing members, broken texts.
+
+OTHERS: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 7, 1.5, 1e300, 1 << 31, 1 << 40, 1 << 63, 1 << 64, 10**30, "",
+    "x", "0", "NaN", "W", "a/b", "..", "\x00", "\ud800", "é" * 300, "days since 2000-01-01",
+    [], {}, [None], [[]], [-1], [1 << 40], [0, 1, 2, 3], {"a": 1}, {"name": "x"},
+    {"name": None, "configuration": []},
+)  # fmt: skip
+
+
+def other_value(value: Any, rng: random.Random) -> Any:
+    """Something in the place of a value."""
+    deep = reduce(lambda inner, _: {"a": [inner]}, range(rng.choice((2, 45, 55))), value)
+    like = (str(value), [value], {"a": value}, [value, value], {"name": value}, deep)
+    near = (-value, value + 1, value - 1, value << 40, value / 2) if type(value) is int else ()
+    return rng.choice((*rng.sample(OTHERS, 6), *like, *near))
+
+
+def places(value: Any, rng: random.Random) -> list[tuple[Any, Any]]:
+    """A way into a metadata file, as container and key, that ends anywhere."""
+    found: list[tuple[Any, Any]] = []
+    while isinstance(value, dict | list) and value:
+        key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        found.append((value, key))
+        value = value[key]
+    return found
+
+
+def change_one(metadata: Any, seed: int) -> None:
+    """Change one member of a metadata file in its place."""
+    rng = random.Random(seed)
+    if not (found := places(metadata, rng)):
+        return
+    (container, key), kind = rng.choice(found), rng.randrange(8)
+    value = container[key]
+    if kind in (1, 2) and isinstance(container, dict):
+        names = (f"{key}x", "", "..", "a/b", "configuration", "name")
+        container[rng.choice(names)] = value
+    elif kind == 1:
+        container.insert(key, value)
+    elif kind == 3:  # of another place of the metadata file
+        other, name = rng.choice(places(metadata, rng))
+        container[key] = json.loads(json.dumps(other[name]))
+    elif kind > 3:
+        container[key] = other_value(value, rng)
+    if kind in (0, 2):
+        del container[key]
+
+
+def broken_text(data: bytes, rng: random.Random) -> bytes:
+    """Bytes that are no metadata file, or hardly one."""
+    at = rng.randrange(len(data))
+    before, after = data[:at], data[at:]
+    others = (
+        before,
+        before + rng.randbytes(1) + after[1:],
+        before + b"\xff\xfe\x80" + after,
+        data.decode(errors="replace").encode(rng.choice(("utf-16", "utf-8-sig", "utf-32"))),
+        data.replace(b"{", b'{"attributes": {}, "shape": [1], "attributes": 1, ', 1),
+        rng.choice((b"", b"null", b"[]", b"{}", b"1", b'"x"', b"[" * 10000, b"\x00" * 9)),
+        before + after.replace(b"3", b"9" * 5000, 1),
+        before + after.replace(b"null", b"NaN", 1).replace(b"1", b"Infinity", 1),
+        before + after[rng.choice((1, 8, 64)) :],
+        data + after,
+    )
+    return rng.choice(others)
+
+
+def claim_length(run: Path, rng: random.Random) -> None:
+    """Have all metadata files claim a length that nobody stored, in the same way."""
+    dim, length = rng.choice(("step", "token", "hidden")), 1 << rng.choice((20, 31, 40, 47))
+    blocks = rng.random() < 0.4
+    if dim == "step":
+        root("attributes.committed_rows", length)(run)
+        if blocks:
+            root("attributes.block_rows", length)(run)
+    for name, array in arrays_of(json.loads((run / METADATA_KEY).read_bytes())).items():
+        for at in (at for at, each in enumerate(array["dimension_names"]) if each == dim):
+            member(name, f"shape.{at}", length)(run)
+            if blocks:
+                member(name, f"chunk_grid.configuration.chunk_shape.{at}", length)(run)
+
+
+def damage_metadata(run: Path, rng: random.Random) -> None:
+    """Damage a metadata file of a run, or several; of an array sometimes both, in the same way."""
+    if rng.random() < 0.04:
+        claim_length(run, rng)
+    names = ["", "", "", *sorted(path.parent.name for path in run.glob(f"*/{METADATA_KEY}"))]
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        name, seed = rng.choice(names), rng.randrange(1 << 32)
+        path = run / name / METADATA_KEY
+        if rng.random() < 0.12:
+            write(path, broken_text(path.read_bytes() or b"{}", rng))
+            continue
+        # Damaged before, a file may be no JSON, or have no such member.
+        with suppress(ValueError, RecursionError, LookupError, TypeError):
+            edit(path, partial(change_one, seed=seed))
+            if name and rng.random() < 0.6:
+                whole = json.loads((run / METADATA_KEY).read_bytes())
+                change_one(arrays_of(whole)[name], seed)
+                write(run / METADATA_KEY, json.dumps(whole).encode())
 
 
 # Commands that are tried on damaged metadata files; in a process of its own, for its memory.
