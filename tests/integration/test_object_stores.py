@@ -14,19 +14,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
-from click.testing import CliRunner
+from bits_and_calls import Cli
+from crashing import check_rows, create, extend, recorded, row
 from example_run import write_example_run
 from object_stores import copied, faulty, s3_server, to_s3, web_server
 from zarr.storage import ObjectStore
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.analysis.results.report_page import write_report
-from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import location
@@ -36,7 +35,6 @@ obstore = pytest.importorskip("obstore.store")
 STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
 KINDS = ("500", "503", "cut", "lose", "slow")
 ROWS = 21
-TOKENS, HIDDEN = 40, 8
 URL = "s3://bucket/runs/run.zarr"
 
 
@@ -46,40 +44,15 @@ def s3() -> Iterator[str]:
         yield address
 
 
-def row(step: int) -> dict[str, Any]:
-    values = np.random.default_rng(step).integers(-3, 4, (TOKENS, HIDDEN))
-    return {"step": step, "W": values.astype("f4"), "loss": np.float32(step)}
-
-
-def create(place: Any) -> RunWriter:
-    return RunWriter.create(
-        place,
-        token=np.arange(TOKENS),
-        hidden=HIDDEN,
-        variables={"W": "bfloat16", "loss": "float32"},
-        block_rows=4,
-        overwrite=True,
-    )
-
-
-def record(place: Any, rows: int = ROWS) -> None:
-    with create(place) as run:
-        for step in range(rows):
-            run.append(**row(step))
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("local") / "run.zarr"
-    record(path)
-    return path
+    return recorded(tmp_path_factory.mktemp("local") / "run.zarr", ROWS)
 
 
 def check_same_there(address: str, local: Path) -> None:
-    record(address, 9)
+    recorded(location(address), 9, overwrite=True)
     with RunWriter.resume(address, rows=6) as run:
-        for step in range(6, ROWS):
-            run.append(**row(step))
+        extend(run, ROWS)
     here, far = open_run(local), open_run(address)
     assert far.attrs["content_digest"] == here.attrs["content_digest"]
     xr.testing.assert_equal(far.load(), here.load())
@@ -117,10 +90,10 @@ def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
 
     def until_it_fails() -> None:
         nonlocal refuses
-        with create(URL) as run:
-            for step in range(100):
+        with create(location(URL), overwrite=True) as run:
+            for stop in range(1, 101):
                 refuses = run.committed_rows >= 8
-                run.append(**row(step))
+                extend(run, stop)
 
     with (
         faulty(s3, lambda *request: status if refuses else None) as (address, _),
@@ -133,10 +106,9 @@ def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
         committed = far.sizes["step"]
         assert committed >= 8
         assert committed % 4 == 0
-        for step in range(committed):
-            np.testing.assert_array_equal(far.W[step], row(step)["W"])
+        check_rows(far)
         with RunWriter.resume(URL) as run:  # though its lock could not be removed
-            run.append(**row(committed))
+            extend(run, committed + 1)
         assert open_run(URL).sizes["step"] == committed + 1
 
 
@@ -161,14 +133,14 @@ def test_a_run_on_a_hub_is_read_in_place(
         with pytest.raises(RunNotFound, match="there is no run at hf://user/name/run"):
             open_run("hf://user/name/run.zarr")
         with pytest.raises(InvalidArgument, match="web servers are read-only"):
-            record("hf://datasets/user/name/mine.zarr")
+            create(location("hf://datasets/user/name/mine.zarr"))
 
 
 def test_steps_that_leave_some_out_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with create(path) as run:
         for step in (0, 1, 2, 5, *range(10, 30)):
-            run.append(**row(step))
+            run.append(step, **row(step))
     with web_server(tmp_path) as (address, seen):
         far = open_run(f"{address}/run.zarr", chunks=None)
         assert len(seen) == 4 + 6, seen  # the ends were looked at, in vain
@@ -199,54 +171,40 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-LOCAL = "only runs can be at addresses; pass a local path"
-
-
 @pytest.mark.parametrize(
-    ("line", "told"),
+    "line",
     [
-        ("analyze here.zarr freeze -o memory://out/freeze.zarr", LOCAL),
-        ("plot here.zarr loss -o memory://out/loss.png", LOCAL),
-        ("report here.zarr -o memory://out/page.html", LOCAL),
-        ("export here.zarr -o memory://out/a.safetensors", LOCAL),
-        ("import memory://out/a.safetensors -o a.zarr", LOCAL),
-        (
-            "annotate memory://here/run.zarr --masks dead_mask.npy",
-            "and copy it to a new address",
-        ),
+        "analyze {here} freeze -o memory://out/freeze.zarr",
+        "plot {here} loss -o memory://out/loss.png",
+        "report {here} -o memory://out/page.html",
+        "export {here} -o memory://out/a.safetensors",
+        "import memory://out/a.safetensors -o a.zarr",
+        "annotate memory://here/run.zarr --masks {here.parent}/dead_mask.npy",
     ],
 )
-def test_a_command_that_needs_a_folder_says_so(
-    line: str, told: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(here.parent)
+def test_a_command_that_needs_a_folder_says_so(line: str, here: Path, trajstore_cli: Cli) -> None:
     copied(here, "memory://here/run.zarr")
-    before = [*here.parent.iterdir()]
-    result = CliRunner().invoke(main, line.split())
-    assert result.exit_code == 2
+    result = trajstore_cli(*line.format(here=here).split(), rc=2)
+    told = "copy it to a new address" if "annotate" in line else "only runs can be at addresses"
     assert told in " ".join(result.output.split())
     assert "://" in result.output
-    assert [*here.parent.iterdir()] == before
 
 
-def test_commands_work_on_an_address_and_sizes_may_be_unknown(here: Path, tmp_path: Path) -> None:
-    def printed(*words: object) -> str:
-        result = CliRunner().invoke(main, [*map(str, words)])
-        assert result.exit_code == 0, result.output
-        return result.output
-
+def test_commands_work_on_an_address_and_sizes_may_be_unknown(
+    here: Path, tmp_path: Path, trajstore_cli: Cli
+) -> None:
     with web_server(here.parent) as (server, _):
         run = f"{server}/here.zarr"
-        assert "unknown" in printed("info", run)
-        facts = json.loads(printed("info", "--json", run))
+        assert "unknown" in trajstore_cli("info", run).output
+        facts = json.loads(trajstore_cli("info", "--json", run).output)
         arrays = facts["arrays"].values()
         for fact in ("bytes_on_disk", "ratio"):
             assert {facts[fact], *(array[fact] for array in arrays)} == {None}
         assert facts["files"] is None
         page = write_report(run, tmp_path / "run.html", check=True, figures=[])
         assert "<td>unknown</td>" in page.read_text()
-        assert "the runs are identical" in printed("compare", run, here)
-        printed("export", run, "-o", tmp_path / "a.safetensors")
+        assert "the runs are identical" in trajstore_cli("compare", run, here).output
+        trajstore_cli("export", run, "-o", tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").exists()
 
 
