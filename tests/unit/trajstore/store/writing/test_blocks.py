@@ -52,11 +52,9 @@ def block(layout: Layout) -> dict[str, np.ndarray]:
 
 def with_chains(layout: Layout, kind: type[Chain]) -> Layout:
     """The layout, with the chain of each array in another class."""
-    arrays = {
-        name: replace(array, chain=kind(**vars(array.chain)))
-        for name, array in layout.arrays.items()
-    }
-    return replace(layout, arrays=arrays)
+    arrays = layout.arrays.items()
+    chains = {name: replace(each, chain=kind(**vars(each.chain))) for name, each in arrays}
+    return replace(layout, arrays=chains)
 
 
 def test_the_next_block_is_encoded_while_one_is_written(tmp_path: Path, layout: Layout) -> None:
@@ -188,23 +186,16 @@ def test_the_timer_calls_again_after_the_returned_time() -> None:
         return True
 
     timer = StillTimer(10.0, commit)
-    for now, expected in ((0.0, 10.0), (4.0, 6.0), (10.0, 10.0)):
+    # 14.0: it took four seconds, so the next one is in twenty. 41.0: a whole block puts it off.
+    for now, by_time, expected in (
+        (0.0, None, 10.0), (4.0, None, 6.0), (10.0, None, 10.0), (14.0, True, 20.0),
+        (24.0, None, 10.0), (34.0, None, 10.0), (36.0, True, 10.0), (41.0, False, 10.0),
+        (46.0, None, 5.0),
+    ):  # fmt: skip
         timer.now = now
+        if by_time is not None:
+            timer.committed(by_time=by_time)
         assert timer.commit_if_due() == expected
-    assert commits == [10.0]
-    timer.now = 14.0
-    timer.committed(by_time=True)  # it took four seconds: so the next one is in twenty
-    timer.now = 24.0
-    assert timer.commit_if_due() == 10.0
-    timer.now = 34.0
-    assert timer.commit_if_due() == 10.0
-    assert commits == [10.0, 34.0]
-    timer.now = 36.0
-    timer.committed(by_time=True)
-    timer.now = 41.0
-    timer.committed(by_time=False)  # a whole block puts it off
-    timer.now = 46.0
-    assert timer.commit_if_due() == 5.0
     assert commits == [10.0, 34.0]
 
 
@@ -231,10 +222,12 @@ def test_the_timer_can_be_stopped_by_its_own_thread() -> None:
     timer.stop()
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf])
-def test_a_wrong_commit_interval_is_an_error(wrong: float) -> None:
-    with pytest.raises(InvalidArgument, match=r"commit_every: got .*, expected seconds above 0"):
-        check_commit_every(wrong)
+def test_a_wrong_commit_interval_is_an_error() -> None:
+    for wrong in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(
+            InvalidArgument, match=r"commit_every: got .*, expected seconds above 0"
+        ):
+            check_commit_every(wrong)
     check_commit_every(1e300)
     check_commit_every(None)
 
