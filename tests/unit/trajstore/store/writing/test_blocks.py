@@ -224,9 +224,7 @@ def test_the_timer_can_be_stopped_by_its_own_thread() -> None:
 
 def test_a_wrong_commit_interval_is_an_error() -> None:
     for wrong in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(
-            InvalidArgument, match=r"commit_every: got .*, expected seconds above 0"
-        ):
+        with pytest.raises(InvalidArgument, match="commit_every: got"):
             check_commit_every(wrong)
     check_commit_every(1e300)
     check_commit_every(None)
