@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +23,12 @@ from bits_and_calls import Cli
 from crashing import check_rows, create, extend, recorded, row
 from example_run import write_example_run
 from object_stores import copied, faulty, s3_server, to_s3, web_server
-from zarr.storage import ObjectStore
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.analysis.results.report_page import write_report
 from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import location
-
-obstore = pytest.importorskip("obstore.store")
 
 STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
 KINDS = ("500", "503", "cut", "lose", "slow")
@@ -219,21 +217,7 @@ def recording(target: object) -> list[str]:
 
 
 def printed(words: list[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def rows_there(url: str, truth: xr.Dataset) -> int:
-    """Rows that plain xarray sees, by zarr's own way to a store; the last must be what it was."""
-    if not (location(url) / "zarr.json").exists():
-        return 0
-    store = obstore.from_url(url, client_options={"allow_http": True})
-    far = xr.open_zarr(ObjectStore(store, read_only=True), chunks=None)
-    rows = far.sizes["step"]
-    if rows:
-        xr.testing.assert_equal(far.W[-1].compute(), truth.W[rows - 1].compute())
-    return rows
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 @pytest.mark.torch
@@ -256,12 +240,15 @@ def test_a_training_at_s3_survives_its_death(
             try:
                 while rows < STEPS // 3:
                     assert recorder.poll() is None, "it ended before it was killed"
-                    rows = rows_there(url, truth)
+                    with suppress(RunNotFound):
+                        rows = open_run(url).sizes["step"]
                     time.sleep(0.2)  # between two looks, as a reader has them beside a training
             finally:
                 recorder.kill()
-        killed = open_run(url).sizes["step"]
+        left = open_run(url).load()
+        killed = left.sizes["step"]
         assert STEPS // 3 <= killed <= STEPS
+        xr.testing.assert_equal(left, truth.isel(step=slice(killed)))
         printed(command("verify", url))
         printed([*recording(url), "--resume"])
         told = printed(command("verify", url))
