@@ -36,9 +36,9 @@ def copied(run: Path, address: str) -> RemotePath:
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Address of a server with one empty bucket."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
-    )
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
