@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import os
 import shutil
 from datetime import UTC, datetime, timedelta
@@ -221,7 +222,7 @@ def test_tokens_that_occur_0_times_are_dead_unless_told_otherwise(tmp_path: Path
     counts = np.arange(TOKENS) % 3
     create(tmp_path / "a", token_count=counts).close()
     create(tmp_path / "b", token_count=counts, is_dead=counts > 2).close()
-    create(tmp_path / "c").close()
+    create(tmp_path / "c", commit_every=1e300).close()
     assert open_run(tmp_path / "a").is_dead.values.tolist() == (counts == 0).tolist()
     assert not open_run(tmp_path / "b").is_dead.any()
     assert "is_dead" not in open_run(tmp_path / "c")
@@ -246,6 +247,8 @@ OVER: dict[str, Any] = {"overwrite": True}
         ("new", {"token": [0.5, 1.5]}, InvalidArgument, "got 0.5 at position 0"),
         ("new", {"is_dead": [True]}, InvalidArgument, "is_dead: got 1 values"),
         ("new", {"commit_every": 0}, InvalidArgument, "commit_every: got 0"),
+        ("new", {"commit_every": math.nan}, InvalidArgument, "commit_every: got nan"),
+        ("new", {"commit_every": math.inf}, InvalidArgument, "commit_every: got inf"),
         ("new", {"memory": "1KiB", "block_rows": None}, InvalidArgument, "at least"),
     ],
 )
