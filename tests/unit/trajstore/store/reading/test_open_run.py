@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from damage import put
+from damage import edit, put
 from object_stores import copied, web_server
 from zarr.storage import ZipStore
 
@@ -283,14 +283,6 @@ ROWS = {
 }
 
 
-def _changed(metadata: Path, changes: dict[str, Any]) -> bytes:
-    """A root with other members."""
-    root = json.loads(metadata.read_bytes())
-    for place, value in changes.items():
-        put(root, place, value)
-    return json.dumps(root).encode()
-
-
 def annotated(run: Path) -> None:
     annotate_run(run, token_text=["a", "b"])
 
@@ -328,7 +320,7 @@ def test_what_is_out_of_all_proportion_is_refused(
     elif changes == "large":
         metadata.write_text(metadata.read_text() + " " * (17 << 20))
     else:
-        metadata.write_bytes(_changed(metadata, changes))
+        edit(metadata, lambda root: [put(root, *change) for change in changes.items()])
     for opened in (open_group, open_run, RunWriter.resume, annotated):
         with pytest.raises(FormatError, match=message):
             opened(tmp_path / "run.zarr")

@@ -6,14 +6,13 @@ import json
 import os
 import socket
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zarr
-from object_stores import faulty, s3_server, serving, to_s3
+from object_stores import Answers, faulty, s3_server, serving, to_s3
 
 from trajstore import RunWriter, open_run
 from trajstore.errors import ObjectStoreError, RunLocked
@@ -109,20 +108,15 @@ def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
     """By a server that knows no end of a file; another file is there after each two requests."""
     requests: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answers):
         def do_GET(self) -> None:
             requests.append(self.command)
             tag = f'"{min(len(requests), 2 * replaced + 1)}"'
             is_part = self.headers.get("Range", "").startswith("bytes=7-")
             is_same = self.headers.get("If-Match", tag) == tag
             data = (b"789" if is_part else b"0123456789") if is_same else b""
-            self.send_response_only((206 if is_part else 200) if is_same else 412)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("Content-Range", "bytes 7-9/10")
-            self.send_header("ETag", tag)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data)
+            headers = {"Content-Range": "bytes 7-9/10", "ETag": tag}
+            self.answer((206 if is_part else 200) if is_same else 412, headers, data)
 
         do_HEAD = do_GET  # noqa: N815
 
@@ -143,18 +137,16 @@ def test_a_metadata_that_changes_under_way_is_read_again_once(cut: int, whole: b
     """An answer that is cut is gone on with; if that is another object's, it is begun again."""
     requests: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answers):
         def do_GET(self) -> None:
             asked = self.headers.get("Range")
             requests.append(asked or "whole")
-            is_cut = not asked and requests.count("whole") <= cut
-            self.send_response_only(206 if asked else 200)
-            self.send_header("ETag", f'"{len(requests)}"')
-            self.send_header("Content-Length", "6" if asked else "10")
+            headers = {"ETag": f'"{len(requests)}"'}
             if asked:
-                self.send_header("Content-Range", "bytes 4-9/10")
-            self.end_headers()
-            self.wfile.write(b"0123" if is_cut else b"0123456789"[4 if asked else 0 :])
+                self.answer(206, headers | {"Content-Range": "bytes 4-9/10"}, b"456789")
+                return
+            self.close_connection = is_cut = requests.count("whole") <= cut
+            self.answer(200, headers, b"0123" if is_cut else b"0123456789", 10)
 
     with serving(Handler) as address:
         place = location(f"{address}/zarr.json")
