@@ -21,7 +21,6 @@ from disk import Disk, stand_in
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.store.storage.atomic import (
-    check_writable,
     exchange,
     flush,
     flush_tree,
@@ -125,28 +124,6 @@ def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'c.0'}'")):
         put(tmp_path / "c.0", parts())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (errno.EROFS, "is read-only"),
-        (errno.EACCES, "is read-only"),
-        (errno.EIO, "Input/output error"),
-    ],
-)
-def test_a_folder_that_cannot_be_written_to_is_named(
-    number: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        stand_in(patch, open=refuse)
-        with pytest.raises(
-            InvalidArgument, match=f"the folder {tmp_path}.*{reason}; choose another"
-        ):
-            check_writable(tmp_path / "run.zarr")
 
 
 SmallRun = tuple[Path, dict[str, Any]]

@@ -77,21 +77,37 @@ def test_another_process_holds_it_until_it_is_killed(run: Path, left: Path) -> N
     assert not left.exists()
 
 
-def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = f"cannot write to the folder {run.parent}, which is read-only"
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EROFS, "is read-only"),
+        (errno.EACCES, "is read-only"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
     real = os.open
 
     def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
         if flags & os.O_RDWR and run.parent in (Path(path), Path(path).parent):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            raise OSError(number, os.strerror(number), str(path))
         return real(path, flags, *more, **options)
 
     stand_in(monkeypatch, open=refuse)  # root may write despite the permissions
-    for check in (check_target, check_file_target, RunLock.acquire):
-        with pytest.raises(InvalidArgument, match=expected):
-            check(run)
-    with pytest.raises(InvalidArgument, match=expected):
-        check_target(run.parent / "missing" / run.name)
+    missing = run.parent / "missing" / run.name
+    for check, place in (
+        (check_target, run), (check_file_target, run), (RunLock.acquire, run),
+        (check_target, missing),
+    ):  # fmt: skip
+        with pytest.raises(
+            InvalidArgument, match=f"the folder {run.parent}.*{reason}; choose another"
+        ):
+            check(place)
+
+
+def test_a_place_that_is_no_path_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="is not a folder"):
         check_target(Path(__file__) / "run.zarr")
     with pytest.raises(InvalidArgument, match="expected a path such as"):
