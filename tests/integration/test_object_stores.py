@@ -1,8 +1,4 @@
-"""Runs in an object store, through a server of S3 and what may happen on the way to it.
-
-The last test is a training that goes to S3, is read meanwhile, killed, resumed and verified:
-`make objects` runs it, with as many steps as `TRAJSTORE_OBJECTS` says.
-"""
+"""Runs in an object store, through a server of S3 and what may happen on the way to it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +25,6 @@ from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import location
 
-STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
 KINDS = ("500", "503", "cut", "lose", "slow")
 ROWS = 21
 URL = "s3://bucket/runs/run.zarr"
@@ -75,6 +69,37 @@ def test_what_fails_for_a_while_is_tried_again(
     with faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
         check_same_there(URL, local)
     assert len(seen) > 100
+
+
+PROGRAM = f"""
+import crashing
+from trajstore.store.storage.remote_path import location
+crashing.extend(crashing.create(location({URL!r}), overwrite=True), 10**6)
+"""
+
+
+@pytest.mark.nightly
+def test_a_recording_that_is_killed_beside_a_reader_goes_on(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with to_s3(s3, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", paths)
+        with subprocess.Popen([sys.executable, "-c", PROGRAM]) as recorder:
+            try:
+                rows = 0
+                while rows < 8:
+                    assert recorder.poll() is None, "it ended before it was killed"
+                    with suppress(RunNotFound):
+                        rows = open_run(URL).sizes["step"]
+            finally:
+                recorder.kill()
+        rows = open_run(URL).sizes["step"]
+        with RunWriter.resume(URL) as run:
+            assert run.rows == rows
+            extend(run, rows + 5)
+        assert verify(URL).clean
+        check_rows(open_run(URL).load())
 
 
 @pytest.mark.nightly
@@ -204,56 +229,3 @@ def test_commands_work_on_an_address_and_sizes_may_be_unknown(
         assert "the runs are identical" in trajstore_cli("compare", run, here).output
         trajstore_cli("export", run, "-o", tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").exists()
-
-
-def command(*words: object) -> list[str]:
-    start = "from trajstore.cli.start import main; main()"
-    return [sys.executable, "-c", start, *map(str, words)]
-
-
-def recording(target: object) -> list[str]:
-    options = ("--preset", "gatsby", "--steps", STEPS, "--set", "recording.commit_every=2")
-    return command("record", *options, "-o", target)
-
-
-def printed(words: list[str]) -> str:
-    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-@pytest.mark.torch
-@pytest.mark.skipif(not STEPS, reason="takes minutes: make objects")
-@pytest.mark.parametrize("faults", [False, True])
-def test_a_training_at_s3_survives_its_death(
-    faults: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "run.zarr"  # never interrupted
-    printed(recording(here))
-    truth = open_run(here, chunks=None)
-    url = f"s3://bucket/faults-{faults}/run.zarr"  # one memory serves all servers of a process
-
-    def fault(method: str, path: str, number: int) -> str | None:
-        return KINDS[number // 8 % len(KINDS)] if faults and number % 8 == 1 else None
-
-    with s3_server() as s3, faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
-        rows = 0
-        with subprocess.Popen(recording(url), stderr=subprocess.DEVNULL) as recorder:
-            try:
-                while rows < STEPS // 3:
-                    assert recorder.poll() is None, "it ended before it was killed"
-                    with suppress(RunNotFound):
-                        rows = open_run(url).sizes["step"]
-                    time.sleep(0.2)  # between two looks, as a reader has them beside a training
-            finally:
-                recorder.kill()
-        left = open_run(url).load()
-        killed = left.sizes["step"]
-        assert STEPS // 3 <= killed <= STEPS
-        xr.testing.assert_equal(left, truth.isel(step=slice(killed)))
-        printed(command("verify", url))
-        printed([*recording(url), "--resume"])
-        told = printed(command("verify", url))
-        assert "sound" in told
-        far = open_run(url)
-        assert far.attrs["status"] == "complete"
-        assert far.attrs["content_digest"] == truth.attrs["content_digest"]
-        print(f"\nfaults {faults}: killed at {killed} rows, {len(seen)} requests; {told.strip()}")
