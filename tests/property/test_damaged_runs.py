@@ -2,8 +2,7 @@
 
 `make flips` flips 300 bits instead of 60. ``TRAJSTORE_METADATA=5000`` tries that many runs with
 damaged metadata files with each command instead of a few; with ``pytest -s`` each prints what came
-of it, as in ``benchmarks/results/metadata-fuzz.md``. This file is also the script that a process of
-its own runs: ``test_damaged_runs.py COMMAND,… TRIES [FIRST]``; its last line is JSON.
+of it, as in ``benchmarks/results/metadata-fuzz.md``.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial, reduce
 from pathlib import Path
@@ -49,6 +47,7 @@ from damage import (
     write_runs,
 )
 from golden_runs import unpack
+from process_group import processes
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.cli.main import main as command
@@ -408,9 +407,11 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
-    """Try a command on so many damaged runs; what it came to."""
-    folder = Path(tempfile.mkdtemp(prefix="metadata files-"))
+def fuzz(name: str, folder: Path) -> dict[str, Any]:
+    """Try a command on many damaged runs; what it came to. In a process of its own."""
+    signal.signal(signal.SIGALRM, _too_long)
+    os.fsync = lambda descriptor: None  # no try loses its power
+    sys.stdout = Path(os.devnull).open("w")
     sound, run = unpack(folder), folder / "run.zarr"
     came_to: Counter[str] = Counter()
     raw: dict[str, int] = {}
@@ -425,7 +426,7 @@ def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     start, space = _memory("VmRSS"), _memory("VmSize") + MOST_SPACE
     Path("/proc/self/clear_refs").write_text("5")
     resource.setrlimit(resource.RLIMIT_AS, (space, resource.RLIM_INFINITY))
-    for number in range(first, first + tries):
+    for number in range(TRIES):
         damage_metadata(fresh(GOLDEN[number % 2]), random.Random(f"{name} {number}"))
         signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
         try:
@@ -440,7 +441,6 @@ def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
             raw.setdefault(f"{type(error).__name__} at {where}: {str(error)[:200]}", number)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    shutil.rmtree(folder)
     return {"came_to": came_to, "raw": raw, "peak": _memory("VmHWM") - start}
 
 
@@ -456,30 +456,14 @@ def _memory(of: str) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="measures the memory as Linux tells it")
-def test_damaged_metadata_are_errors() -> None:
-    arguments = [sys.executable, __file__, ",".join(COMMANDS), str(TRIES)]
-    kits = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": kits}
-    done = subprocess.run(
-        arguments,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=7200 * len(COMMANDS),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for name, found in json.loads(done.stdout.splitlines()[-1]).items():
+def test_damaged_metadata_are_errors(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=processes, max_tasks_per_child=1) as pool:
+        folders = [tmp_path / name for name in COMMANDS]
+        came = dict(zip(COMMANDS, pool.map(fuzz, COMMANDS, folders), strict=True))
+    for name, found in came.items():
         print(f"\n{name}: {TRIES} tries, {found}")
         assert found["raw"] == {}, name
         assert found["peak"] < MOST_MEMORY, name
         # Some damage is harmless to who does not read it; some must be noticed.
         assert found["came_to"]["done"] > 0, name
         assert name in ("verify", "repair") or found["came_to"]["FormatError"] > TRIES / 4, name
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGALRM, _too_long)
-    os.fsync = lambda descriptor: None  # no try loses its power
-    tries, *first = map(int, sys.argv[2:])
-    print("\n" + json.dumps({name: fuzz(name, tries, *first) for name in sys.argv[1].split(",")}))
