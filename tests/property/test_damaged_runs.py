@@ -7,6 +7,7 @@ of it, as in ``benchmarks/results/metadata-fuzz.md``.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial, reduce
 from pathlib import Path
 from types import FrameType
@@ -393,7 +394,7 @@ def _repaired(run: Path) -> None:
 
 
 def _command(name: str, run: Path) -> None:
-    with suppress(SystemExit):
+    with suppress(SystemExit), redirect_stdout(io.StringIO()):
         command(["--debug", name, str(run)], prog_name="trajstore", standalone_mode=False)
 
 
@@ -411,7 +412,6 @@ def fuzz(name: str, folder: Path) -> dict[str, Any]:
     """Try a command on many damaged runs; what it came to. In a process of its own."""
     signal.signal(signal.SIGALRM, _too_long)
     os.fsync = lambda descriptor: None  # no try loses its power
-    sys.stdout = Path(os.devnull).open("w")
     sound, run = unpack(folder), folder / "run.zarr"
     came_to: Counter[str] = Counter()
     raw: dict[str, int] = {}

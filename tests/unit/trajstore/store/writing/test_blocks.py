@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import mmap
 import platform
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 from crashing import BLOCK, check, check_rows, create, extend, row
 from disk import Writes, held_moves, moves, objects_of
 from still_timer import StillTimer, commit_now
@@ -256,21 +258,15 @@ def test_rows_are_seen_after_ten_seconds_and_nothing_is_written_without_new_ones
         check(run.path, 0)
         assert ask(run, 10.0) == 10.0
         check(run.path, 1)
-        extend(run, 3)
-        assert ask(run, 15.0) == 5.0
-        check(run.path, 1)
-        ask(run, 20.0)
-        check(run.path, 3)
-        extend(run, 5)  # a block is full
-        ask(run, 20.0)
-        check(run.path, 4)
-        ask(run, 30.0)
-        check(run.path, 5)
+        StillTimer.of(run).now = 15.0
+        extend(run, BLOCK)
+        assert ask(run, 18.0) == 7.0, "a full block puts it off"
+        check(run.path, BLOCK)
         moved: list[Any] = []
         with moves(lambda *names: moved.append(names)):
             assert ask(run, 100.0) == 10.0
         assert moved == []
-    check(run.path, 5)
+    check(run.path, BLOCK)
     with RunWriter.resume(run.path) as run:
         updated = xr.open_zarr(run.path).attrs["updated"]
         commit_now(run)  # what was there before are no new rows
@@ -346,19 +342,13 @@ def test_next_rows_end_with_the_block_and_are_no_part_of_the_run_before_they_are
     check(run.path, 11)
 
 
-QUICK = ((6, 0), (6, 10), (8, 3))  # a shard, the root, and in a full block a shard
-
-
+# Of five shards, five metadata files, and the root, in a block and in a full one.
 @pytest.mark.parametrize(
-    ("rows", "left"),
-    [
-        pytest.param(rows, left, marks=() if (rows, left) in QUICK else pytest.mark.nightly)
-        for rows in (6, 8)
-        for left in (0, 3, 6, 10)  # of five shards, five metadata files, and the root
-    ],
+    "failing", nightly_but(itertools.product((6, 8), (0, 3, 6, 10)), (6, 0), (6, 10), (8, 3))
 )
-def test_a_failure_is_raised_by_the_next_append(tmp_path: Path, rows: int, left: int) -> None:
+def test_a_failure_is_raised_by_the_next_append(tmp_path: Path, failing: tuple[int, int]) -> None:
     """Whichever of its writes fails, readers see the commit before, and a resume goes on."""
+    rows, left = failing
     run = begin(tmp_path / "run.zarr")
     extend(run, 5)
     commit_now(run)
