@@ -230,8 +230,10 @@ def test_a_writer_that_was_suspended_until_its_lock_was_taken_over_changes_nothi
         if writes_late:
             (place / "W/c.1.0.0").write_bytes(b"from the suspended writer")
         before = place.below()
-        with pytest.raises(RunLocked, match="took over its lock"):
-            late(first, np.full((2, 2), 3, "f4"))
+        with pytest.raises(RunLocked, match="took over its lock"):  # noqa: PT012
+            for step in range(1, 100):
+                first.append(step, W=np.full((2, 2), 3, "f4"))
+            first.close()
         assert place.below() == before
         second.append(1, W=np.full((2, 2), 2, "f4"))
     ds = open_run(place)
@@ -239,9 +241,3 @@ def test_a_writer_that_was_suspended_until_its_lock_was_taken_over_changes_nothi
     assert ds.attrs["status"] == "complete"
     with pytest.raises(RunLocked, match="took over its lock"):
         first.close()
-
-
-def late(run: RunWriter, value: Any) -> None:
-    for step in range(1, 100):
-        run.append(step, W=value)
-    run.close()

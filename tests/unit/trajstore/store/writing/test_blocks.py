@@ -23,7 +23,7 @@ import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
 from crashing import BLOCK, check, check_rows, create, extend, row
-from disk import Writes, held_moves, moves, objects_of
+from disk import failing_moves, held_moves, moves, objects_of
 from still_timer import StillTimer, commit_now
 
 from trajstore import RunWriter, repair, verify
@@ -352,7 +352,7 @@ def test_a_failure_is_raised_by_the_next_append(tmp_path: Path, failing: tuple[i
     run = begin(tmp_path / "run.zarr")
     extend(run, 5)
     commit_now(run)
-    with moves(Writes(left)), pytest.raises(OSError, match="No space"):  # noqa: PT012
+    with failing_moves(left), pytest.raises(OSError, match="No space"):  # noqa: PT012
         extend(run, rows)
         run._blocks._commit_unfinished()
         settle(run)

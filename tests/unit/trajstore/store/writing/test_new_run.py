@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from disk import moves
+from disk import failing_moves
 
 from trajstore import RunWriter, open_run
 from trajstore.errors import InvalidArgument, RecordingError, RunExists
@@ -210,14 +209,8 @@ def test_the_run_of_several_is_the_run_of_one(tmp_path: Path, count: int, tokens
 def test_all_processes_stop_when_one_cannot_write(
     tmp_path: Path, place: str, failing: int, rows: int | None
 ) -> None:
-    path, move = tmp_path / "run.zarr", os.replace
-
-    def replace(source: Any, target: Any) -> None:
-        if Path(target) == path / place:
-            raise OSError(28, "No space left on device")
-        move(source, target)
-
-    with moves(replace):
+    path = tmp_path / "run.zarr"
+    with failing_moves(lambda target: target == path / place):
         ended = all_together(2, lambda share: record(path, share, 5 * BLOCK))
     failed, told = ended[failing], ended[1 - failing]
     assert isinstance(failed, OSError)

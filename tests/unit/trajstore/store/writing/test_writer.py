@@ -21,7 +21,7 @@ import zarr
 from bits_and_calls import nightly_but, random_bits
 from crashing import BLOCK, HIDDEN, TOKENS, TYPES, check, create, extend, recorded, row
 from damage import contents
-from disk import Disk, held_moves, moves, objects_of
+from disk import Disk, failing_moves, held_moves, objects_of
 
 import trajstore
 from trajstore import RunWriter, analysis, open_run, repair, strict_json, verify
@@ -331,14 +331,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     tmp_path: Path, rows: int, moved: int
 ) -> None:
     path = recorded(tmp_path / "run.zarr", 6, config={"steps": 14})
-    move, left = os.replace, iter(range(moved))
-
-    def replace(source: Any, target: Any) -> None:
-        if next(left, None) is None:
-            raise Death
-        move(source, target)
-
-    with moves(replace), contextlib.suppress(Death):
+    with failing_moves(moved, Death()), contextlib.suppress(Death):
         RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
     checked = verify(path)
     assert checked.clean, checked.problems
