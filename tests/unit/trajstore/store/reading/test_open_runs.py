@@ -40,17 +40,13 @@ def write(path: Path, seed: int = 0, steps: range = range(5), **options: Any) ->
     return path
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
+def test_what_differs_lies_along_run_and_each_run_is_as_it_is_by_itself(tmp_path: Path) -> None:
     other = CONFIG | {"initialization": {"sigma": 1e-4}, "optimizer": {"name": "sgd"}}
-    return [
+    runs = [
         write(tmp_path / "a_seed=2.zarr", 2),
         write(tmp_path / "a_seed=10.zarr", 10, config=other, variables=WIDE),
     ]
-
-
-def test_what_differs_lies_along_run_and_each_run_is_as_it_is_by_itself(runs: list[Path]) -> None:
-    ds = open_runs(runs[0].parent / "*.zarr")
+    ds = open_runs(tmp_path / "*.zarr")
     assert ds.run.values.tolist() == ["a_seed=2", "a_seed=10"], "numbers are in their order"
     assert ds.seed.values.tolist() == [2, 10]
     assert ds.sigma.values.tolist() == [1e-5, 1e-4]
@@ -150,11 +146,7 @@ def test_names_patterns_and_folders(tmp_path: Path) -> None:
 def test_the_matrices_of_a_training_have_one_name(tmp_path: Path) -> None:
     matrices = {"E.weight": "un.E.weight.zarr", "W": "un.W.zarr", "V": "un.copy of V.zarr"}
     for parameter, name in matrices.items():
-        with RunWriter.create(
-            tmp_path / name, token=[0], hidden=1, variables={"W": "float32"},
-            attributes={"recording": {"parameter": parameter}},
-        ):  # fmt: skip
-            pass
+        begin(tmp_path / name, attributes={"recording": {"parameter": parameter}}).close()
     (tmp_path / "un.notes.zarr").mkdir()  # it is no run
     name = tmp_path / "un.zarr"
     assert run_paths(name) == [str(tmp_path / "un.E.weight.zarr"), str(tmp_path / "un.W.zarr")]
