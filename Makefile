@@ -47,10 +47,6 @@ fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each 
 	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_damaged_runs.py -k metadata_are_errors
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
 
-.PHONY: objects
-objects: .venv  ## Record 1,000 steps of Gatsby to S3 on loopback with faults; kill, resume, verify
-	TRAJSTORE_OBJECTS=1000 $(BIN)/python -m pytest -q -s -m '' tests/integration/test_object_stores.py -k survives_its_death
-
 .PHONY: browser
 browser: .venv  ## Test the page of `trajstore explore` in Chromium, as `chromium`
 	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/integration/test_explore_page.py

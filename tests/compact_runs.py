@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,7 @@ def same_bits(one: Path, other: Path, rows: int | None = None) -> xr.Dataset:
     return ds
 
 
-def scheduled_run(
-    path: Path,
-    *,
-    recorded: bool = True,
-    on_row: Callable[[RunWriter], None] = lambda run: None,
-    **options: Any,
-) -> Path:
+def scheduled_run(path: Path, *, recorded: bool = True, **options: Any) -> Path:
     """A run of AdamW whose beta1 and weight_decay change; `recorded` if it holds them."""
     given = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     optimizer = {"class": "torch.optim.adamw.AdamW", "hyperparameters": given}
@@ -65,5 +58,4 @@ def scheduled_run(
                 state = OptimizerRule.of(optimizer).next_row(state, grad, natives, rates)
             held = {"hyperparameters": values} if recorded else {}
             run.append(step, **state, grad=grad, lr=0.01, clip_coef=np.float32(1), **held)
-            on_row(run)
     return path

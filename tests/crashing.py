@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from bits_and_calls import random_bits
-from forked_processes import processes
+from process_group import processes
 from still_timer import commit_now
 
 from trajstore import RunWriter
@@ -40,7 +40,7 @@ COMPACT_TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "lr": 
 SGD = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
 
 
-def encoding_of(path: Path) -> str:
+def encoding_of(path: Any) -> str:
     """Encoding of a new run."""
     return "compact" if path.name.endswith("compact.zarr") else "delta"
 
@@ -82,7 +82,7 @@ def create(path: Path, **options: Any) -> RunWriter:
 def extend(run: RunWriter, stop: int) -> None:
     """Append the rows up to so many."""
     for step in range(run.rows, stop):
-        run.append(step, **row(step, encoding_of(Path(run.path))))
+        run.append(step, **row(step, encoding_of(run.path)))
 
 
 def recorded(path: Path, rows: int, **options: Any) -> Path:

@@ -70,26 +70,27 @@ class Disk:
         return (path.name, path.stat().st_ino) in kept
 
 
-class Writes:
-    """Stands in for the move that puts each object in place; may fail at one of them."""
-
-    def __init__(self, failing: int | None = None) -> None:
-        self.targets: list[Path] = []
-        self._failing = failing
-        self._move = os.replace
-
-    def __call__(self, source: Any, target: Any) -> None:
-        if len(self.targets) == self._failing:
-            raise OSError(28, "No space left on device")
-        self.targets.append(Path(target))
-        self._move(source, target)
-
-
 @contextmanager
 def moves(call: Callable[[Any, Any], None]) -> Iterator[None]:
     """Have `call` put every object in its place meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch, replace=call)
+        yield
+
+
+@contextmanager
+def failing_moves(
+    fails: Callable[[Path], bool] | int, error: BaseException | None = None
+) -> Iterator[None]:
+    """Have the moves to some targets, or all after so many, fail; without an error, of no space."""
+    move, left = os.replace, iter(range(fails if isinstance(fails, int) else 0))
+
+    def replace(source: Any, target: Any) -> None:
+        if next(left, None) is None if isinstance(fails, int) else fails(Path(target)):
+            raise error or OSError(28, "No space left on device")
+        move(source, target)
+
+    with moves(replace):
         yield
 
 

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,9 +36,9 @@ def copied(run: Path, address: str) -> RemotePath:
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Address of a server with one empty bucket."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
-    )
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
@@ -63,6 +63,28 @@ def to_s3(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
     _store.cache_clear()
 
 
+class Answers(BaseHTTPRequestHandler):
+    """Keeps its connections, and says nothing of them."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets
+
+    def answer(
+        self, status: int, headers: Mapping[str, str], data: bytes = b"", length: object = None
+    ) -> None:
+        """Answer a request; `length` is what it says of the data, if that is something else."""
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data) if length is None else length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        return
+
+
 @contextmanager
 def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
     """Address of a proxy before a server, and the requests that it saw."""
@@ -70,21 +92,18 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
     count = threading.Lock()
     target = address.removeprefix("http://")
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # headers and body are two packets
-
+    class Handler(Answers):
         def forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             with count:
                 number = len(seen)
                 seen.append(f"{self.command} {self.path}")
             wrong = fault(self.command, self.path, number)
+            self.close_connection = wrong in ("cut", "lose")
             if wrong == "cut":
-                self.close_connection = True
                 return
             if wrong is not None and wrong.isdigit():
-                self.answer(int(wrong), {}, b"")
+                self.answer(int(wrong), {})
                 return
             server = http.client.HTTPConnection(target)
             # Under its own name: the request is signed with it.
@@ -93,26 +112,16 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
             data = answer.read()
             server.close()
             if wrong == "lose":  # carried out, and nobody hears of it
-                self.close_connection = True
                 return
             if wrong == "slow":
                 time.sleep(0.2)  # the fault itself: slower than the store, faster than a timeout
-            self.answer(answer.status, dict(answer.getheaders()), data)
+            headers = {name.lower(): value for name, value in answer.getheaders()}
+            length = headers.pop("content-length", 0)
+            for name in ("connection", "transfer-encoding"):
+                headers.pop(name, None)
+            self.answer(answer.status, headers, data, length if self.command == "HEAD" else None)
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815
-
-        def answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
-            self.send_response_only(status)
-            for name, value in headers.items():
-                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
-                    self.send_header(name, value)
-            length = headers.get("Content-Length") if self.command == "HEAD" else str(len(data))
-            self.send_header("Content-Length", length or "0")
-            self.end_headers()
-            self.wfile.write(b"" if self.command == "HEAD" else data)
-
-        def log_message(self, *arguments: Any) -> None:
-            return
 
     with serving(Handler) as address:
         yield address, seen
@@ -129,38 +138,28 @@ def web_server(
     """
     seen: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # headers and body are two packets
-
+    class Handler(Answers):
         def do_GET(self) -> None:
             seen.append(f"{self.command} {self.path}")
             file = folder / self.path.strip("/")
-            known = not token or self.headers.get("Authorization") == f"Bearer {token}"
-            if not known or not file.is_file():
-                self.send_response_only(404 if known else 401)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+            if token and self.headers.get("Authorization") != f"Bearer {token}":
+                self.answer(401, {})
+                return
+            if not file.is_file():
+                self.answer(404, {})
                 return
             data = whole = file.read_bytes()
+            headers = {"Last-Modified": "Sun, 22 Nov 2026 00:00:00 GMT"}
             asked = re.match(ranges, self.headers.get("Range", ""))
-            self.send_response_only(206 if asked else 200)
             if asked:
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 start = int(first) if first else max(len(whole) - int(last), 0)
                 stop = int(last) + 1 if first and last else len(whole)
                 data = whole[start:stop]
-                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(whole)}")
-            self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data)
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(whole)}"
+            self.answer(206 if asked else 200, headers, data)
 
         do_HEAD = do_GET  # noqa: N815
-
-        def log_message(self, *arguments: Any) -> None:
-            return
 
     with serving(Handler) as address:
         yield address, seen

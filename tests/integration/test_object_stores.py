@@ -1,8 +1,4 @@
-"""Runs in an object store, through a server of S3 and what may happen on the way to it.
-
-The last test is a training that goes to S3, is read meanwhile, killed, resumed and verified:
-`make objects` runs it, with as many steps as `TRAJSTORE_OBJECTS` says.
-"""
+"""Runs in an object store, through a server of S3 and what may happen on the way to it."""
 
 from __future__ import annotations
 
@@ -11,32 +7,26 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
-from click.testing import CliRunner
+from bits_and_calls import Cli
+from crashing import check_rows, create, extend, recorded, row
 from example_run import write_example_run
 from object_stores import copied, faulty, s3_server, to_s3, web_server
-from zarr.storage import ObjectStore
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.analysis.results.report_page import write_report
-from trajstore.cli.main import main
 from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import location
 
-obstore = pytest.importorskip("obstore.store")
-
-STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
 KINDS = ("500", "503", "cut", "lose", "slow")
 ROWS = 21
-TOKENS, HIDDEN = 40, 8
 URL = "s3://bucket/runs/run.zarr"
 
 
@@ -46,40 +36,15 @@ def s3() -> Iterator[str]:
         yield address
 
 
-def row(step: int) -> dict[str, Any]:
-    values = np.random.default_rng(step).integers(-3, 4, (TOKENS, HIDDEN))
-    return {"step": step, "W": values.astype("f4"), "loss": np.float32(step)}
-
-
-def create(place: Any) -> RunWriter:
-    return RunWriter.create(
-        place,
-        token=np.arange(TOKENS),
-        hidden=HIDDEN,
-        variables={"W": "bfloat16", "loss": "float32"},
-        block_rows=4,
-        overwrite=True,
-    )
-
-
-def record(place: Any, rows: int = ROWS) -> None:
-    with create(place) as run:
-        for step in range(rows):
-            run.append(**row(step))
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("local") / "run.zarr"
-    record(path)
-    return path
+    return recorded(tmp_path_factory.mktemp("local") / "run.zarr", ROWS)
 
 
 def check_same_there(address: str, local: Path) -> None:
-    record(address, 9)
+    recorded(location(address), 9, overwrite=True)
     with RunWriter.resume(address, rows=6) as run:
-        for step in range(6, ROWS):
-            run.append(**row(step))
+        extend(run, ROWS)
     here, far = open_run(local), open_run(address)
     assert far.attrs["content_digest"] == here.attrs["content_digest"]
     xr.testing.assert_equal(far.load(), here.load())
@@ -106,6 +71,37 @@ def test_what_fails_for_a_while_is_tried_again(
     assert len(seen) > 100
 
 
+PROGRAM = f"""
+import crashing
+from trajstore.store.storage.remote_path import location
+crashing.extend(crashing.create(location({URL!r}), overwrite=True), 10**6)
+"""
+
+
+@pytest.mark.nightly
+def test_a_recording_that_is_killed_beside_a_reader_goes_on(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with to_s3(s3, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", paths)
+        with subprocess.Popen([sys.executable, "-c", PROGRAM]) as recorder:
+            try:
+                rows = 0
+                while rows < 8:
+                    assert recorder.poll() is None, "it ended before it was killed"
+                    with suppress(RunNotFound):
+                        rows = open_run(URL).sizes["step"]
+            finally:
+                recorder.kill()
+        rows = open_run(URL).sizes["step"]
+        with RunWriter.resume(URL) as run:
+            assert run.rows == rows
+            extend(run, rows + 5)
+        assert verify(URL).clean
+        check_rows(open_run(URL).load())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("status", ["403", "500", "503"])
 def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
@@ -117,10 +113,10 @@ def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
 
     def until_it_fails() -> None:
         nonlocal refuses
-        with create(URL) as run:
-            for step in range(100):
+        with create(location(URL), overwrite=True) as run:
+            for stop in range(1, 101):
                 refuses = run.committed_rows >= 8
-                run.append(**row(step))
+                extend(run, stop)
 
     with (
         faulty(s3, lambda *request: status if refuses else None) as (address, _),
@@ -133,10 +129,9 @@ def test_a_server_that_refuses_ends_a_recording_and_loses_no_commit(
         committed = far.sizes["step"]
         assert committed >= 8
         assert committed % 4 == 0
-        for step in range(committed):
-            np.testing.assert_array_equal(far.W[step], row(step)["W"])
+        check_rows(far)
         with RunWriter.resume(URL) as run:  # though its lock could not be removed
-            run.append(**row(committed))
+            extend(run, committed + 1)
         assert open_run(URL).sizes["step"] == committed + 1
 
 
@@ -161,14 +156,14 @@ def test_a_run_on_a_hub_is_read_in_place(
         with pytest.raises(RunNotFound, match="there is no run at hf://user/name/run"):
             open_run("hf://user/name/run.zarr")
         with pytest.raises(InvalidArgument, match="web servers are read-only"):
-            record("hf://datasets/user/name/mine.zarr")
+            create(location("hf://datasets/user/name/mine.zarr"))
 
 
 def test_steps_that_leave_some_out_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with create(path) as run:
         for step in (0, 1, 2, 5, *range(10, 30)):
-            run.append(**row(step))
+            run.append(step, **row(step))
     with web_server(tmp_path) as (address, seen):
         far = open_run(f"{address}/run.zarr", chunks=None)
         assert len(seen) == 4 + 6, seen  # the ends were looked at, in vain
@@ -199,116 +194,38 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-LOCAL = "only runs can be at addresses; pass a local path"
-
-
 @pytest.mark.parametrize(
-    ("line", "told"),
+    "line",
     [
-        ("analyze here.zarr freeze -o memory://out/freeze.zarr", LOCAL),
-        ("plot here.zarr loss -o memory://out/loss.png", LOCAL),
-        ("report here.zarr -o memory://out/page.html", LOCAL),
-        ("export here.zarr -o memory://out/a.safetensors", LOCAL),
-        ("import memory://out/a.safetensors -o a.zarr", LOCAL),
-        (
-            "annotate memory://here/run.zarr --masks dead_mask.npy",
-            "and copy it to a new address",
-        ),
+        "analyze {here} freeze -o memory://out/freeze.zarr",
+        "plot {here} loss -o memory://out/loss.png",
+        "report {here} -o memory://out/page.html",
+        "export {here} -o memory://out/a.safetensors",
+        "import memory://out/a.safetensors -o a.zarr",
+        "annotate memory://here/run.zarr --masks {here.parent}/dead_mask.npy",
     ],
 )
-def test_a_command_that_needs_a_folder_says_so(
-    line: str, told: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(here.parent)
+def test_a_command_that_needs_a_folder_says_so(line: str, here: Path, trajstore_cli: Cli) -> None:
     copied(here, "memory://here/run.zarr")
-    before = [*here.parent.iterdir()]
-    result = CliRunner().invoke(main, line.split())
-    assert result.exit_code == 2
+    result = trajstore_cli(*line.format(here=here).split(), rc=2)
+    told = "copy it to a new address" if "annotate" in line else "only runs can be at addresses"
     assert told in " ".join(result.output.split())
     assert "://" in result.output
-    assert [*here.parent.iterdir()] == before
 
 
-def test_commands_work_on_an_address_and_sizes_may_be_unknown(here: Path, tmp_path: Path) -> None:
-    def printed(*words: object) -> str:
-        result = CliRunner().invoke(main, [*map(str, words)])
-        assert result.exit_code == 0, result.output
-        return result.output
-
+def test_commands_work_on_an_address_and_sizes_may_be_unknown(
+    here: Path, tmp_path: Path, trajstore_cli: Cli
+) -> None:
     with web_server(here.parent) as (server, _):
         run = f"{server}/here.zarr"
-        assert "unknown" in printed("info", run)
-        facts = json.loads(printed("info", "--json", run))
+        assert "unknown" in trajstore_cli("info", run).output
+        facts = json.loads(trajstore_cli("info", "--json", run).output)
         arrays = facts["arrays"].values()
         for fact in ("bytes_on_disk", "ratio"):
             assert {facts[fact], *(array[fact] for array in arrays)} == {None}
         assert facts["files"] is None
         page = write_report(run, tmp_path / "run.html", check=True, figures=[])
         assert "<td>unknown</td>" in page.read_text()
-        assert "the runs are identical" in printed("compare", run, here)
-        printed("export", run, "-o", tmp_path / "a.safetensors")
+        assert "the runs are identical" in trajstore_cli("compare", run, here).output
+        trajstore_cli("export", run, "-o", tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").exists()
-
-
-def command(*words: object) -> list[str]:
-    start = "from trajstore.cli.start import main; main()"
-    return [sys.executable, "-c", start, *map(str, words)]
-
-
-def recording(target: object) -> list[str]:
-    options = ("--preset", "gatsby", "--steps", STEPS, "--set", "recording.commit_every=2")
-    return command("record", *options, "-o", target)
-
-
-def printed(words: list[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def rows_there(url: str, truth: xr.Dataset) -> int:
-    """Rows that plain xarray sees, by zarr's own way to a store; the last must be what it was."""
-    if not (location(url) / "zarr.json").exists():
-        return 0
-    store = obstore.from_url(url, client_options={"allow_http": True})
-    far = xr.open_zarr(ObjectStore(store, read_only=True), chunks=None)
-    rows = far.sizes["step"]
-    if rows:
-        xr.testing.assert_equal(far.W[-1].compute(), truth.W[rows - 1].compute())
-    return rows
-
-
-@pytest.mark.torch
-@pytest.mark.skipif(not STEPS, reason="takes minutes: make objects")
-@pytest.mark.parametrize("faults", [False, True])
-def test_a_training_at_s3_survives_its_death(
-    faults: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "run.zarr"  # never interrupted
-    printed(recording(here))
-    truth = open_run(here, chunks=None)
-    url = f"s3://bucket/faults-{faults}/run.zarr"  # one memory serves all servers of a process
-
-    def fault(method: str, path: str, number: int) -> str | None:
-        return KINDS[number // 8 % len(KINDS)] if faults and number % 8 == 1 else None
-
-    with s3_server() as s3, faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
-        rows = 0
-        with subprocess.Popen(recording(url), stderr=subprocess.DEVNULL) as recorder:
-            try:
-                while rows < STEPS // 3:
-                    assert recorder.poll() is None, "it ended before it was killed"
-                    rows = rows_there(url, truth)
-                    time.sleep(0.2)  # between two looks, as a reader has them beside a training
-            finally:
-                recorder.kill()
-        killed = open_run(url).sizes["step"]
-        assert STEPS // 3 <= killed <= STEPS
-        printed(command("verify", url))
-        printed([*recording(url), "--resume"])
-        told = printed(command("verify", url))
-        assert "sound" in told
-        far = open_run(url)
-        assert far.attrs["status"] == "complete"
-        assert far.attrs["content_digest"] == truth.attrs["content_digest"]
-        print(f"\nfaults {faults}: killed at {killed} rows, {len(seen)} requests; {told.strip()}")

@@ -13,11 +13,11 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from crashing import BLOCK, check_rows, create, row
+from crashing import BLOCK, TYPES, check_rows, create, extend
+from disk import moves
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -41,7 +41,7 @@ class _Death(BaseException):
 class History(RuleBasedStateMachine):
     """One run; its steps are 0, 1, 2, …"""
 
-    writer: RunWriter | None = None
+    writer: Any = None
 
     @initialize()
     def make(self) -> None:
@@ -59,9 +59,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.writer is not None)
     @rule(rows=st.integers(1, 2 * BLOCK + 1))
     def append(self, rows: int) -> None:
-        assert self.writer is not None
-        for _ in range(rows):
-            self.writer.append(step=self.writer.rows, **row(self.writer.rows))
+        extend(self.writer, self.writer.rows + rows)
         self.most = self.writer.rows
         full = self.most - self.most % BLOCK
         self.least = max(self.least, full - BLOCKS * BLOCK)
@@ -69,14 +67,12 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.writer is not None)
     @rule()
     def commit_by_time(self) -> None:
-        assert self.writer is not None
         commit_now(self.writer)
         self.least = self.most
 
     @precondition(lambda self: self.writer is not None)
     @rule(status=st.sampled_from(["complete", "interrupted"]))
     def close(self, status: Any) -> None:
-        assert self.writer is not None
         self.writer.close(status)
         self.least = self.most = self.writer.rows
         self.writer = None
@@ -91,37 +87,29 @@ class History(RuleBasedStateMachine):
         assert rows is None or rows == self.least
 
     @precondition(lambda self: self.writer is not None)
-    @rule(moves=st.integers(0, 30), rows=st.integers(1, 3 * BLOCK), by_time=st.booleans())
-    def crash(self, moves: int, rows: int, by_time: bool) -> None:
+    @rule(moved=st.integers(0, 30), rows=st.integers(1, 3 * BLOCK), by_time=st.booleans())
+    def crash(self, moved: int, rows: int, by_time: bool) -> None:
         """Die at some move of an object into its place, or after the last row."""
-        assert self.writer is not None
-        original, left = os.replace, moves
+        move, left = os.replace, iter(range(moved))
 
         def replace(source: Any, target: Any) -> None:
-            nonlocal left
-            if left == 0:
+            if next(left, None) is None:
                 shutil.copy(source, f"{source}x.partial")  # what a killed process would leave
                 raise _Death
-            left -= 1
-            original(source, target)
+            move(source, target)
 
-        os.replace = replace
-        try:
-            for _ in range(rows):
-                self.writer.append(step=self.writer.rows, **row(self.writer.rows))
-                if by_time:  # each when the one before is done, or chance decides what is moved
-                    self._settle()
-                    self.writer._blocks._commit_unfinished()
-                    self._settle()
-            self.most = max(self.most, self.writer.rows)
-            self.writer.close("interrupted")
-        except _Death:
-            self.most = max(self.most, self.writer.rows)
-        finally:
-            left = 0
+        with moves(replace):
             with contextlib.suppress(_Death):
-                self.writer.close("interrupted")
-            os.replace = original
+                for _ in range(rows):
+                    extend(self.writer, self.writer.rows + 1)
+                    if by_time:  # each when the one before is done, or chance decides what is moved
+                        self._settle()
+                        self.writer._blocks._commit_unfinished()
+                        self._settle()
+            self.most = max(self.most, self.writer.rows)
+            for _ in range(2):  # it may die only here
+                with contextlib.suppress(_Death):
+                    self.writer.close("interrupted")
         self.writer = None
         seen = xr.open_zarr(self.path).sizes["step"]
         assert self.least <= seen <= self.most
@@ -129,20 +117,17 @@ class History(RuleBasedStateMachine):
         self.least = self.most = seen
 
     def _settle(self) -> None:
-        assert self.writer is not None
-        if (last := self.writer._blocks._last) is not None:
-            wait([last])
+        if self.writer._blocks._last is not None:
+            wait([self.writer._blocks._last])
 
     @precondition(lambda self: self.writer is None and self.least > 0)
     @rule(data=st.data())
     def tear(self, data: st.DataObject) -> None:
         """Lose the end of a shard, and repair."""
-        shards = sorted(
-            shard
-            for shard in self.path.rglob("c.*")
-            if shard.parent.name in ("W", "grad", "logits", "loss", "step")
-            and int(shard.name.split(".")[1]) * BLOCK < self.least
+        files = (
+            file for name in ("step", *TYPES) for file in sorted((self.path / name).glob("c.*"))
         )
+        shards = [file for file in files if int(file.name.split(".")[1]) * BLOCK < self.least]
         shard = data.draw(st.sampled_from(shards))
         size = shard.stat().st_size
         os.truncate(shard, data.draw(st.integers(0, size - 1)))
@@ -189,7 +174,7 @@ class History(RuleBasedStateMachine):
         rows = ds.sizes["step"]
         assert rows == ds.attrs["committed_rows"]
         assert self.least <= rows <= self.most
-        assert (ds.step.values == np.arange(rows)).all()
+        assert ds.step.values.tolist() == list(range(rows))
         check_rows(ds)
 
 

@@ -15,7 +15,7 @@ import xarray as xr
 pytest.importorskip("transformers")
 from altered_runs import change_attributes, rewrite
 from damage import flip
-from forked_processes import processes
+from process_group import processes
 from small_trainings import small_config
 from trainings import Accumulated, Loop, Pair, Scaled
 

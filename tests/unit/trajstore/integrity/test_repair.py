@@ -30,7 +30,7 @@ from damage import (
     wide_run,
     write,
 )
-from disk import Disk, Writes, moves, stand_in
+from disk import Disk, failing_moves, stand_in
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import InvalidArgument, RunLocked
@@ -364,7 +364,7 @@ def test_a_repair_that_ends_in_the_middle_can_be_repaired(
     """Damage of every kind, and the power goes after so many writes."""
     all_of(lost("W/c.2.0.0"), lost("zarr.json"), copied("loss/c.2", "loss/c.3"))(run)
     member("grad", "shape.0", 15, "own")(run)
-    with moves(Writes(failing=writes)), pytest.raises(OSError, match="No space left"):
+    with failing_moves(writes), pytest.raises(OSError, match="No space left"):
         repair(run)
     mended(run)
     assert_first_rows(run, whole, 8)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import pytest
 from exchange_runs import ALL
@@ -9,13 +10,25 @@ from hypothesis import strategies as st
 
 from trajstore.defaults import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.store.metadata.block_plan import plan, within
+from trajstore.store.metadata.block_plan import Layout, plan, within
 from trajstore.units import parse_bytes
 
 
 def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:
     assert plan(ALL, tokens=128, hidden=64).block_rows == 256
     assert plan(ALL, tokens=50_257, hidden=64).block_rows in (16, 32)
+
+
+def check_division(layout: Layout) -> None:
+    """Fail unless the parts of all arrays are whole chunks, and cover a row."""
+    for array in layout.arrays.values():
+        assert not any(map(operator.mod, array.shard, array.chunk))
+        assert array.shard[0] == layout.block_rows
+        if len(array.shard) > 1:
+            assert array.shard[2:] == array.row[1:]
+            assert (array.parts - 1) * array.shard[1] < array.row[0] <= array.parts * array.shard[1]
+            # Rounding up wastes less than one chunk.
+            assert array.shard[1] - -(-array.row[0] // array.parts) < array.chunk[1]
 
 
 @given(
@@ -43,16 +56,7 @@ def test_a_plan_keeps_its_promises(
         return
     assert layout.memory <= memory
     assert rows in (None, layout.block_rows)
-    for array in layout.arrays.values():
-        for chunk, shard in zip(array.chunk, array.shard, strict=True):
-            assert shard % chunk == 0
-        assert array.shard[0] == layout.block_rows
-        if len(array.shard) == 1:
-            continue
-        assert array.shard[2:] == array.row[1:]
-        assert (array.parts - 1) * array.shard[1] < array.row[0] <= array.parts * array.shard[1]
-        # Rounding up wastes less than one chunk.
-        assert array.shard[1] - -(-array.row[0] // array.parts) < array.chunk[1]
+    check_division(layout)
     matrices = [array for array in layout.arrays.values() if len(array.row) == 2]
     assert len({array.shard for array in matrices}) == 1
     # Memory of more than 32 MiB goes back to the system at once; a chunk has 128 tokens at least.
@@ -95,15 +99,12 @@ def test_states_are_divided_along_their_examples(
     states = layout.arrays["hidden_states"]
     example = positions * 64 * 4
     assert states.row == (examples, positions, 64)
-    assert states.chunk[0] == 1
-    assert states.shard[0] == rows
-    assert states.shard[1] % states.chunk[1] == 0
-    assert states.chunk[2:] == states.shard[2:] == (positions, 64)
+    check_division(layout)
+    assert (layout.block_rows, states.chunk[0], states.chunk[2:]) == (rows, 1, states.row[1:])
     assert states.chunk[1] * example <= max(2 << 20, example)
     # A shard is a whole number of chunks, so it may be longer by fewer examples than it has chunks.
     most = max(30 << 20, rows * example)
     assert rows * (states.shard[1] - states.shard[1] // states.chunk[1]) * example <= most
-    assert (states.parts - 1) * states.shard[1] < examples <= states.parts * states.shard[1]
 
 
 @given(elements=st.integers(1, 1 << 24), dtype=st.sampled_from(["bfloat16", "float32"]))
@@ -113,12 +114,11 @@ def test_vectors_of_a_model_are_divided_along_their_elements(elements: int, dtyp
     assert layout.memory <= 1 << 29
     params = layout.arrays["params"]
     assert params.row == (elements,)
-    assert params.chunk[0] == params.shard[0] == layout.block_rows
-    assert params.shard[1] % params.chunk[1] == 0
+    check_division(layout)
+    assert params.chunk[0] == layout.block_rows
     assert math.prod(params.chunk) * 4 <= 2 << 20
     longer = params.shard[1] // params.chunk[1]  # a whole number of chunks
     assert layout.block_rows * (params.shard[1] - longer) * 4 <= 30 << 20
-    assert (params.parts - 1) * params.shard[1] < elements <= params.parts * params.shard[1]
     with pytest.raises(InvalidArgument, match="params: got no length of the dimension element"):
         plan(variables, tokens=50, hidden=8)
 

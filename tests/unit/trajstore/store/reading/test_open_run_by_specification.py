@@ -5,22 +5,33 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import struct
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
 import pytest
+import zarr
 from compact_runs import RULE_ARRAYS, same_bits, scheduled_run
 from damage import divided_run
 from golden_runs import DATA, unpack
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numcodecs import blosc
 
 from trajstore import RunWriter, open_run, verify
+from trajstore.codec.block_codec import BlockCodec
+from trajstore.errors import FormatError
+from trajstore.store.metadata.block_plan import plan
+from trajstore.store.reading.array_reader import StoredArray, block_form, stored_array
+from trajstore.store.reading.open_group import open_group
+from trajstore.values.native_types import native_type, widen
 
-CHANGING = ("beta1", "beta2", "eps", "weight_decay", "momentum", "dampening")
 BITS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4", "float64": "<u8", "int64": "<u8"}
 
 # The reader: nothing of trajstore, and nothing of zarr.
@@ -53,26 +64,6 @@ def rounded(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype("u4").view("f4")
 
 
-def adamw(
-    rule: dict[str, Any],
-    W: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray,
-    lr: float,
-    n: float,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A step in bfloat16."""
-    f4, f8 = np.float32, np.float64
-    W = rounded(W * f4(1 - lr * rule["weight_decay"]))
-    m = rounded(f4((g - m).astype(f8) * f8(f4(1 - rule["beta1"])) + m))
-    v = rounded(v * f4(rule["beta2"]))
-    v = rounded(f4((g * f4(1 - rule["beta2"])).astype(f8) * g + v))
-    s = rounded(rounded(np.sqrt(v)) / f4((1 - rule["beta2"] ** n) ** 0.5))
-    s = rounded(s + rounded(f4([rule["eps"]])))
-    return rounded(W + f4(-lr / (1 - rule["beta1"] ** n)) * m / s), m, v
-
-
 class Reader:
     """A run."""
 
@@ -86,9 +77,6 @@ class Reader:
         )
         if self.attributes["trajstore_format"] not in (3, 4):
             raise ValueError("this reads formats 3 and 4")
-        # Of each block of W. If another process writes or died, they may differ in the number of
-        # rows from those of other arrays.
-        self.changing: list[dict[str, np.ndarray]] = []
 
     def settings(self, name: str) -> dict[str, Any]:
         """All that decides how bytes become values."""
@@ -128,26 +116,14 @@ class Reader:
         return pieces, rows, content
 
     def decode(self, name: str, piece: bytes) -> np.ndarray:
-        """Native bits of an inner chunk; of kind `computed`, after the first row, corrections."""
+        """Native bits of an inner chunk; of kind `computed`, the first row and differences only."""
         settings = self.settings(name)
         frame, shape = checked(piece), settings["chunk_shape"]
         bits = np.dtype(BITS[settings["native_dtype"]])
         if settings["kind"] in ("predicted", "computed"):
             form, frame = frame[0], frame[1:]
-            if form == 1 and settings["kind"] == "predicted":
+            if form:
                 return self.predicted(settings, frame)
-            if form:  # after the number of skipped steps, the first row and the corrections
-                frame, out = frame[4:], np.zeros(shape, bits)
-                if form == 2:  # before them, hyperparameters
-                    (length,) = struct.unpack("<I", frame[12:16])
-                    numbers = np.frombuffer(blosc.decompress(frame[:length]), "<f8").reshape(6, -1)
-                    self.changing.append(dict(zip(CHANGING, numbers, strict=True)))
-                    frame = frame[length:]
-                (length,) = struct.unpack("<I", frame[12:16])
-                out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
-                if left := frame[length:]:  # not all corrections are 0
-                    out[1:].flat = np.frombuffer(blosc.decompress(left), bits)
-                return out
         size = int(np.prod(shape)) * bits.itemsize
         assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
         axes = list(range(len(shape)))
@@ -173,52 +149,9 @@ class Reader:
         o = (order(rounded(total).view("u4").astype("u8") >> 16) + d).astype("u2")
         return np.where(o & 0x8000, o & 0x7FFF, ~o)
 
-    def computed(self, W: str, m: str, v: str, g: str) -> dict[str, np.ndarray]:
-        """Native bits of the arrays that are computed, of a run of bfloat16 and AdamW."""
-        self.changing.clear()
-        whole = {name: self.bits(name).copy() for name in (W, m, v, g)}
-        rule = self.settings(W)["rule"]
-        clip = self.values("clip_coef")[:, None]
-        if "vectors" in rule:
-            vectors, lr = rule["vectors"], self.values("params_lr")
-            count = self.values("params_count")
-            firsts = [first for first, _, _ in vectors["segments"]]
-            parts = [
-                (slice(first, last), vectors["groups"][group], lr[:, group], count[:, parameter])
-                for (first, group, parameter), last in
-                zip(vectors["segments"], [*firsts[1:], None], strict=True)
-            ]  # fmt: skip
-        else:
-            parts = [(slice(None), rule["optimizer"], self.values("lr"), self.values("step"))]
-        for t in range(self.rows):
-            if t % self.block_rows == 0:
-                continue
-            block, row = divmod(t, self.block_rows)
-            changing = self.changing[block] if self.changing else {}
-            for where, first, lr, count in parts:
-                changed = {n: each[row] for n, each in changing.items() if first.get(n) == each[0]}
-                before = [wide(whole[name][t - 1][where]) for name in (W, m, v)]
-                made = before
-                if np.isfinite(lr[t]) and count[t] == count[t - 1] + 1:
-                    gradient = wide(whole[g][t][where])
-                    if clip[t] != 1 and clip[t] == clip[t]:
-                        gradient = rounded(gradient * clip[t])
-                    made = adamw(first | changed, *before, gradient, lr[t], count[t])
-                for name, values in zip((W, m, v), made, strict=True):
-                    whole[name][t][where] ^= (values.view("u4") >> 16).astype("u2")
-        return {name: whole[name] for name in (W, m, v)}
-
     def values(self, name: str) -> np.ndarray:
         """A whole array, in the stored type."""
-        settings, bits = self.settings(name), None
-        if settings["kind"] == "computed":
-            prefix = "params_" if name.startswith("params") else ""
-            first = "params" if prefix else "W"
-            names = (first, f"{prefix}exp_avg", f"{prefix}exp_avg_sq", f"{prefix}grad")
-            bits = self.computed(*names)[name]
-        else:
-            bits = self.bits(name)
-        native = settings["native_dtype"]
+        native, bits = self.settings(name)["native_dtype"], self.bits(name)
         if native == "bfloat16":
             return wide(bits)
         if native == "float16":
@@ -298,10 +231,17 @@ def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(
     assert len(reader.load("W", 0, 0)[0]) == 6
 
 
-def test_a_reader_by_the_specification_reads_changing_hyperparameters(tmp_path: Path) -> None:
+def test_the_specification_says_where_changing_hyperparameters_are(tmp_path: Path) -> None:
+    """Beside the first row of a block; the rule gives the others, so there are no corrections."""
     reader = Reader(scheduled_run(tmp_path / "run.zarr"))
-    for name in reader.series:
-        np.testing.assert_array_equal(reader.values(name), open_run(reader.path)[name].values)
+    frame = checked(reader.load("W", 0, 0)[0][0])
+    assert frame[:5] == b"\2\0\0\0\0"  # its form, and no skipped steps
+    (length,) = struct.unpack("<I", frame[17:21])
+    numbers = np.frombuffer(blosc.decompress(frame[5 : 5 + length]), "<f8").reshape(6, -1)
+    assert numbers[:4, 0].tolist() == [0.9, 0.999, 1e-8, 0.1]  # those of the rule
+    assert (reader.values("hyperparameters")[1:8] == numbers[[0, 3], 1:].T).all()
+    first = np.frombuffer(blosc.decompress(frame[5 + length :]), "<u2")
+    assert (wide(first) == open_run(reader.path).W.values[0].ravel()).all()
     attributes = reader.attributes
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
 
@@ -312,23 +252,22 @@ def test_an_array_with_more_rows_of_a_block_than_the_others_is_read(
     name: str, tmp_path: Path
 ) -> None:
     """As a process leaves it that died between the replacement of two objects."""
-    path = tmp_path / "run.zarr"
+    whole, path = scheduled_run(tmp_path / "whole.zarr"), tmp_path / "run.zarr"
+    rows = open_run(whole).load()
 
-    def keep(run: RunWriter) -> None:
-        if run.rows == 18:
-            run.commit()
-            shutil.copytree(run.path, path)
+    def go_on(first: int, stop: int) -> None:
+        with RunWriter.resume(path, rows=first) as run:
+            for row in range(first, stop):
+                run.append(row, **{each: rows[each].values[row] for each in rows.data_vars})
+            run.close("interrupted")
 
-    whole = scheduled_run(tmp_path / "whole.zarr", on_row=keep)
+    shutil.copytree(whole, path)
+    go_on(17, 18)
+    assert (path / name / "c.2.0.0").read_bytes() != (whole / name / "c.2.0.0").read_bytes()
     shutil.copy(whole / name / "c.2.0.0", path / name)
-    ds = same_bits(whole, path, 18)
-    for each in RULE_ARRAYS:
-        assert (Reader(path).values(each) == ds[each].values).all(), each
+    same_bits(whole, path, 18)
     assert verify(path).clean
-    more = open_run(whole).isel(step=slice(18, None)).load()
-    with RunWriter.resume(path) as run:
-        for row, step in enumerate(more.step.values.tolist()):
-            run.append(step, **{each: more[each].values[row] for each in more.data_vars})
+    go_on(18, 20)
     assert same_bits(whole, path).sizes["step"] == 20
     assert verify(path).clean
 
@@ -341,7 +280,109 @@ def test_a_reader_by_the_specification_reads_all_earlier_runs(tmp_path: Path) ->
         for name, run in written.items():
             reader = Reader(folder / name)
             for series in reader.series:
+                if reader.settings(series)["kind"] == "computed":
+                    continue
                 values = np.ascontiguousarray(reader.values(series))
                 assert sha256(values.tobytes()).hex() == run["values"][series], (name, series)
             attributes = reader.attributes
             assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
+
+
+SHAPE = (11, 300, 3)
+
+
+def reader(path: Path, name: str = "W") -> StoredArray:
+    array = open_group(path)[name]
+    assert isinstance(array, zarr.Array)
+    found = stored_array(path, name, array)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module", params=["small", "large"])
+def stored(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[StoredArray, np.ndarray]:
+    """An array of several chunks a shard and several shards a block, and its native bits."""
+    path, large = tmp_path_factory.mktemp("stored") / "run.zarr", request.param == "large"
+    bits = divided_run(path, large=large)
+    array = reader(path)
+    assert array.parts == 3
+    assert array.chain.token_first == large
+    assert array.form.grid == ((2, 3, 1) if large else (1, 3, 1))
+    return array, bits
+
+
+def segment(length: int) -> st.SearchStrategy[slice]:
+    """Slices forwards and without gaps, as whoever reads asks for them; also of nothing."""
+    end = st.none() | st.integers(-length, length)
+    return st.builds(slice, end, end)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 3).flatmap(lambda count: st.tuples(*map(segment, SHAPE[:count]))))
+def test_slices_are_what_numpy_would_pick(
+    stored: tuple[StoredArray, np.ndarray], threads: int, key: tuple[slice, ...]
+) -> None:
+    whole, bits = stored
+    array = replace(whole, threads=threads)
+    found, values = array.bits(key), array.values(key)
+    assert found.dtype == bits.dtype
+    assert found.shape == bits[key].shape
+    assert found.tobytes() == bits[key].tobytes()
+    assert values.dtype == np.float32
+    expected = widen(bits, native_type("bfloat16"))
+    assert values.tobytes() == expected[key].tobytes()
+
+
+def test_many_shards_are_opened_side_by_side(stored: tuple[StoredArray, np.ndarray]) -> None:
+    """Two threads wait for a shard each: a slow disk is asked for both at once."""
+    array, bits = stored
+    together = threading.Barrier(2, timeout=30)
+    waited: set[int] = set()
+
+    class Waiting(StoredArray):
+        def opened(self, *arguments: Any) -> Any:
+            if threading.get_ident() not in waited:
+                waited.add(threading.get_ident())
+                together.wait()
+            return super().opened(*arguments)
+
+    waiting = Waiting(
+        path=array.path, name=array.name, shape=array.shape, form=array.form, threads=2
+    )
+    assert waiting.bits(()).tobytes() == bits.tobytes()  # of nine shards
+    assert len(waited) == 2
+
+
+def test_an_array_stored_otherwise_is_left_to_zarr(tmp_path: Path) -> None:
+    keys = {"name": "default", "configuration": {"separator": "."}}
+    chain = plan({"W": "float32"}, tokens=4, hidden=2, block_rows=4).arrays["W"].chain
+    codec = BlockCodec(array="W", chunk_shape=(2, 2), chain=chain, runs=((0, "5a" * 16),))
+    for number, (key, compressors, is_ours) in enumerate(
+        ((keys, None, True), (None, None, False), (keys, "auto", False))
+    ):
+        arguments: Any = {"serializer": codec, "compressors": compressors, "filters": None}
+        array = zarr.create_array(
+            tmp_path / str(number), shape=(4, 4), dtype="float32", chunks=(4, 4),
+            chunk_key_encoding=key, **arguments,
+        )  # fmt: skip
+        assert (block_form(array) is not None) is is_ours
+
+
+def test_a_broken_block_is_named_and_closed(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    array, shard = reader(path), path / "W" / "c.1.0.0"
+    data = shard.read_bytes()
+    array.bits(())
+    before = len(os.listdir("/proc/self/fd"))
+    for broken in (data[:40] + b"x" + data[41:], data[:-50]):
+        shard.write_bytes(broken)
+        for read in (array.bits, array.values):
+            with pytest.raises(FormatError, match=r"^W, block 1.*; the run is damaged$"):
+                read((slice(5, 6),))
+        array.bits((slice(1, 2),))  # the other blocks are as good as before
+    assert len(os.listdir("/proc/self/fd")) == before  # no file stays open

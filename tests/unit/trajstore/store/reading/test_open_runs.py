@@ -40,17 +40,13 @@ def write(path: Path, seed: int = 0, steps: range = range(5), **options: Any) ->
     return path
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
+def test_what_differs_lies_along_run_and_each_run_is_as_it_is_by_itself(tmp_path: Path) -> None:
     other = CONFIG | {"initialization": {"sigma": 1e-4}, "optimizer": {"name": "sgd"}}
-    return [
+    runs = [
         write(tmp_path / "a_seed=2.zarr", 2),
         write(tmp_path / "a_seed=10.zarr", 10, config=other, variables=WIDE),
     ]
-
-
-def test_what_differs_lies_along_run_and_each_run_is_as_it_is_by_itself(runs: list[Path]) -> None:
-    ds = open_runs(runs[0].parent / "*.zarr")
+    ds = open_runs(tmp_path / "*.zarr")
     assert ds.run.values.tolist() == ["a_seed=2", "a_seed=10"], "numbers are in their order"
     assert ds.seed.values.tolist() == [2, 10]
     assert ds.sigma.values.tolist() == [1e-5, 1e-4]
@@ -150,11 +146,7 @@ def test_names_patterns_and_folders(tmp_path: Path) -> None:
 def test_the_matrices_of_a_training_have_one_name(tmp_path: Path) -> None:
     matrices = {"E.weight": "un.E.weight.zarr", "W": "un.W.zarr", "V": "un.copy of V.zarr"}
     for parameter, name in matrices.items():
-        with RunWriter.create(
-            tmp_path / name, token=[0], hidden=1, variables={"W": "float32"},
-            attributes={"recording": {"parameter": parameter}},
-        ):  # fmt: skip
-            pass
+        begin(tmp_path / name, attributes={"recording": {"parameter": parameter}}).close()
     (tmp_path / "un.notes.zarr").mkdir()  # it is no run
     name = tmp_path / "un.zarr"
     assert run_paths(name) == [str(tmp_path / "un.E.weight.zarr"), str(tmp_path / "un.W.zarr")]
@@ -211,44 +203,38 @@ def changed(**sections: dict[str, object]) -> dict[str, object]:
     return {"config": {**ONE["config"], **sections}}
 
 
-def test_a_setting_that_one_run_does_not_have_is_unset() -> None:
-    other = changed(optimizer={"lr": 1e-3, "state_dtype": "float32"})
-    assert differing_settings([ONE, other]) == {"config.optimizer.state_dtype": [None, "float32"]}
-    assert run_labels([ONE, other], ["a", "b"]) == ["state_dtype=unset", "state_dtype=float32"]
+def of_class(name: str, config: dict[str, str], **rates: object) -> dict[str, object]:
+    """A run whose optimizer no configuration describes."""
+    groups = [{"hyperparameters": rates}]
+    return {"config": config, "optimizer": {"class": name, **groups[0], "groups": groups}}
+
+
+def of_name(name: str) -> dict[str, object]:
+    return {"config": {"optimizer": {"name": name}, "schedule": {"name": "linear"}}}
+
+
+MANY = {"config": {"data": dict.fromkeys("abcde", 1)}}
+
+
+@pytest.mark.parametrize(
+    ("runs", "labels"),
+    [
+        ([ONE, changed(optimizer={"lr": 1e-3, "state_dtype": "float32"})],
+         ["state_dtype=unset", "state_dtype=float32"]),
+        ([ONE, ONE], ["a", "a (2)"]),  # never alike
+        ([ONE, MANY], ["a", "a (2)"]),  # too much to be read
+        ([of_class("Adam", {}, lr=lr, eps=1e-8) for lr in (1e-3, 1e-2)], ["lr=0.001", "lr=0.01"]),
+        ([of_class("Adam", {"of": "me"}, lr=1e-3, eps=1e-8, beta1=0.9, beta2=0.9, fused=True),
+          of_class("SGD", {"of": "me"}, lr=1e-2)], ["class=Adam, lr=0.001", "class=SGD, lr=0.01"]),
+        ([of_name("adam"), of_name("sgd")], ["optimizer.name=adam", "optimizer.name=sgd"]),
+    ],
+)  # fmt: skip
+def test_labels_say_what_differs(runs: list[dict[str, Any]], labels: list[str]) -> None:
+    assert run_labels(runs, ["a", "a"]) == labels
+
+
+def test_an_open_setting_is_as_none_and_some_can_be_left_out() -> None:
     null = changed(optimizer={"lr": 1e-3, "state_dtype": None})
-    assert differing_settings([ONE, null]) == {}, (
-        "no setting, or an open one: there is no difference"
-    )
-
-
-def test_labels_are_never_alike() -> None:
+    assert differing_settings([ONE, null]) == {}
     other = changed(training={"seed": 2, "steps": 9})
-    assert run_labels([ONE, ONE], ["a", "a"]) == ["a", "a (2)"]
     assert run_labels([ONE, other], ["a", "b"], without={SEED}) == ["a", "b"]
-    many = {"config": {"data": dict.fromkeys("abcde", 1)}}
-    assert run_labels([ONE, many], ["a", "b"]) == ["a", "b"], "too much to be read"
-
-
-def test_an_optimizer_that_no_configuration_describes_counts() -> None:
-    def run(name: str, config: dict[str, str], **rates: object) -> dict[str, object]:
-        groups = [{"hyperparameters": rates}]
-        return {
-            "config": config,
-            "optimizer": {"class": name, "hyperparameters": rates, "groups": groups},
-        }
-
-    runs = [run("Adam", {}, lr=lr, eps=1e-8) for lr in (1e-3, 1e-2)]
-    assert run_labels(runs, ["a", "b"]) == ["lr=0.001", "lr=0.01"]
-    runs = [
-        run("Adam", {"of": "me"}, lr=1e-3, eps=1e-8, beta1=0.9, beta2=0.9, fused=True),
-        run("SGD", {"of": "me"}, lr=1e-2),
-    ]
-    assert run_labels(runs, ["a", "b"]) == ["class=Adam, lr=0.001", "class=SGD, lr=0.01"]
-
-
-def test_two_settings_of_one_name_have_their_sections() -> None:
-    runs = [
-        {"config": {"optimizer": {"name": name}, "schedule": {"name": "linear"}}}
-        for name in ("adam", "sgd")
-    ]
-    assert run_labels(runs, ["a", "b"]) == ["optimizer.name=adam", "optimizer.name=sgd"]

@@ -5,14 +5,11 @@ import fcntl
 import itertools
 import json
 import os
-import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,6 @@ from disk import stand_in
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
 from trajstore.store.writing.create import check_file_target, check_target
-
-HOLDER = """
-import sys, pathlib
-from trajstore.store.storage.lock import RunLock
-lock = RunLock.acquire(pathlib.Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -44,17 +33,24 @@ def left(run: Path) -> Path:
 
 
 @contextmanager
-def held_by_another(run: Path) -> Iterator[int]:
-    """Let another process hold the lock, and kill it."""
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, run], **pipes)
+def forked(run: Path, *, locks: bool) -> Iterator[int]:
+    """Let another process, which may hold the lock, run until it is killed."""
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with RunLock.acquire(run) if locks else nullcontext():
+                os.write(here, b"!")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(here)
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        yield holder.pid
+        assert os.read(there, 1) == b"!"
+        yield child
     finally:
-        holder.kill()
-        holder.communicate()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
@@ -70,7 +66,7 @@ def test_another_process_holds_it_until_it_is_killed(run: Path, left: Path) -> N
     run.mkdir()
     with RunLock.acquire(run), pytest.raises(RunExists):  # of this process: see acquire
         check_target(run)
-    with held_by_another(run) as process:
+    with forked(run, locks=True) as process:
         for overwrite in (False, True):
             with pytest.raises(RunLocked, match=f"process {process} on"):
                 check_target(run, overwrite=overwrite)
@@ -81,21 +77,37 @@ def test_another_process_holds_it_until_it_is_killed(run: Path, left: Path) -> N
     assert not left.exists()
 
 
-def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = f"cannot write to the folder {run.parent}, which is read-only"
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EROFS, "is read-only"),
+        (errno.EACCES, "is read-only"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
     real = os.open
 
     def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
         if flags & os.O_RDWR and run.parent in (Path(path), Path(path).parent):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            raise OSError(number, os.strerror(number), str(path))
         return real(path, flags, *more, **options)
 
     stand_in(monkeypatch, open=refuse)  # root may write despite the permissions
-    for check in (check_target, check_file_target, RunLock.acquire):
-        with pytest.raises(InvalidArgument, match=expected):
-            check(run)
-    with pytest.raises(InvalidArgument, match=expected):
-        check_target(run.parent / "missing" / run.name)
+    missing = run.parent / "missing" / run.name
+    for check, place in (
+        (check_target, run), (check_file_target, run), (RunLock.acquire, run),
+        (check_target, missing),
+    ):  # fmt: skip
+        with pytest.raises(
+            InvalidArgument, match=f"the folder {run.parent}.*{reason}; choose another"
+        ):
+            check(place)
+
+
+def test_a_place_that_is_no_path_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="is not a folder"):
         check_target(Path(__file__) / "run.zarr")
     with pytest.raises(InvalidArgument, match="expected a path such as"):
@@ -129,24 +141,15 @@ def test_a_release_keeps_the_lock_of_another(run: Path, by_hand: bool) -> None:
             RunLock.acquire(run)
 
 
-def test_a_lock_that_cannot_be_written_is_not_kept(run: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            RunLock.acquire(run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(run.parent.iterdir())
-    RunLock.acquire(run).release()
-
-
-def test_a_lock_that_cannot_be_read_is_not_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["pwrite", "pread"])
+def test_a_lock_that_cannot_be_written_or_read_is_not_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     def broken(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        stand_in(patch, pread=broken)
+        stand_in(patch, **{call: broken})
         with pytest.raises(OSError, match="Input/output"):
             RunLock.acquire(run)
     assert not list(run.parent.iterdir())
@@ -155,20 +158,10 @@ def test_a_lock_that_cannot_be_read_is_not_kept(run: Path, monkeypatch: pytest.M
 
 def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
     lock = RunLock.acquire(run)
-    there, here = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(here, b"!")
-        signal.pause()
-        os._exit(0)
-    os.read(there, 1)
-    os.close(lock._descriptor or -1)  # what the system does when the parent is killed
-    try:
+    with forked(run, locks=False):
+        os.close(lock._descriptor or -1)  # what the system does when the parent is killed
         RunLock.acquire(run).release()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        lock._descriptor = None
+    lock._descriptor = None
 
 
 def test_whether_somebody_writes_is_reported_and_changes_nothing(run: Path, left: Path) -> None:
@@ -187,31 +180,23 @@ def test_whether_somebody_writes_is_reported_and_changes_nothing(run: Path, left
     assert json.loads(left.read_text())["host"] == "elsewhere"
 
 
-def look_at(left: Path) -> int:
-    """Hold a lock as `is_written_to` does for its check."""
-    left.write_text("{}")
-    looking = os.open(left, os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    return looking
-
-
 def test_a_look_at_the_lock_delays_a_writer_and_a_lasting_one_is_reported(
     run: Path, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looking, waits = look_at(left), itertools.count(1)
+    left.write_text("{}")
+    looking, waits = os.open(left, os.O_RDONLY), itertools.count(1)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as `is_written_to` does for its check
 
     def wait(_: float) -> None:
         if next(waits) == 30:  # it was put to sleep while it looked
             os.close(looking)
 
     monkeypatch.setattr(time, "sleep", wait)
+    with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
+        RunLock.acquire(run, checks=4)
     with RunLock.acquire(run):
         assert is_written_to(run) is True
     assert next(waits) == 31
-    looking = look_at(left)
-    with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
-        RunLock.acquire(run, checks=4)
-    os.close(looking)
 
 
 def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(

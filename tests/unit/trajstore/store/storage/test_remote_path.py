@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import zarr
-from object_stores import faulty, s3_server, serving, to_s3
+from object_stores import Answers, faulty, s3_server, serving, to_s3
 
 from trajstore import RunWriter, open_run
 from trajstore.errors import ObjectStoreError, RunLocked
@@ -28,8 +26,6 @@ from trajstore.store.storage.remote_path import (
     location,
 )
 
-pytest.importorskip("obstore")
-
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> RemotePath:
@@ -41,23 +37,14 @@ def place(request: pytest.FixtureRequest) -> RemotePath:
 def test_parts_of_an_address() -> None:
     path = location("s3://bucket/a/b.zarr")
     assert str(path) == "s3://bucket/a/b.zarr"
-    assert (path.name, str(path.parent), str(path.with_name(".b"))) == (
-        "b.zarr",
-        "s3://bucket/a",
-        "s3://bucket/a/.b",
-    )
-    assert str(path / "W/c.0" / "x") == "s3://bucket/a/b.zarr/W/c.0/x"
+    parts = path.parent, path.with_name(".b"), path / "W/c.0" / "x"
+    told = ["s3://bucket/a", "s3://bucket/a/.b", "s3://bucket/a/b.zarr/W/c.0/x"]
+    assert (path.name, [*map(str, parts)]) == ("b.zarr", told)
     assert location(path) is path
     assert location("a/b") == Path("a/b")
     assert location("~/a.zarr") == location(Path("~/a.zarr")) == Path.home() / "a.zarr"
-
-
-def test_an_address_is_no_path() -> None:
-    """A `Path` of one would be a folder ``s3:``."""
-    with pytest.raises(TypeError):
-        Path(location("s3://bucket/run.zarr"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        os.fspath(location("s3://bucket/run.zarr"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):  # it would be a folder ``s3:``
+        os.fspath(path)  # type: ignore[arg-type]
 
 
 def test_objects_are_written_read_and_listed(place: RemotePath) -> None:
@@ -116,38 +103,23 @@ def test_a_conditional_write_whose_answer_was_lost_succeeds(
         assert place.end_and_facts(5)[0] == b""
 
 
-class _NoSuffix(BaseHTTPRequestHandler):
-    """Knows no end of a file, and has another file after each of the first requests."""
-
-    replaced = 1
-    requests: ClassVar[list[str]] = []
-    data = b"0123456789"
-
-    def do_GET(self) -> None:
-        self.requests.append(self.command)
-        tag = f'"{min(len(self.requests), 2 * self.replaced + 1)}"'
-        asked = self.headers.get("Range", "")
-        part = self.data[7:] if asked.startswith("bytes=7-") else self.data
-        status = 206 if part != self.data else 200
-        if self.headers.get("If-Match", tag) != tag:
-            part, status = b"", 412
-        self.send_response_only(status)
-        self.send_header("Content-Length", str(len(part)))
-        self.send_header("Content-Range", "bytes 7-9/10")
-        self.send_header("ETag", tag)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(part)
-
-    do_HEAD = do_GET  # noqa: N815
-
-
 @pytest.mark.parametrize("replaced", [0, 1, 9])
 def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
-    class Handler(_NoSuffix):
-        requests: ClassVar[list[str]] = []
+    """By a server that knows no end of a file; another file is there after each two requests."""
+    requests: list[str] = []
 
-    Handler.replaced = replaced
+    class Handler(Answers):
+        def do_GET(self) -> None:
+            requests.append(self.command)
+            tag = f'"{min(len(requests), 2 * replaced + 1)}"'
+            is_part = self.headers.get("Range", "").startswith("bytes=7-")
+            is_same = self.headers.get("If-Match", tag) == tag
+            data = (b"789" if is_part else b"0123456789") if is_same else b""
+            headers = {"Content-Range": "bytes 7-9/10", "ETag": tag}
+            self.answer((206 if is_part else 200) if is_same else 412, headers, data)
+
+        do_HEAD = do_GET  # noqa: N815
+
     with serving(Handler) as address:
         place = location(f"{address}/object")
         assert isinstance(place, RemotePath)
@@ -157,7 +129,7 @@ def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
         else:
             assert place.end_and_facts(3)[0] == b"789"
     again = ["HEAD", "GET"] if replaced else []
-    assert Handler.requests == ["GET", "HEAD", "GET", *again]
+    assert requests == ["GET", "HEAD", "GET", *again]
 
 
 @pytest.mark.parametrize(("cut", "whole"), [(1, True), (2, False)])
@@ -165,18 +137,16 @@ def test_a_metadata_that_changes_under_way_is_read_again_once(cut: int, whole: b
     """An answer that is cut is gone on with; if that is another object's, it is begun again."""
     requests: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answers):
         def do_GET(self) -> None:
             asked = self.headers.get("Range")
             requests.append(asked or "whole")
-            is_cut = not asked and requests.count("whole") <= cut
-            self.send_response_only(206 if asked else 200)
-            self.send_header("ETag", f'"{len(requests)}"')
-            self.send_header("Content-Length", "6" if asked else "10")
+            headers = {"ETag": f'"{len(requests)}"'}
             if asked:
-                self.send_header("Content-Range", "bytes 4-9/10")
-            self.end_headers()
-            self.wfile.write(b"0123" if is_cut else b"0123456789"[4 if asked else 0 :])
+                self.answer(206, headers | {"Content-Range": "bytes 4-9/10"}, b"456789")
+                return
+            self.close_connection = is_cut = requests.count("whole") <= cut
+            self.answer(200, headers, b"0123" if is_cut else b"0123456789", 10)
 
     with serving(Handler) as address:
         place = location(f"{address}/zarr.json")
@@ -245,43 +215,29 @@ def test_a_lock_is_renewed(place: RemotePath) -> None:
     assert not lock.exists()
 
 
-@pytest.fixture
-def two_writers(place: RemotePath) -> Iterator[tuple[RunWriter, RunWriter]]:
-    """A writer that was suspended after a row, and the one that took over its lock."""
+@pytest.mark.parametrize("writes_late", [False, True])
+def test_a_writer_that_was_suspended_until_its_lock_was_taken_over_changes_nothing(
+    place: RemotePath, writes_late: bool
+) -> None:
+    """It uploads nothing; an upload that arrives later is replaced."""
     options: Any = {"variables": {"W": "float32"}, "block_rows": 1, "commit_every": None}
     first = RunWriter.create(place, token=[0, 1], hidden=2, **options)
     first.append(0, W=np.ones((2, 2), "f4"))
     while first.committed_rows < 1:
         pass
     RemoteLock.acquire(place, dead_after=timedelta(seconds=-1)).release()
-    second = RunWriter.resume(place)
-    yield first, second
-    second.close()
-    assert open_run(place).W[1, 0, 0] == 2
-    assert open_run(place).attrs["status"] == "complete"
+    with RunWriter.resume(place) as second:
+        if writes_late:
+            (place / "W/c.1.0.0").write_bytes(b"from the suspended writer")
+        before = place.below()
+        with pytest.raises(RunLocked, match="took over its lock"):  # noqa: PT012
+            for step in range(1, 100):
+                first.append(step, W=np.full((2, 2), 3, "f4"))
+            first.close()
+        assert place.below() == before
+        second.append(1, W=np.full((2, 2), 2, "f4"))
+    ds = open_run(place)
+    assert ds.W[:, 0, 0].values.tolist() == [1, 2]
+    assert ds.attrs["status"] == "complete"
     with pytest.raises(RunLocked, match="took over its lock"):
         first.close()
-
-
-def test_a_writer_without_its_lock_uploads_nothing(
-    place: RemotePath, two_writers: tuple[RunWriter, RunWriter]
-) -> None:
-    first, second = two_writers
-    before = place.below()
-    with pytest.raises(RunLocked, match="took over its lock"):
-        late(first, np.full((2, 2), 3, "f4"))
-    assert place.below() == before
-    second.append(1, W=np.full((2, 2), 2, "f4"))
-
-
-def test_an_upload_that_arrives_after_the_lock_was_taken_over_is_replaced(
-    place: RemotePath, two_writers: tuple[RunWriter, RunWriter]
-) -> None:
-    (place / "W/c.1.0.0").write_bytes(b"from the suspended writer")
-    two_writers[1].append(1, W=np.full((2, 2), 2, "f4"))
-
-
-def late(run: RunWriter, value: Any) -> None:
-    for step in range(1, 100):
-        run.append(step, W=value)
-    run.close()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from disk import moves
+from disk import failing_moves
 
 from trajstore import RunWriter, open_run
 from trajstore.errors import InvalidArgument, RecordingError, RunExists
@@ -96,32 +96,24 @@ def test_several_processes_cannot_write_the_encoding_compact() -> None:
 Result = TypeVar("Result")
 
 
-class Meeting:
-    """Where so many threads exchange what they say."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._said: list[Any] = [None] * count
-        self._barrier = threading.Barrier(count, timeout=20)
-
-    def share(self, number: int) -> TokenShare:
-        """That of one of them."""
-
-        def exchange(value: Any) -> list[Any]:
-            self._said[number] = value
-            self._barrier.wait()
-            said = list(self._said)
-            self._barrier.wait()
-            return said
-
-        return TokenShare(number=number, count=self.count, exchange=exchange)
-
-
 def all_together(count: int, work: Callable[[TokenShare], Result]) -> list[Result | BaseException]:
     """What so many threads return that do the same with their shares, or what they raise."""
-    meeting = Meeting(count)
+    said: list[Any] = [None] * count
+    barrier = threading.Barrier(count, timeout=20)
+
+    def exchange(number: int, value: Any) -> list[Any]:
+        said[number] = value
+        barrier.wait()
+        found = list(said)
+        barrier.wait()
+        return found
+
     with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(work, meeting.share(number)) for number in range(count)]
+        shares = [
+            TokenShare(number=number, count=count, exchange=partial(exchange, number))
+            for number in range(count)
+        ]
+        futures = [pool.submit(work, share) for share in shares]
     return [future.exception() or future.result() for future in futures]
 
 
@@ -217,14 +209,8 @@ def test_the_run_of_several_is_the_run_of_one(tmp_path: Path, count: int, tokens
 def test_all_processes_stop_when_one_cannot_write(
     tmp_path: Path, place: str, failing: int, rows: int | None
 ) -> None:
-    path, move = tmp_path / "run.zarr", os.replace
-
-    def replace(source: Any, target: Any) -> None:
-        if Path(target) == path / place:
-            raise OSError(28, "No space left on device")
-        move(source, target)
-
-    with moves(replace):
+    path = tmp_path / "run.zarr"
+    with failing_moves(lambda target: target == path / place):
         ended = all_together(2, lambda share: record(path, share, 5 * BLOCK))
     failed, told = ended[failing], ended[1 - failing]
     assert isinstance(failed, OSError)

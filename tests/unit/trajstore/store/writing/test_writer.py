@@ -6,8 +6,11 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import os
 import shutil
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,10 @@ import zarr
 from bits_and_calls import nightly_but, random_bits
 from crashing import BLOCK, HIDDEN, TOKENS, TYPES, check, create, extend, recorded, row
 from damage import contents
-from disk import Disk, held_moves, moves, objects_of
+from disk import Disk, failing_moves, held_moves, objects_of
 
 import trajstore
-from trajstore import RunWriter, analysis, open_run, repair, verify
+from trajstore import RunWriter, analysis, open_run, repair, strict_json, verify
 from trajstore.errors import (
     FormatError,
     InvalidArgument,
@@ -32,6 +35,7 @@ from trajstore.errors import (
 )
 from trajstore.exchange.export_run import branch_run
 from trajstore.schema import FORMAT
+from trajstore.store.storage.remote_path import location
 
 
 def test_every_variable_comes_back_bit_for_bit(small_run: tuple[Path, Any]) -> None:
@@ -105,6 +109,9 @@ def test_values_along_examples_come_back_bit_for_bit(of_examples: Stored, tmp_pa
     assert verify(path).clean
     trajstore.export(path, tmp_path / "part.zarr", format="run", steps="2:9", block_rows=3)
     agree(of_examples, tmp_path / "part.zarr", slice(2, 9))
+    file = trajstore.export(path, tmp_path / "run.safetensors")
+    trajstore.import_file(file, tmp_path / "again.zarr")
+    agree(of_examples, tmp_path / "again.zarr")
     types = {name: native for name, (native, _) in EXAMPLES.items()} | {"W": "float32"}
     branch_run(path, branch, 7, types=types, attributes={}, memory="1GiB")
     agree(of_examples, branch, slice(0, 7))
@@ -113,20 +120,14 @@ def test_values_along_examples_come_back_bit_for_bit(of_examples: Stored, tmp_pa
     agree(of_examples, branch, slice(0, 4))
 
 
-@pytest.mark.parametrize("form", ["safetensors", "hdf5"])
-def test_files_of_whole_runs_hold_them(of_examples: Stored, tmp_path: Path, form: str) -> None:
-    if form == "hdf5":
-        pytest.importorskip("h5py")
-    file = trajstore.export(of_examples[0], tmp_path / "file", format=form)
-    trajstore.import_file(file, tmp_path / "again.zarr")
-    agree(of_examples, tmp_path / "again.zarr")
-
-
-def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(
+def test_a_file_that_says_no_more_than_a_name_is_not_taken_for_them(
     of_examples: Stored, tmp_path: Path
 ) -> None:
-    h5py = pytest.importorskip("h5py")
+    import h5py
+
     file = trajstore.export(of_examples[0], tmp_path / "run.h5", format="hdf5")
+    trajstore.import_file(file, tmp_path / "whole.zarr")
+    agree(of_examples, tmp_path / "whole.zarr")
     with h5py.File(file, "a") as opened:
         del opened["trajstore_json"]  # now it is a file of any program
     done = trajstore.import_file(file, tmp_path / "again.zarr")
@@ -221,7 +222,7 @@ def test_tokens_that_occur_0_times_are_dead_unless_told_otherwise(tmp_path: Path
     counts = np.arange(TOKENS) % 3
     create(tmp_path / "a", token_count=counts).close()
     create(tmp_path / "b", token_count=counts, is_dead=counts > 2).close()
-    create(tmp_path / "c").close()
+    create(tmp_path / "c", commit_every=1e300).close()
     assert open_run(tmp_path / "a").is_dead.values.tolist() == (counts == 0).tolist()
     assert not open_run(tmp_path / "b").is_dead.any()
     assert "is_dead" not in open_run(tmp_path / "c")
@@ -246,6 +247,8 @@ OVER: dict[str, Any] = {"overwrite": True}
         ("new", {"token": [0.5, 1.5]}, InvalidArgument, "got 0.5 at position 0"),
         ("new", {"is_dead": [True]}, InvalidArgument, "is_dead: got 1 values"),
         ("new", {"commit_every": 0}, InvalidArgument, "commit_every: got 0"),
+        ("new", {"commit_every": math.nan}, InvalidArgument, "commit_every: got nan"),
+        ("new", {"commit_every": math.inf}, InvalidArgument, "commit_every: got inf"),
         ("new", {"memory": "1KiB", "block_rows": None}, InvalidArgument, "at least"),
     ],
 )
@@ -328,14 +331,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     tmp_path: Path, rows: int, moved: int
 ) -> None:
     path = recorded(tmp_path / "run.zarr", 6, config={"steps": 14})
-    move, left = os.replace, iter(range(moved))
-
-    def replace(source: Any, target: Any) -> None:
-        if next(left, None) is None:
-            raise Death
-        move(source, target)
-
-    with moves(replace), contextlib.suppress(Death):
+    with failing_moves(moved, Death()), contextlib.suppress(Death):
         RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
     checked = verify(path)
     assert checked.clean, checked.problems
@@ -444,3 +440,87 @@ def _kind(path: Path) -> str:
     if path.is_dir():
         return "arrays" if in_run else "run"
     return "shards"
+
+
+# A folder that goes away while it is written to or read; and a clock that goes back.
+
+
+def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "mounted"
+    run = create(folder / "run.zarr")
+    extend(run, 5)
+    folder.rename(tmp_path / "elsewhere")  # deleting it would race with the writer's files
+    with pytest.raises(OSError, match="was moved, removed or replaced") as failure:  # noqa: PT012
+        extend(run, 45)
+        run.close()
+    assert str(folder) in str(failure.value)
+    assert not folder.exists()
+
+
+def test_a_writer_leaves_another_run_at_its_path_alone(tmp_path: Path) -> None:
+    path = tmp_path / "experiment" / "run.zarr"
+    run = create(path)
+    extend(run, 3)
+    path.parent.rename(tmp_path / "experiment-1")
+    recorded(path, 2)
+    with pytest.raises(RunNotFound, match="was moved, removed or replaced"):
+        run.close()
+    assert verify(path).clean
+    assert open_run(path).sizes["step"] == 2
+
+
+# Removed; or replaced by one with fewer blocks, in smaller shards, or alike.
+@pytest.mark.parametrize("rows", [None, 0, 2, 10])
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_is_read_of_a_run_that_has_gone_or_was_replaced_says_so(
+    rows: int | None, remote: bool, tmp_path: Path
+) -> None:
+    """Of arrays without and with zarr."""
+    path: Any = location(f"memory://vanished/{rows}/run.zarr") if remote else tmp_path / "run.zarr"
+    recorded(path, 10)
+    opens = [open_run, partial(open_run, chunks=None), *([] if remote else [xr.open_zarr])]
+    before = [opened(path) for opened in opens]
+    if rows is not None:
+        recorded(path, rows, overwrite=True, block_rows=2 if rows == 2 else 4)
+    elif remote:
+        path.remove_below()
+    else:
+        shutil.rmtree(path)
+    for ds, name in itertools.product(before, ("W", "loss")):
+        with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or replaced since"):
+            ds[name].compute()
+    if rows is not None:
+        assert {opened(path).loss.compute().size for opened in opens} == {rows}
+
+
+@pytest.mark.parametrize("look", [verify, repair])
+def test_a_vanished_run_is_not_reported_as_damaged(look: Any, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 10)
+
+    def go(*progress: int) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    with pytest.raises(RunNotFound, match="disappeared during the check"):
+        look(path, threads=1, on_progress=go)
+    assert not path.exists()
+
+
+def test_a_clock_that_goes_back_hours_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        hour = 0
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            cls.hour += 1
+            return datetime(2030, 1, 1, tzinfo=UTC) - timedelta(hours=5 * cls.hour)
+
+    monkeypatch.setattr(strict_json, "datetime", Clock)
+    path = recorded(tmp_path / "run.zarr", 6, commit_every=0.001)
+    with RunWriter.resume(path, rows=6) as run:
+        extend(run, 10)
+    assert Clock.hour > 2
+    assert open_run(path).sizes["step"] == 10
+    assert verify(path).clean
+    assert repair(path, dry_run=True).actions == ()
