@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
+import cloudpickle
 import dask
 import numpy as np
 import pytest
@@ -84,6 +86,7 @@ def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, al
         for found in arrays_of(results).values()
         for array in found.values()
     ), "lazy"
+    results = pickle.loads(cloudpickle.dumps(results))  # as a cluster does
     (results,) = dask.compute(results, scheduler="sync")
     for name, found in arrays_of(results).items():
         assert list(found) == list(alone[name])
@@ -153,16 +156,6 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
             check_with_every_step(together[key], array)
 
 
-def test_a_lattice_without_a_quantity_is_refused(run):
-    for names, words, message in (
-        (["speed"], (), r"lattice='float16' for speed.*freeze_cause"),
-        (["speed", "grad_norms"], (), "lattice='float16' for speed"),
-        (["freeze"], ["lattice=float32"], "lattice twice, 'float16' and 'float32'"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            compute_named(run, names, words, lattice="float16")
-
-
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
     names = ["regimes", "freeze", "discontinuities", "speed"]
     first = analysis.compute(run, names).isel(step=0).compute()
@@ -226,34 +219,33 @@ def test_a_subset_reads_only_itself(run):
     assert {block for _, block in reads} == {(0, 0, 0), (4, 0, 0)}
 
 
-@pytest.mark.nightly
-def test_on_a_cluster(run):
-    distributed = pytest.importorskip("distributed")
-    names = [name for name in QUANTITIES if name != "acceleration"]
-    run = run.isel(step=slice(7))
-    expected = analysis.compute(run, names).compute()
-    with (
-        distributed.LocalCluster(
-            n_workers=1, threads_per_worker=2, processes=False, dashboard_address="127.0.0.1:0"
-        ) as cluster,
-        distributed.Client(cluster),
-    ):
-        got = analysis.compute(run.chunk(step=4, token=6), names).compute()
-    xr.testing.assert_identical(got, expected)
-
-
-def test_names_are_checked(run):
-    for names, message in (
-        (["freeze", "entropy"], "'entropy'.*grad_norms"),
-        ([], "no names"),
-        (3, "expected names of quantities"),
-        ([["freeze"]], "expected names of quantities"),
-        (["nearest_tokens"], "requires its own options"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            analysis.compute(run, names)
-    with pytest.raises(InvalidArgument, match="within without steps"):
-        compute_named(run, ["freeze"], within=True)
+@pytest.mark.parametrize(
+    ("names", "words", "options", "message"),
+    [
+        (["freeze", "entropy"], [], {}, "'entropy'.*grad_norms"),
+        ([], [], {}, "no names"),
+        ([["freeze"], "speed"], [], {}, "expected names of quantities"),
+        (["nearest_tokens", "speed"], [], {}, "requires its own options"),
+        (["explain_gradient"], ["step=1"], {}, "requires token"),
+        (["freeze"], [], {"within": True}, "within without steps"),
+        (["speed"], [], {"lattice": "float16"}, r"lattice='float16' for speed.*freeze_cause"),
+        (["speed", "grad_norms"], [], {"lattice": "float16"}, "lattice='float16' for speed"),
+        (["freeze"], ["lattice=float32"], {"lattice": "float16"}, "twice, 'float16' and 'float32'"),
+        (["clusters"], ["ranks=abc"], {}, "'ranks=abc', expected whole numbers"),
+        (["clusters"], ["population=dead,live"], {}, r"got population=\('dead', 'live'\), exp"),
+        (
+            ["adam_update"],
+            ["optimizer=adam"],
+            {},
+            "optimizer='adam', expected a mapping of strings",
+        ),
+        (["lifecycle", "lr", "grad_norms", "W"], [], {}, "got lifecycle, grad_norms, W without a"),
+        (["lr"], [], {"by_population": True}, "options or populations with lr"),
+    ],
+)
+def test_wrong_names_and_words_are_refused(names, words, options, message, run):
+    with pytest.raises(InvalidArgument, match=message):
+        compute_named(run, names, words, **options)
 
 
 def test_recorded_variables_make_a_table_of_steps(run):
@@ -267,10 +259,6 @@ def test_recorded_variables_make_a_table_of_steps(run):
     assert {*names} <= {*table.to_dataframe()}
     assert list(compute_named(ds, ["loss"])) == ["loss"]
     assert "token" in analysis.compute(ds.assign(speed=ds.loss), ["speed", "distinct"]).dims
-    with pytest.raises(InvalidArgument, match="got lifecycle, grad_norms, W without a value"):
-        analysis.compute(ds, ["lifecycle", "loss", "grad_norms", "W", "distinct"])
-    with pytest.raises(InvalidArgument, match="options or populations with loss"):
-        compute_named(ds, ["loss"], by_population=True)
     with pytest.raises(VariableNotRecorded, match="loss"):
         analysis.compute(run, ["loss", "freeze"])
 
@@ -356,7 +344,8 @@ def test_a_run_without_rows_has_empty_results_or_a_sentence(name, run_without_ro
 
 @pytest.fixture(scope="module")
 def token_run(make_run, walk):
-    return make_run(walk(5, 4, 3), is_dead=[True, False, False, True])
+    bits = walk(5, 4, 3)
+    return make_run(bits, grad=bits.copy(), is_dead=[True, False, False, True])
 
 
 OPTIONS = [
@@ -366,11 +355,20 @@ OPTIONS = [
 
 WRONG_VALUES = [
     ("adjacency", "k", 0),
+    ("adjacency", "k", 1.5),
+    ("alignment", "other", "sun"),
+    ("alignment", "quantiles", [2]),
+    ("autocorrelation", "lags", 0),
+    ("autocorrelation", "lags", []),
+    ("autocorrelation", "lags", [1, -2]),
     ("autocorrelation", "of", "speed"),
     ("clusters", "ranks", 0),
+    ("crossings", "levels", [np.nan]),
     ("crossings", "of", "share"),
+    ("crossings", "quantity", "sun"),
     ("discontinuities", "threshold", 0),
     ("discontinuities", "window", 1),
+    ("displacement", "since", "yesterday"),
     ("explain_gradient", "denominator", 0),
     ("explain_gradient", "precision", "int8"),
     ("explain_gradient", "targets", "none"),
@@ -384,11 +382,17 @@ WRONG_VALUES = [
     ("nearest_tokens", "k", 0),
     ("nearest_tokens", "k", 10**9),
     ("nearest_tokens", "tokens", 77),
+    ("path_efficiency", "window", 0),
+    ("path_efficiency", "window", 5),
+    ("pca", "basis", "first"),
+    ("pca", "components", 4),
     ("pca", "first", "grad"),
+    ("projection", "axes", "centre"),
     ("radial_tangential", "about", "sun"),
     ("separation", "of", "speed"),
     ("sky", "axis", "sun"),
     ("sky", "of", "delta"),
+    ("ulp", "direction", "down"),
 ]
 
 
@@ -406,30 +410,46 @@ def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, valu
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "variable"),
+    ("name", "options", "part", "message"),
     [
+        ("alignment", {"other": "delta", "of": "delta"}, {}, "two different vectors"),
+        ("autocorrelation", {}, {"step": [0, 1, 3]}, "evenly spaced rows, got spacings of 1, 2 s"),
+        ("autocorrelation", {"lags": [1, 4]}, {}, "expected at most 3, "),
+        ("autocorrelation", {"lags": 5, "of": "position"}, {}, "expected at most 4, "),
+        ("crossings", {"quantity": "freeze"}, {}, r"freeze\.frozen_fraction"),
+        ("crossings", {"quantity": "freeze.sun"}, {}, r"freeze\.unchanged_fraction"),
+        ("crossings", {"quantity": "displacement.sun"}, {}, "expected displacement$"),
+        ("crossings", {"quantity": "lifecycle.last_jump"}, {}, "expected lifecycle$"),
+        ("crossings", {"quantity": xr.DataArray([1.0], dims="token")}, {}, "along step"),
+        ("displacement", {"since": 24}, {}, "step 24"),
+        ("displacement", {}, {"step": [0, 2, 1]}, "do not increase"),
+        ("grad_norms", {"ord": 3}, {}, "order 3"),
+        ("heatmap", {}, {"step": [0]}, "at least 2 rows"),
+        ("pca", {"basis": 99}, {}, "step 99"),
+        ("projection", {"axes": [1, 2]}, {}, r"shape \(2,\)"),
+        ("projection", {"axes": xr.DataArray([1.0, 2], dims="hidden")}, {}, "hidden=3"),
+        ("regimes", {"jump": 9, "far": 5}, {}, "neighbor=1, jump=9 and far=5, expected positive"),
+        ("sky", {}, {"hidden": [0, 1]}, "at least 3 dimensions, got 2"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(name, options, part, message, token_run):
+    with pytest.raises(TrajstoreError, match=message):
+        getattr(analysis, name)(token_run.isel(part), **options)
+
+
+def test_a_variable_that_an_option_requires_is_named(token_run):
+    ds = token_run.drop_vars(["grad", "is_dead"])
+    for name, options, variable in (
         ("grad_norms", {}, "grad"),
         ("alignment", {"other": "grad"}, "grad"),
         ("alignment", {"other": "hidden_mean"}, "hidden_mean"),
         ("projection", {"axes": "hidden_mean"}, "hidden_mean"),
-        ("pca", {"components": 1, "first": "hidden_mean"}, "hidden_mean"),
+        ("pca", {"first": "hidden_mean"}, "hidden_mean"),
+        ("pca", {"population": "dead"}, "is_dead"),
         ("sky", {"axis": "hidden_mean"}, "hidden_mean"),
-    ],
-)
-def test_a_variable_that_an_option_requires_is_named(name, options, variable, token_run):
-    with pytest.raises(VariableNotRecorded, match=variable):
-        getattr(analysis, name)(token_run, **options)
-
-
-def test_from_the_accessor_and_as_text(token_run):
-    with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
-        token_run.traj.clusters("dead", ranks="a")
-    with pytest.raises(InvalidArgument, match="optimizer='adam', expected a mapping of strings"):
-        compute_named(token_run, ["adam_update"], ["optimizer=adam"])
-    with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
-        compute_named(token_run, ["clusters"], ["population=dead,live"])
-    with pytest.raises(InvalidArgument, match=r"got k=1.5, expected a whole number"):
-        token_run.traj.adjacency(k=1.5)
+    ):
+        with pytest.raises(VariableNotRecorded, match=variable):
+            getattr(analysis, name)(ds, **options)
 
 
 def test_quantities_refuse_other_objects_than_datasets(token_run):
@@ -437,6 +457,8 @@ def test_quantities_refuse_other_objects_than_datasets(token_run):
         for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
             with pytest.raises(InvalidArgument, match="Dataset"):
                 quantity(given)
+    with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
+        token_run.traj.clusters("dead", ranks="a")
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)

@@ -168,23 +168,6 @@ def test_curves_of_a_run(make_run, walk) -> None:
     assert again.first_crossing.values.tolist() == [6, 10]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"quantity": "sun"}, "got quantity='sun'"),
-        ({"quantity": "freeze"}, r"freeze\.frozen_fraction"),
-        ({"quantity": "freeze.sun"}, r"freeze\.unchanged_fraction"),
-        ({"quantity": "displacement.sun"}, "expected displacement$"),
-        ({"quantity": "lifecycle.last_jump"}, "expected lifecycle$"),
-        ({"quantity": xr.DataArray([1.0], dims="token")}, "along step"),
-        ({"levels": [np.nan]}, "levels="),
-    ],
-)
-def test_a_wrong_quantity_or_level_is_refused(options, message, make_run, walk) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        analysis.crossings(make_run(walk(4, 3, 2)), **options)
-
-
 ROWS = 200
 
 

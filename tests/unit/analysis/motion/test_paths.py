@@ -333,36 +333,6 @@ def test_invalid_vectors(of, population, error, message, clustered):
         analysis.vectors(clustered.drop_vars("hidden_mean"), of, population)
 
 
-EVEN = slice(3)
-
-
-@pytest.mark.parametrize(
-    ("quantity", "options", "rows", "message"),
-    [
-        (analysis.path_efficiency, {"window": 0}, EVEN, "window=0"),
-        (analysis.path_efficiency, {"window": 3}, EVEN, "window=3, expected 1 to 2"),
-        (analysis.radial_tangential, {"about": "centroid", "population": "dead"}, EVEN, "'dead'"),
-        (analysis.centroid, {"population": "undead"}, EVEN, "'undead'"),
-        (analysis.coherence, {"population": "dead"}, EVEN, "is_dead"),
-        (analysis.displacement, {"since": 24}, EVEN, "step 24"),
-        (analysis.displacement, {"since": "yesterday"}, EVEN, "'yesterday'"),
-        (analysis.displacement, {}, [0, 2, 1], "do not increase"),
-        (analysis.grad_norms, {"ord": 3}, EVEN, "order 3"),
-        (analysis.autocorrelation, {}, slice(4), "evenly spaced rows, got spacings of 1, 2 steps"),
-        (analysis.autocorrelation, {"lags": [1, 2]}, EVEN, "expected at most 1, "),
-        (analysis.autocorrelation, {"lags": 3, "of": "position"}, EVEN, "expected at most 2, "),
-        *(
-            (analysis.autocorrelation, {"lags": lags}, EVEN, "lags=")
-            for lags in (0, [1, -2], [], [1.5])
-        ),
-    ],
-)
-def test_wrong_options_are_refused(quantity, options, rows, message, make_run, walk):
-    ds = make_run(walk(4, 3, 2), grad=walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
-    with pytest.raises(TrajstoreError, match=message):
-        quantity(ds.isel(step=rows), **options)
-
-
 def test_weights_without_steps_are_refused(make_run, walk):
     ds = make_run(walk(4, 3, 2))
     with pytest.raises(InvalidArgument, match="token, hidden, expected step"):

@@ -273,20 +273,3 @@ def test_a_small_heatmap_is_not_pooled(make_run, walk):
     found = analysis.heatmap(ds)
     order = np.argsort(analysis.freeze(ds).last_motion.values, kind="stable")
     np.testing.assert_array_equal(found.update_size, analysis.regimes(ds).regime.values[:, order])
-
-
-@pytest.mark.parametrize(
-    ("quantity", "options", "message"),
-    [
-        (analysis.heatmap, {}, "at least 2 rows"),
-        (analysis.ulp, {"direction": "down"}, "got direction='down'"),
-        (
-            analysis.regimes,
-            {"jump": 9, "far": 5},
-            "neighbor=1, jump=9 and far=5, expected positive",
-        ),
-    ],
-)
-def test_wrong_thresholds_and_too_few_rows_are_refused(quantity, options, message, make_run, walk):
-    with pytest.raises(InvalidArgument, match=message):
-        quantity(make_run(walk(1, 5, 4)), **options)
