@@ -356,8 +356,6 @@ OPTIONS = [
 WRONG_VALUES = [
     ("adjacency", "k", 0),
     ("adjacency", "k", 1.5),
-    ("alignment", "other", "sun"),
-    ("alignment", "quantiles", [2]),
     ("autocorrelation", "lags", 0),
     ("autocorrelation", "lags", []),
     ("autocorrelation", "lags", [1, -2]),
@@ -413,6 +411,8 @@ def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, valu
     ("name", "options", "part", "message"),
     [
         ("alignment", {"other": "delta", "of": "delta"}, {}, "two different vectors"),
+        ("alignment", {"other": "sun"}, {}, "other='sun'"),
+        ("alignment", {"quantiles": [2]}, {}, "quantiles"),
         ("autocorrelation", {}, {"step": [0, 1, 3]}, "evenly spaced rows, got spacings of 1, 2 s"),
         ("autocorrelation", {"lags": [1, 4]}, {}, "expected at most 3, "),
         ("autocorrelation", {"lags": 5, "of": "position"}, {}, "expected at most 4, "),
@@ -445,11 +445,12 @@ def test_a_variable_that_an_option_requires_is_named(token_run):
         ("alignment", {"other": "hidden_mean"}, "hidden_mean"),
         ("projection", {"axes": "hidden_mean"}, "hidden_mean"),
         ("pca", {"first": "hidden_mean"}, "hidden_mean"),
-        ("pca", {"population": "dead"}, "is_dead"),
         ("sky", {"axis": "hidden_mean"}, "hidden_mean"),
     ):
         with pytest.raises(VariableNotRecorded, match=variable):
             getattr(analysis, name)(ds, **options)
+    with pytest.raises(InvalidArgument, match="coordinate is_dead is missing"):
+        analysis.pca(ds, "dead")
 
 
 def test_quantities_refuse_other_objects_than_datasets(token_run):
@@ -459,6 +460,8 @@ def test_quantities_refuse_other_objects_than_datasets(token_run):
                 quantity(given)
     with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
         token_run.traj.clusters("dead", ranks="a")
+    with pytest.raises(InvalidArgument, match="expected names of quantities"):
+        analysis.compute(token_run, 3)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)

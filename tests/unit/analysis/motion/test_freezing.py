@@ -13,7 +13,6 @@ from hypothesis.extra.numpy import arrays
 from trajstore import analysis
 from trajstore.analysis.motion.freezing import last_start
 from trajstore.analysis.several_quantities import compute_named
-from trajstore.errors import InvalidArgument
 
 
 def motion_of(bits: np.ndarray) -> np.ndarray:

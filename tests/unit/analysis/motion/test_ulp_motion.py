@@ -9,7 +9,6 @@ import xarray as xr
 from bits_and_calls import nightly_but
 
 from trajstore import analysis
-from trajstore.errors import InvalidArgument
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
