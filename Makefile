@@ -53,7 +53,7 @@ objects: .venv  ## Record 1,000 steps of Gatsby to S3 on loopback with faults; k
 
 .PHONY: browser
 browser: .venv  ## Test the page of `trajstore explore` in Chromium, as `chromium`
-	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/integration/test_explore_page.py
+	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/unit/analysis/exploring -k browser
 
 .PHONY: check
 check: .venv  ## Lint, check types and imports, build the site; change nothing
