@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from parameter_tables import parameter_table
+from bits_and_calls import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.layer_metrics import METRICS

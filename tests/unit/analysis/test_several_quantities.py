@@ -13,7 +13,7 @@ import dask
 import numpy as np
 import pytest
 import xarray as xr
-from parameter_tables import parameter_table
+from bits_and_calls import parameter_table
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.results.write_results import describe

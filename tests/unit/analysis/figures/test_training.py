@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import parameter_table
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.text import Text
-from parameter_tables import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES, Options, RunStyle, figures_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
-from parameter_tables import parameter_table
+from bits_and_calls import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.optimizer.lost_updates import lost_by_parameter
