@@ -151,13 +151,10 @@ def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str)
 def test_curves_of_a_run(make_run, walk) -> None:
     ds = make_run(walk(12, 5, 3), is_dead=np.arange(5) < 2, chunks=(4, 2, 3))
     ds = ds.assign(loss=("step", np.linspace(4, 1, 12)))
-    frozen = analysis.crossings(ds, "freeze.frozen_fraction", 0.5, of="value").compute()
-    fraction = analysis.freeze(ds).frozen_fraction.compute()
-    for name in ("dead", "live", "all"):
-        half = fraction.sel(population=name).dropna("step") >= 0.5
-        passed = half.step[1:][half.values[1:] != half.values[:-1]].values
-        expected = passed[0] if passed.size else -1
-        assert frozen.first_crossing.sel(population=name).values.tolist() == [expected]
+    frozen = analysis.crossings(ds, "freeze.frozen_fraction", 0.5, of="value")
+    fraction = analysis.freeze(ds).frozen_fraction
+    xr.testing.assert_equal(frozen, analysis.crossings(ds, fraction, 0.5, "value"))
+    assert frozen.first_crossing.dims == ("level", "population")
     assert analysis.crossings(ds, "loss").first_crossing.values.tolist() == [6, 10, 11]
     falling = analysis.crossings(ds, "loss", [5, 3.5, 2, 0], "value")
     assert falling.first_crossing.values.tolist() == [-1, 2, 8, -1]

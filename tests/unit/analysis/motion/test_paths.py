@@ -277,22 +277,15 @@ def test_quantities_of_other_vectors(clustered):
     assert counted.groups.values.tolist() == [1] * 8
 
 
-@pytest.mark.parametrize(
-    ("of", "population", "error", "message"),
-    [
+def test_invalid_vectors(clustered):
+    for of, population, error, message in (
         ("grad", "dead", InvalidArgument, "population='dead' for grad"),
         ("centroid", "undead", InvalidArgument, "population='undead'"),
         ("hidden_means", None, InvalidArgument, "vectors='hidden_means'.*'hidden_mean'"),
         ("exp_avg", None, VariableNotRecorded, "exp_avg"),
         ("hidden_mean", None, VariableNotRecorded, "hidden_mean"),
-    ],
-)
-def test_invalid_vectors(of, population, error, message, clustered):
-    with pytest.raises(error, match=message):
-        analysis.vectors(clustered.drop_vars("hidden_mean"), of, population)
-
-
-def test_weights_without_steps_are_refused(make_run, walk):
-    ds = make_run(walk(4, 3, 2))
+    ):
+        with pytest.raises(error, match=message):
+            analysis.vectors(clustered.drop_vars("hidden_mean"), of, population)
     with pytest.raises(InvalidArgument, match="token, hidden, expected step"):
-        analysis.displacement(ds.assign(W=ds.W.isel(step=0, drop=True)))
+        analysis.displacement(clustered.assign(W=clustered.W.isel(step=0, drop=True)))
