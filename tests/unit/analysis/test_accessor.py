@@ -53,7 +53,6 @@ def test_a_token_is_found_by_its_text() -> None:
 
 
 def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path) -> None:
-    pytest.importorskip("h5netcdf")
     ds = open_run(small_run[0])
     with pytest.raises(InvalidArgument, match=r"got a\.h5, expected NAME\.nc"):
         ds.traj.to_netcdf("a.h5")
@@ -67,7 +66,6 @@ def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path)
 
 
 def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
-    pytest.importorskip("matplotlib")
     ds = open_run(small_run[0])
     shown = pydoc.plain(pydoc.render_doc(ds.traj.freeze))
     assert "freeze(min_unchanged: 'Count' = 50, lattice: 'str' = 'native', per: " in shown
@@ -89,18 +87,7 @@ def test_every_function_is_a_method() -> None:
         assert getattr(analysis, name) is quantity.function
 
 
-def test_a_drawing_has_the_options_of_figures() -> None:
-    figure = inspect.signature(trajstore.analysis.figures.Figure.__call__).parameters
-    options = inspect.signature(trajstore.analysis.figures.Options).parameters
-    known = {name: one.default for name, one in (figure | options).items()}
-    drawing = inspect.signature(Drawing.__call__).parameters
-    assert {name: one.default for name, one in drawing.items()} | {
-        name: known[name] for name in ("ds", "options")
-    } == known
-
-
 def test_every_kind_is_a_method() -> None:
-    pytest.importorskip("matplotlib")
     ds = xr.Dataset({"loss": ("step", [3.0, 2.0, 1.0])}, coords={"step": [0, 1, 2]})
     kinds = {*trajstore.analysis.figures.FIGURES}
     assert {*dir(ds.traj.plot)} == kinds | {"film"} == Plots.__annotations__.keys() | {"film"}
@@ -108,6 +95,13 @@ def test_every_kind_is_a_method() -> None:
     ax = ds.traj.plot.loss(log="y")
     assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
     assert ax.get_yscale() == "log"
+    figure = inspect.signature(trajstore.analysis.figures.Figure.__call__).parameters
+    options = inspect.signature(trajstore.analysis.figures.Options).parameters
+    known = {name: one.default for name, one in (figure | options).items()}
+    drawing = inspect.signature(Drawing.__call__).parameters
+    assert known == {name: known[name] for name in ("ds", "options")} | {
+        name: one.default for name, one in drawing.items()
+    }
     with pytest.raises(AttributeError, match=r"no 'los' \(did you mean 'loss'\?\); it has auto"):
         ds.traj.plot.los  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="W"):

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -240,9 +239,8 @@ def test_populations_have_a_line_each_and_a_note_if_they_are_empty(
 TWO = ("centroid", "--population", "two=token < 2", "--select")
 
 
-@pytest.mark.parametrize(
-    ("words", "rc", "sentence"),
-    [
+def test_wrong_words_of_analyze_are_answered_by_one_sentence(run: Path, trajstore_cli: Cli) -> None:
+    for words, rc, sentence in (
         (("clusters", "--population", "dead"), 2, "with --select population=dead\n"),
         (("clusters", "--set", "population"), 2, "got 'population', expected an option of"),
         (("displacement", "--set", "till=9"), 2, "'till=9'"),
@@ -252,14 +250,10 @@ TWO = ("centroid", "--population", "two=token < 2", "--select")
         (("speed", "--min-unchanged", 1), 2, "min_unchanged=1 for speed; only these have it: fre"),
         ((*TWO, "population=twos"), 2, "no population 'twos' (did you mean 'two'?); choose from"),
         (("speed", "--select", "population=dead"), 2, "this result has no populations"),
-    ],
-)
-def test_wrong_words_of_analyze_are_answered_by_one_sentence(
-    words: tuple[Any, ...], rc: int, sentence: str, run: Path, trajstore_cli: Cli
-) -> None:
-    said = trajstore_cli("analyze", run, *words, rc=rc).stderr
-    assert sentence in said
-    assert len(said.strip().splitlines()) == 1
+    ):
+        said = trajstore_cli("analyze", run, *words, rc=rc).stderr
+        assert sentence in said
+        assert len(said.strip().splitlines()) == 1
 
 
 def test_a_window_is_noted(run: Path, trajstore_cli: Cli) -> None:
@@ -505,11 +499,3 @@ def test_results_of_an_evaluation(example_run: Path, trajstore_cli: Cli, tmp_pat
     assert "expected one or more of all, text, text_loss" in error
     error = trajstore_cli("plot", results, example_run, "text_loss", rc=1).stderr
     assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())
-
-
-def test_a_used_address_and_a_missing_run_are_reported(tmp_path: Path, trajstore_cli: Cli) -> None:
-    if find_spec("panel") is None:
-        pytest.skip("needs the extra `explore`")
-    run = tmp_path / "run.zarr"
-    assert "on '::1', port 5006" in trajstore_cli("explore", run, "--host", "::1", rc=2).stderr
-    assert "there is no run at" in trajstore_cli("explore", run, "--port", 0, rc=2).stderr

@@ -26,10 +26,6 @@ from trajstore.analysis.results.write_results import describe, write_result
 from trajstore.analysis.scan.result_variables import flag_attributes
 from trajstore.errors import InvalidArgument, RunExists, RunNotFound
 
-pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
-
-
 ODD = "<script>alert(1)</script>"
 ANSI = "\x1b[31mred\x07"
 
