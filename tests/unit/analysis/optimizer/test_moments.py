@@ -278,8 +278,19 @@ def with_optimizer(kind, **options):
     return altered
 
 
+def of_later_rows(*changes):
+    def altered(ds):
+        for change in changes:
+            ds = change(ds)
+        return ds.isel(step=slice(5, None))
+
+    return altered
+
+
 EXACT = "exact_moments moment_error moment_stuck freeze_attribution"
-LATER = slice(5, None)
+STUCK = "moment_stuck freeze_attribution"
+BARE = {"class": "Adam", "hyperparameters": {}}
+COUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": False}
 
 
 @pytest.mark.parametrize(
@@ -293,40 +304,15 @@ LATER = slice(5, None)
         (EXACT, without("grad"), "grad"),
         (EXACT, with_optimizer("AdamW", amsgrad=True), "amsgrad"),
         (EXACT, with_optimizer("torch.optim.sgd.SGD"), "SGD"),
-        (
-            "moment_stuck freeze_attribution",
-            lambda ds: skipped(ds, 3).isel(step=LATER),
-            r"steps before step 5.*all steps from 0",
-        ),
-        (
-            "exact_moments",
-            lambda ds: without("exp_avg")(ds.isel(step=LATER)),
-            r"start at step 5.*exp_avg is not recorded.*from 0",
-        ),
-        (
-            "exact_moments",
-            lambda ds: without("W")(
-                with_optimizer("Adam", weight_decay=0.1, decoupled_weight_decay=False)(ds)
-            ),
-            "requires W",
-        ),
+        (STUCK, of_later_rows(lambda ds: skipped(ds, 3)), "steps before step 5.*all steps from 0"),
+        ("exact_moments", of_later_rows(without("exp_avg")), "step 5.*exp_avg is not recorded.*0"),
+        ("exact_moments", of_later_rows(without("W"), with_optimizer("Adam", **COUPLED)), "res W"),
         ("moment_error adam_update", without("exp_avg_sq"), r"exp_avg_sq.*variables='matrix'"),
         ("adam_update", lambda ds: ds.drop_attrs(), "attribute optimizer"),
         ("adam_update", with_optimizer("torch.optim.sgd.SGD"), r"sgd\.SGD.*RoundedAdamW"),
-        (
-            "adam_update",
-            lambda ds: ds.assign_attrs(optimizer={"class": "Adam", "hyperparameters": {"eps": 1}}),
-            "'Adam' lack betas, ",
-        ),
-        (
-            "adam_update",
-            lambda ds: with_optimizer("Adam", amsgrad=True)(ds.isel(step=LATER)),
-            r"steps 5 to \d+ .* amsgrad",
-        ),
-        *(
-            ("moment_stuck freeze_attribution", without(name), name)
-            for name in ("W", "exp_avg", "exp_avg_sq", "lr")
-        ),
+        ("adam_update", lambda ds: ds.assign_attrs(optimizer=BARE), "'Adam' lack betas, "),
+        ("adam_update", of_later_rows(with_optimizer("Adam", amsgrad=True)), "steps 5 to .* amsgr"),
+        *((STUCK, without(name), name) for name in ("W", "exp_avg", "exp_avg_sq", "lr")),
     ],
 )
 def test_missing_inputs_are_reported(names, alter, message):
