@@ -141,21 +141,6 @@ def test_cells_take_the_place_of_weights_that_are_not_there(run):
             analysis.freeze(ds, lattice=lattice)
 
 
-def test_a_lattice_is_of_those_that_know_of_it(run):
-    run = run.isel(step=slice(9))
-    names = [*ON_LATTICES, "speed"]
-    assert compute_named(run, ["ulp"], lattice="float16").identical(
-        compute_named(run, ["ulp"], ["lattice=float16"])
-    )
-    together = analysis.compute(run.chunk(step=5, token=6), names, lattice="float16").compute()
-    assert together.speed[1:].equals(analysis.speed(run))
-    for name in ON_LATTICES:
-        alone = getattr(analysis, name)(run, lattice="float16")
-        found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
-        for key, array in found.items():
-            check_with_every_step(together[key], array)
-
-
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
     names = ["regimes", "freeze", "discontinuities", "speed"]
     first = analysis.compute(run, names).isel(step=0).compute()
@@ -260,18 +245,27 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
     assert list(parameters) == ["ds", "min_unchanged", "lattice", "per"]
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
+    named = compute_named(run, ["ulp"], lattice="float16")
+    assert named.identical(compute_named(run, ["ulp"], ["lattice=float16"]))
 
 
-FEW = ["freeze", "regimes", "speed"]
-
-
-@pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.nightly)], ids=len)
-def test_together_they_are_what_they_are_alone(run, names):
-    together = analysis.compute(run.chunk(step=8, token=6), names).compute()
-    assert together.sizes["step"] == run.sizes["step"]
-    for arrays in arrays_of(dask.compute(results_alone(run, names))[0]).values():
-        for key, array in arrays.items():
-            check_with_every_step(together[key], array)
+@pytest.mark.parametrize(
+    ("names", "lattice"),
+    [
+        (["freeze", "regimes", "speed"], "native"),
+        ([*ON_LATTICES, "speed"], "float16"),
+        pytest.param(NAMES, "native", marks=pytest.mark.nightly),
+    ],
+)
+def test_together_they_are_what_they_are_alone(names, lattice, run):
+    run = run.isel(step=slice(12))
+    together = analysis.compute(run.chunk(step=5, token=6), names, lattice=lattice).compute()
+    assert together.sizes["step"] == 12
+    for name in names:
+        options = QUANTITIES[name].known(lattice=lattice)
+        for arrays in arrays_of({name: getattr(analysis, name)(run, **options)}).values():
+            for key, array in arrays.items():
+                check_with_every_step(together[key], array)
 
 
 def test_a_window_of_the_rows_of_a_parameter_shows_what_the_whole_run_of_tokens_gives(run, alone):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import xarray as xr
@@ -15,13 +13,12 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def three(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
     rng = np.random.default_rng(1)
     folder = tmp_path_factory.mktemp("runs")
-    found = [folder / f"{number}.zarr" for number in range(3)]
-    for path, block_rows in zip(found, (4, 3, 7), strict=True):
+    for number, block_rows in enumerate((4, 3, 7)):
         with RunWriter.create(
-            path,
+            folder / f"{number}.zarr",
             token=np.arange(6),
             hidden=3,
             variables={"W": "float32"},
@@ -30,12 +27,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         ) as run:
             for step in range(9):
                 run.append(step=step, W=rng.normal(size=(6, 3)).astype("float32"))
-    return found
-
-
-@pytest.fixture(scope="module")
-def three(paths: list[Path]) -> xr.Dataset:
-    return open_runs(paths)
+    return open_runs(sorted(folder.iterdir()))
 
 
 def test_against_its_definition_and_compare(three: xr.Dataset) -> None:

@@ -278,7 +278,6 @@ def check_the_axes_of_a_token(page: Page, root: Any) -> None:
     """They follow the token."""
     from bokeh.models import Plot
 
-    ends = []
     for at in (0, 5):  # the last one never changes
         page._choose(at)
         for name in ("hop", "gradient"):
@@ -294,8 +293,6 @@ def check_the_axes_of_a_token(page: Page, root: Any) -> None:
             assert start > 0
             assert ((start < shown) & (shown < end)).all()
             assert not shown.size or end < 20 * shown.max()
-            ends.append(end)
-    assert len(set(ends)) > 2
 
 
 @pytest.mark.nightly
