@@ -286,9 +286,6 @@ def test_a_heatmap_with_a_strip_of_dead_tokens(color, run):
     (strip,) = ax.child_axes
     np.testing.assert_array_equal(strip.collections[0].get_array()[:, 0], run.is_dead.values[order])
     assert not drawn("heatmap", run.drop_vars("is_dead")).child_axes
-
-
-def test_the_note_gives_the_size_of_pooled_cells(run):
     pooled = analysis.heatmap(run, most_steps=4, most_groups=3).compute()
     ax, look = Canvas().subplots(), RunStyle()
     FIGURES["heatmap"].draw(ax, pooled, look)

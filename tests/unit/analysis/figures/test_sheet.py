@@ -291,23 +291,14 @@ def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
     assert len(titled(draw_sheet(sheet(runs[:2], "loss", "regimes", labels=["x", "y"])))) == 1 + 2
     (ax,) = titled(draw_sheet(sheet(runs, "loss")))
     assert ax.get_title("left").startswith("Training loss\n20 runs")
-    many = [
-        run.assign_attrs(config={"data": {"sigma": number // 2}})
-        for number, run in enumerate(runs[:19])
-    ]
-    axes = titled(draw_sheet(sheet(many, "loss")))
-    assert [ax.get_title("left").splitlines()[1] for ax in axes] == [
-        *(f"sigma={number} (2 runs)" for number in range(9)),
-        "sigma=9 (1 run)",
-    ]
+    labels = [f"sigma={number // 2}" for number in range(19)]
+    axes = titled(draw_sheet(sheet(runs[:19], "loss", labels=labels)))
+    parts = [ax.get_title("left").splitlines()[1] for ax in axes]
+    assert parts == [*(f"sigma={number} (2 runs)" for number in range(9)), "sigma=9 (1 run)"]
     assert "mean over runs" not in notes(axes[-1])
-
-
-def test_panels_of_one_label_have_the_names_of_their_runs(several):
-    runs = several(1, 2)
-    for run, name in zip(runs, ("first", "second"), strict=True):
+    for run, name in zip(runs, ("first", "second"), strict=False):
         run.encoding["source"] = f"/runs/{name}.zarr"
-    axes = titled(draw_sheet(sheet(runs, "regimes", labels=["x", "x"])))
+    axes = titled(draw_sheet(sheet(runs[:2], "regimes", labels=["x", "x"])))
     assert [ax.get_title("left").splitlines()[1] for ax in axes] == ["x (first)", "x (second)"]
 
 
