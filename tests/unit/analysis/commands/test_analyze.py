@@ -455,6 +455,7 @@ def test_figures(example_run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
     for words, shown in (
         (("displacement", "loss", *part, "--vectors", "centroid:all"), "centroid of all 1 × 4"),
         (("grad-norms", *options), "few tokens"),
+        (("loss",), "gatsby.zarr · W 128 × 4, AdamW, bfloat16"),
         ((other, "divergence", "--common-steps", "--lattice", "native"), "other"),
         (("film", "--frames", "even:3", "--style", "dark"), "frozen ("),
         (("speed", *part, "--select", "population=live"), "live tokens"),
@@ -499,3 +500,11 @@ def test_results_of_an_evaluation(example_run: Path, trajstore_cli: Cli, tmp_pat
     assert "expected one or more of all, text, text_loss" in error
     error = trajstore_cli("plot", results, example_run, "text_loss", rc=1).stderr
     assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())
+
+
+def test_a_used_address_is_reported_before_a_run_is_read(
+    tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    pytest.importorskip("panel")
+    words = ("explore", tmp_path / "no.zarr", "--host", "::1")
+    assert "on '::1', port 5006" in trajstore_cli(*words, rc=2).stderr

@@ -165,6 +165,8 @@ def test_autocorrelation_equals_a_loop_over_pairs(of, bits, chunks, make_run):
 def test_what_tokens_do_together(run):
     quantities = (analysis.centroid, analysis.bulk_thermal, analysis.coherence, analysis.distinct)
     got = dask.compute(*(quantity(run) for quantity in quantities))
+    for quantity, whole in zip(quantities, got, strict=True):
+        xr.testing.assert_equal(quantity(run, "dead"), whole.sel(population="dead", drop=True))
     W, elapsed = run.W.values.astype(np.float64), np.diff(run.step.values)
     for name, members in populations_of(run).items():
         centroid, bulk, coherence, distinct = (one.sel(population=name) for one in got)
