@@ -166,16 +166,14 @@ def test_circuits_of_other_models():
     """Grouped queries, weights of torch.nn.Linear, and key and value in one parameter."""
     rng = np.random.default_rng(0)
     size, heads, groups = 3, 4, 2
-    shapes = {
-        "q": (heads * size, MODEL),
-        "kv": (2 * groups * size, MODEL),
-        "o": (MODEL, heads * size),
+    weights = {
+        "q": rng.normal(size=(heads * size, MODEL)),
+        "kv": rng.normal(size=(2 * groups * size, MODEL)),
+        "o": rng.normal(size=(MODEL, heads * size)),
     }
-    weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    flat = np.concatenate([weights[name].ravel() for name in weights])
-    table = parameter_table(
-        {f"layers.7.{name}": shape for name, shape in shapes.items()}, dtype="float64"
-    )
+    flat = np.concatenate([values.ravel() for values in weights.values()])
+    shapes = {f"layers.7.{name}": values.shape for name, values in weights.items()}
+    table = parameter_table(shapes, dtype="float64")
     ds = xr.Dataset(
         {"params": (("step", "element"), flat[None])}, {"step": [0]}, {"parameters": table}
     )

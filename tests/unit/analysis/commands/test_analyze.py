@@ -188,7 +188,11 @@ def test_several_quantities_are_streamed_to_a_file(
     assert [entry.name for entry in tmp_path.iterdir()] == [file.name], "nothing else is left"
 
 
-def test_tables_have_one_shape_each(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
+def test_tables_have_one_shape_each(trajstore_cli: Cli, tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    with begin(run) as made:
+        made.append(step=0, **values(0) | {"grad": np.full((TOKENS, 3), np.nan, "f4")})
+        extend(made, range(1, 9))
     ds = open_run(run)
     trajstore_cli("analyze", run, "grad_norms", "-o", tmp_path / "norms.csv")
     table = pd.read_csv(tmp_path / "norms.csv").set_index(["step", "token"])["grad_norms"]
