@@ -193,7 +193,7 @@ def run() -> xr.Dataset:
     return ds.chunk(step=2, element=3)
 
 
-def test_every_step_against_a_loop_over_elements(run):
+def test_every_step_against_a_count_of_elements(run):
     found = lost_by_parameter(run, range(1, ROWS)).compute()
     ds = run.compute()
     for row in range(1, ROWS):
