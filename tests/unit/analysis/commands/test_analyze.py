@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import distributed
 import numpy as np
 import pandas as pd
 import pytest
@@ -345,7 +346,6 @@ def test_several_runs(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_computing_on_a_cluster(run: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed")
     file = tmp_path / "life.zarr"
     with distributed.LocalCluster(
         n_workers=1,

@@ -414,7 +414,6 @@ class SpiedLoop(CompiledLoop):
 
 def check_follow(moment, before, gradient, taken, by_loop=True):
     """Compare the compiled loop, if it takes these arrays, with NumPy."""
-    pytest.importorskip("numba")
     betas, found = np.linspace(0.9, 0.999, len(gradient)), []
     for compiled in (False, True):
         out, loop = np.full(gradient.shape, -1.0), SpiedLoop(compiled=compiled)
