@@ -49,7 +49,7 @@ fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each 
 
 .PHONY: browser
 browser: .venv  ## Test the page of `trajstore explore` in Chromium, as `chromium`
-	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/integration/test_explore_page.py
+	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/unit/analysis/exploring -k browser
 
 .PHONY: check
 check: .venv  ## Lint, check types and imports, build the site; change nothing

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,3 +24,19 @@ def nightly_but(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [
         pytest.param(value, marks=() if value in quick else pytest.mark.nightly) for value in values
     ]
+
+
+def parameter_table(
+    shapes: Mapping[str, Sequence[int]], of_W: str | None = None, dtype: str = "float32"
+) -> list[dict[str, Any]]:
+    """The attribute ``parameters``: of these one may be W, and others lie one after another."""
+    table: list[dict[str, Any]] = []
+    offset = 0
+    for name, shape in shapes.items():
+        entry = {"name": name, "shape": list(shape), "dtype": dtype, "group": 0}
+        if name == of_W:
+            table.append(entry | {"variable": "W"})
+        else:
+            table.append(entry | {"variable": "params", "offset": offset})
+            offset += prod(shape)
+    return table

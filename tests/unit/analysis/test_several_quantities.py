@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
+import cloudpickle
 import dask
 import numpy as np
 import pytest
 import xarray as xr
-from parameter_tables import parameter_table
+from bits_and_calls import parameter_table
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.results.write_results import describe
@@ -84,6 +86,7 @@ def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, al
         for found in arrays_of(results).values()
         for array in found.values()
     ), "lazy"
+    results = pickle.loads(cloudpickle.dumps(results))  # as a cluster does
     (results,) = dask.compute(results, scheduler="sync")
     for name, found in arrays_of(results).items():
         assert list(found) == list(alone[name])
@@ -138,31 +141,6 @@ def test_cells_take_the_place_of_weights_that_are_not_there(run):
             analysis.freeze(ds, lattice=lattice)
 
 
-def test_a_lattice_is_of_those_that_know_of_it(run):
-    run = run.isel(step=slice(9))
-    names = [*ON_LATTICES, "speed"]
-    assert compute_named(run, ["ulp"], lattice="float16").identical(
-        compute_named(run, ["ulp"], ["lattice=float16"])
-    )
-    together = analysis.compute(run.chunk(step=5, token=6), names, lattice="float16").compute()
-    assert together.speed[1:].equals(analysis.speed(run))
-    for name in ON_LATTICES:
-        alone = getattr(analysis, name)(run, lattice="float16")
-        found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
-        for key, array in found.items():
-            check_with_every_step(together[key], array)
-
-
-def test_a_lattice_without_a_quantity_is_refused(run):
-    for names, words, message in (
-        (["speed"], (), r"lattice='float16' for speed.*freeze_cause"),
-        (["speed", "grad_norms"], (), "lattice='float16' for speed"),
-        (["freeze"], ["lattice=float32"], "lattice twice, 'float16' and 'float32'"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            compute_named(run, names, words, lattice="float16")
-
-
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
     names = ["regimes", "freeze", "discontinuities", "speed"]
     first = analysis.compute(run, names).isel(step=0).compute()
@@ -199,25 +177,21 @@ def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counte
     return ds.assign({name: counted(name) for name in ds if "token" in ds[name].dims}), reads
 
 
-@pytest.mark.parametrize(
-    ("names", "lattice", "read"),
-    [
-        (
-            "grad_norms freeze regimes lifecycle discontinuities speed freeze_cause exact_moments "
-            "moment_error moment_stuck freeze_attribution",
-            "native",
-            ["W", "grad", "exp_avg", "exp_avg_sq"],
-        ),
+def test_each_chunk_is_read_once(run):
+    many = (
+        "grad_norms freeze regimes lifecycle discontinuities speed freeze_cause exact_moments "
+        "moment_error moment_stuck freeze_attribution"
+    )
+    for names, lattice, read in (
+        (many, "native", ["W", "grad", "exp_avg", "exp_avg_sq"]),
         ("freeze regimes speed discontinuities", "float16", ["W"]),
-    ],
-)
-def test_each_chunk_is_read_once(names, lattice, read, run):
-    ds, reads = counting(run, {"step": 8, "token": 6})
-    with dask.config.set(scheduler="sync"):
-        analysis.compute(ds, names.split(), lattice=lattice).compute()
-    assert {name for name, _ in reads} == {*read}
-    assert len(reads) == 3 * 2 * len(read)
-    assert set(reads.values()) == {1}
+    ):
+        ds, reads = counting(run, {"step": 8, "token": 6})
+        with dask.config.set(scheduler="sync"):
+            analysis.compute(ds, names.split(), lattice=lattice).compute()
+        assert {name for name, _ in reads} == {*read}
+        assert len(reads) == 3 * 2 * len(read)
+        assert set(reads.values()) == {1}
 
 
 def test_a_subset_reads_only_itself(run):
@@ -226,34 +200,26 @@ def test_a_subset_reads_only_itself(run):
     assert {block for _, block in reads} == {(0, 0, 0), (4, 0, 0)}
 
 
-@pytest.mark.nightly
-def test_on_a_cluster(run):
-    distributed = pytest.importorskip("distributed")
-    names = [name for name in QUANTITIES if name != "acceleration"]
-    run = run.isel(step=slice(7))
-    expected = analysis.compute(run, names).compute()
-    with (
-        distributed.LocalCluster(
-            n_workers=1, threads_per_worker=2, processes=False, dashboard_address="127.0.0.1:0"
-        ) as cluster,
-        distributed.Client(cluster),
-    ):
-        got = analysis.compute(run.chunk(step=4, token=6), names).compute()
-    xr.testing.assert_identical(got, expected)
-
-
-def test_names_are_checked(run):
-    for names, message in (
-        (["freeze", "entropy"], "'entropy'.*grad_norms"),
-        ([], "no names"),
-        (3, "expected names of quantities"),
-        ([["freeze"]], "expected names of quantities"),
-        (["nearest_tokens"], "requires its own options"),
+def test_wrong_names_and_words_are_refused(run):
+    single = {"lattice": "float16"}
+    for names, words, options, message in (
+        (["freeze", "entropy"], [], {}, "'entropy'.*grad_norms"),
+        ([], [], {}, "no names"),
+        ([["freeze"], "speed"], [], {}, "expected names of quantities"),
+        (["nearest_tokens", "speed"], [], {}, "requires its own options"),
+        (["explain_gradient"], ["step=1"], {}, "requires token"),
+        (["freeze"], [], {"within": True}, "within without steps"),
+        (["speed"], [], single, r"lattice='float16' for speed.*freeze_cause"),
+        (["speed", "grad_norms"], [], single, "lattice='float16' for speed"),
+        (["freeze"], ["lattice=float32"], single, "lattice twice, 'float16' and 'float32'"),
+        (["clusters"], ["ranks=abc"], {}, "'ranks=abc', expected whole numbers"),
+        (["clusters"], ["population=dead,live"], {}, r"got population=\('dead', 'live'\), exp"),
+        (["adam_update"], ["optimizer=adam"], {}, "optimizer='adam', expected a mapping of str"),
+        (["lifecycle", "lr", "grad_norms", "W"], [], {}, "got lifecycle, grad_norms, W without a"),
+        (["lr"], [], {"by_population": True}, "options or populations with lr"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            analysis.compute(run, names)
-    with pytest.raises(InvalidArgument, match="within without steps"):
-        compute_named(run, ["freeze"], within=True)
+            compute_named(run, names, words, **options)
 
 
 def test_recorded_variables_make_a_table_of_steps(run):
@@ -267,10 +233,6 @@ def test_recorded_variables_make_a_table_of_steps(run):
     assert {*names} <= {*table.to_dataframe()}
     assert list(compute_named(ds, ["loss"])) == ["loss"]
     assert "token" in analysis.compute(ds.assign(speed=ds.loss), ["speed", "distinct"]).dims
-    with pytest.raises(InvalidArgument, match="got lifecycle, grad_norms, W without a value"):
-        analysis.compute(ds, ["lifecycle", "loss", "grad_norms", "W", "distinct"])
-    with pytest.raises(InvalidArgument, match="options or populations with loss"):
-        compute_named(ds, ["loss"], by_population=True)
     with pytest.raises(VariableNotRecorded, match="loss"):
         analysis.compute(run, ["loss", "freeze"])
 
@@ -279,18 +241,27 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
     assert list(parameters) == ["ds", "min_unchanged", "lattice", "per"]
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
+    named = compute_named(run, ["ulp"], lattice="float16")
+    assert named.identical(compute_named(run, ["ulp"], ["lattice=float16"]))
 
 
-FEW = ["freeze", "regimes", "speed"]
-
-
-@pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.nightly)], ids=len)
-def test_together_they_are_what_they_are_alone(run, names):
-    together = analysis.compute(run.chunk(step=8, token=6), names).compute()
-    assert together.sizes["step"] == run.sizes["step"]
-    for arrays in arrays_of(dask.compute(results_alone(run, names))[0]).values():
-        for key, array in arrays.items():
-            check_with_every_step(together[key], array)
+@pytest.mark.parametrize(
+    ("names", "lattice"),
+    [
+        (["freeze", "regimes", "speed"], "native"),
+        ([*ON_LATTICES, "speed"], "float16"),
+        pytest.param(NAMES, "native", marks=pytest.mark.nightly),
+    ],
+)
+def test_together_they_are_what_they_are_alone(names, lattice, run):
+    run = run.isel(step=slice(12))
+    together = analysis.compute(run.chunk(step=5, token=6), names, lattice=lattice).compute()
+    assert together.sizes["step"] == 12
+    for name in names:
+        options = QUANTITIES[name].known(lattice=lattice)
+        for arrays in arrays_of({name: getattr(analysis, name)(run, **options)}).values():
+            for key, array in arrays.items():
+                check_with_every_step(together[key], array)
 
 
 def test_a_window_of_the_rows_of_a_parameter_shows_what_the_whole_run_of_tokens_gives(run, alone):
@@ -356,44 +327,45 @@ def test_a_run_without_rows_has_empty_results_or_a_sentence(name, run_without_ro
 
 @pytest.fixture(scope="module")
 def token_run(make_run, walk):
-    return make_run(walk(5, 4, 3), is_dead=[True, False, False, True])
+    bits = walk(5, 4, 3)
+    return make_run(bits, grad=bits.copy(), is_dead=[True, False, False, True])
 
 
 OPTIONS = [
-    (name, option) for name, quantity in (QUANTITIES | ALONE).items() for option in quantity.options
+    (name, option, inspect.signature(quantity.function).parameters[option].default)
+    for name, quantity in (QUANTITIES | ALONE).items()
+    for option in quantity.options
 ]
-
-
+# Those that need more than the run has, or whose message names two options.
+OF_OTHERS = {"alignment", "freeze_cause", "grad_norms", "mean_logits"}
 WRONG_VALUES = [
-    ("adjacency", "k", 0),
-    ("autocorrelation", "of", "speed"),
-    ("clusters", "ranks", 0),
-    ("crossings", "of", "share"),
-    ("discontinuities", "threshold", 0),
+    *(
+        (name, option, "sun" if isinstance(default, str) else 0)
+        for name, option, default in OPTIONS
+        if isinstance(default, str | int | float)
+        if name not in OF_OTHERS and option != "neighbor"
+    ),
+    ("adjacency", "k", 1.5),
+    ("autocorrelation", "lags", 0),
+    ("autocorrelation", "lags", []),
+    ("autocorrelation", "lags", [1, -2]),
+    ("crossings", "levels", [np.nan]),
     ("discontinuities", "window", 1),
     ("explain_gradient", "denominator", 0),
-    ("explain_gradient", "precision", "int8"),
-    ("explain_gradient", "targets", "none"),
-    ("freeze", "lattice", "fp8"),
-    ("freeze", "min_unchanged", 0),
-    ("freeze", "per", "row"),
-    ("freeze_attribution", "window", 0),
     ("heatmap", "most_groups", 0),
     ("heatmap", "of", "speed"),
-    ("lattice_displacement", "metric", "miles"),
-    ("nearest_tokens", "k", 0),
     ("nearest_tokens", "k", 10**9),
     ("nearest_tokens", "tokens", 77),
+    ("path_efficiency", "window", 0),
+    ("path_efficiency", "window", 5),
+    ("pca", "components", 4),
     ("pca", "first", "grad"),
-    ("radial_tangential", "about", "sun"),
-    ("separation", "of", "speed"),
-    ("sky", "axis", "sun"),
-    ("sky", "of", "delta"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "value"), [*((*option, object()) for option in OPTIONS), *WRONG_VALUES]
+    ("name", "option", "value"),
+    [*((name, option, object()) for name, option, _ in OPTIONS), *WRONG_VALUES],
 )
 def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, value, token_run):
     required = (QUANTITIES | ALONE)[name].required if name != "heatmap" else ()
@@ -405,31 +377,47 @@ def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, valu
         assert f"got {option}={value!r}, expected" in str(reported.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "variable"),
-    [
+def test_what_does_not_fit_together_is_refused(token_run):
+    for name, options, part, message in (
+        ("alignment", {"other": "delta", "of": "delta"}, {}, "two different vectors"),
+        ("alignment", {"other": "sun"}, {}, "other='sun'"),
+        ("alignment", {"quantiles": [2]}, {}, "quantiles"),
+        ("autocorrelation", {}, {"step": [0, 1, 3]}, "evenly spaced rows, got spacings of 1, 2 s"),
+        ("autocorrelation", {"lags": [1, 4]}, {}, "expected at most 3, "),
+        ("autocorrelation", {"lags": 5, "of": "position"}, {}, "expected at most 4, "),
+        ("crossings", {"quantity": "freeze"}, {}, r"freeze\.frozen_fraction"),
+        ("crossings", {"quantity": "freeze.sun"}, {}, r"freeze\.unchanged_fraction"),
+        ("crossings", {"quantity": "displacement.sun"}, {}, "expected displacement$"),
+        ("crossings", {"quantity": "lifecycle.last_jump"}, {}, "expected lifecycle$"),
+        ("crossings", {"quantity": xr.DataArray([1.0], dims="token")}, {}, "along step"),
+        ("displacement", {"since": 24}, {}, "step 24"),
+        ("displacement", {}, {"step": [0, 2, 1]}, "do not increase"),
+        ("grad_norms", {"ord": 3}, {}, "order 3"),
+        ("heatmap", {}, {"step": [0]}, "at least 2 rows"),
+        ("pca", {"basis": 99}, {}, "step 99"),
+        ("projection", {"axes": [1, 2]}, {}, r"shape \(2,\)"),
+        ("projection", {"axes": xr.DataArray([1.0, 2], dims="hidden")}, {}, "hidden=3"),
+        ("regimes", {"jump": 9, "far": 5}, {}, "neighbor=1, jump=9 and far=5, expected positive"),
+        ("sky", {}, {"hidden": [0, 1]}, "at least 3 dimensions, got 2"),
+    ):
+        with pytest.raises(TrajstoreError, match=message):
+            getattr(analysis, name)(token_run.isel(part), **options)
+
+
+def test_a_variable_that_an_option_requires_is_named(token_run):
+    ds = token_run.drop_vars(["grad", "is_dead"])
+    for name, options, variable in (
         ("grad_norms", {}, "grad"),
         ("alignment", {"other": "grad"}, "grad"),
         ("alignment", {"other": "hidden_mean"}, "hidden_mean"),
         ("projection", {"axes": "hidden_mean"}, "hidden_mean"),
-        ("pca", {"components": 1, "first": "hidden_mean"}, "hidden_mean"),
+        ("pca", {"first": "hidden_mean"}, "hidden_mean"),
         ("sky", {"axis": "hidden_mean"}, "hidden_mean"),
-    ],
-)
-def test_a_variable_that_an_option_requires_is_named(name, options, variable, token_run):
-    with pytest.raises(VariableNotRecorded, match=variable):
-        getattr(analysis, name)(token_run, **options)
-
-
-def test_from_the_accessor_and_as_text(token_run):
-    with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
-        token_run.traj.clusters("dead", ranks="a")
-    with pytest.raises(InvalidArgument, match="optimizer='adam', expected a mapping of strings"):
-        compute_named(token_run, ["adam_update"], ["optimizer=adam"])
-    with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
-        compute_named(token_run, ["clusters"], ["population=dead,live"])
-    with pytest.raises(InvalidArgument, match=r"got k=1.5, expected a whole number"):
-        token_run.traj.adjacency(k=1.5)
+    ):
+        with pytest.raises(VariableNotRecorded, match=variable):
+            getattr(analysis, name)(ds, **options)
+    with pytest.raises(InvalidArgument, match="coordinate is_dead is missing"):
+        analysis.pca(ds, "dead")
 
 
 def test_quantities_refuse_other_objects_than_datasets(token_run):
@@ -437,6 +425,10 @@ def test_quantities_refuse_other_objects_than_datasets(token_run):
         for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
             with pytest.raises(InvalidArgument, match="Dataset"):
                 quantity(given)
+    with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
+        token_run.traj.clusters("dead", ranks="a")
+    with pytest.raises(InvalidArgument, match="expected names of quantities"):
+        analysis.compute(token_run, 3)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)

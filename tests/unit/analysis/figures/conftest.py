@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib import pyplot
 
 
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
     yield
     pyplot.close("all")
 

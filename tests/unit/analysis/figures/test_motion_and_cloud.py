@@ -34,6 +34,12 @@ def labels_of(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+def check_lines(ax, *expected):
+    """The first lines show these numbers."""
+    for line, values in zip(ax.lines, expected, strict=False):
+        np.testing.assert_array_equal(line.get_ydata(), values)
+
+
 def second(ax):
     """The other axes of its figure: a second scale, or a color bar."""
     (other,) = (each for each in ax.figure.axes if each is not ax)
@@ -112,9 +118,9 @@ def test_bulk_and_thermal_speed_of_each_step(run):
 def test_lags_up_to_half_of_the_rows_or_as_many_as_may_be_held(run):
     run = run.assign_coords(step=run.step * 10)
     expected = analysis.autocorrelation(run, range(1, 12)).autocorrelation
-    for line, name in zip(drawn("autocorrelation", run).lines, ("dead", "live"), strict=False):
-        np.testing.assert_array_equal(line.get_xdata(), np.arange(1, 12) * 10)
-        np.testing.assert_array_equal(line.get_ydata(), expected.sel(population=name))
+    ax = drawn("autocorrelation", run)
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), np.arange(1, 12) * 10)
+    check_lines(ax, *(expected.sel(population=name) for name in ("dead", "live")))
     large = np.broadcast_to(np.float32(0), (23, 1 << 12, 1 << 11))  # 64 MiB per row of float64
     assert _lags(Scan(xr.Dataset({"W": (run.W.dims, large)}, {"step": range(23)}))) == [1, 2, 3, 4]
 
@@ -191,15 +197,14 @@ def test_two_runs_from_their_first_difference_on(run):
 @pytest.mark.parametrize("lattice", ["native", "float16"])
 def test_freeze(lattice, run):
     expected = analysis.freeze(run, 4, lattice).compute()
-    lines = iter(drawn("freeze", run, lattice=lattice, min_unchanged=4).lines)
-    for population in ("dead", "live"):
+    ax = drawn("freeze", run, lattice=lattice, min_unchanged=4)
+    for population, lines in (("dead", ax.lines), ("live", ax.lines[2:])):
         part = expected.sel(population=population)
-        frozen = next(lines)
         early = part.frozen_fraction.where(part.step <= 19)
-        np.testing.assert_array_equal(frozen.get_ydata(), early)
+        np.testing.assert_array_equal(lines[0].get_ydata(), early)
+        np.testing.assert_array_equal(lines[1].get_ydata(), part.unchanged_fraction)
         share = f"{part.frozen_fraction[-1].item():.0%}"  # all that the run knows
-        assert frozen.get_label() == f"{population} tokens: frozen ({share} at step 19)"
-        np.testing.assert_array_equal(next(lines).get_ydata(), part.unchanged_fraction)
+        assert lines[0].get_label() == f"{population} tokens: frozen ({share} at step 19)"
 
 
 def shaded(ax):
@@ -257,7 +262,7 @@ def test_last_motion(run):
     assert "no token moved last at these steps" in [text.get_text() for text in ax.texts]
 
 
-def test_lifecycle(run):
+def test_lifecycle_and_centroid(run):
     expected = analysis.lifecycle(run).compute()
     lines = iter(drawn("lifecycle", run).lines)
     for members in (run.is_dead.values, ~run.is_dead.values):
@@ -266,6 +271,9 @@ def test_lifecycle(run):
             steps = np.sort(np.maximum(expected[name].values[members], 0))
             np.testing.assert_array_equal(np.unique(line.get_xdata()), np.unique(steps))
             assert line.get_ydata().max() == 1
+    parts = [analysis.centroid(run).sel(population=name) for name in ("dead", "live")]
+    facts = ("centroid_norm", "mean_radius")
+    check_lines(drawn("centroid", run), *(part[fact] for part in parts for fact in facts))
 
 
 @pytest.mark.parametrize("color", ["regime", "hop"])
@@ -278,9 +286,6 @@ def test_a_heatmap_with_a_strip_of_dead_tokens(color, run):
     (strip,) = ax.child_axes
     np.testing.assert_array_equal(strip.collections[0].get_array()[:, 0], run.is_dead.values[order])
     assert not drawn("heatmap", run.drop_vars("is_dead")).child_axes
-
-
-def test_the_note_gives_the_size_of_pooled_cells(run):
     pooled = analysis.heatmap(run, most_steps=4, most_groups=3).compute()
     ax, look = Canvas().subplots(), RunStyle()
     FIGURES["heatmap"].draw(ax, pooled, look)
@@ -323,15 +328,6 @@ def test_causes_of_a_population(run):
     np.testing.assert_array_equal(rate.get_ydata(), run.lr[1:])
 
 
-def test_centroid(run):
-    expected = analysis.centroid(run)
-    lines = iter(drawn("centroid", run).lines)
-    for population in ("dead", "live"):
-        part = expected.sel(population=population)
-        np.testing.assert_array_equal(next(lines).get_ydata(), part.centroid_norm)
-        np.testing.assert_array_equal(next(lines).get_ydata(), part.mean_radius)
-
-
 @pytest.mark.parametrize("population", [None, "live"])
 def test_spectra_and_their_ranks(population, run):
     ax = drawn("spectrum", run, population=population)
@@ -353,15 +349,13 @@ def test_spectra_and_their_ranks(population, run):
 def test_clusters(run):
     W = run.W.where(run.step < 9, 1.5)  # all are one vector from there on
     run = run.assign(W=W.drop_attrs().chunk(step=6)).assign_coords(rare=run.token > 6)
-    expected = analysis.clusters(run)
+    expected = analysis.clusters(run).compute()
     for population, names in ((None, ("dead", "live")), ("rare", ("rare",))):
-        lines = iter(drawn("clusters", run, population=population).lines)
-        for name in names:
-            part = expected.sel(population=name)
-            np.testing.assert_array_equal(next(lines).get_ydata(), part.groups + part.singles)
-            largest = next(lines).get_ydata()
-            assert (largest[:9] == 1).all()
-            np.testing.assert_array_equal(largest[9:], part.group_sizes[9:, 0])
+        parts = [expected.sel(population=name) for name in names]
+        several = [part.groups + part.singles for part in parts]
+        largest = [part.group_sizes[:, 0].where(part.step >= 9, 1) for part in parts]
+        lines = [line for pair in zip(several, largest, strict=True) for line in pair]
+        check_lines(drawn("clusters", run, population=population), *lines)
 
 
 @pytest.mark.parametrize("plane", ["principal", "hidden_mean"])

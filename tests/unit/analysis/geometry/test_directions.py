@@ -5,7 +5,6 @@ import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.errors import TrajstoreError
 
 
 @pytest.fixture
@@ -218,28 +217,3 @@ def test_inertia(form: xr.Dataset) -> None:
 def test_a_population_without_tokens_has_no_axes(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2), is_dead=np.zeros(4, bool))
     assert analysis.pca(ds, "dead", 2).isnull().all().to_array().all()
-
-
-@pytest.mark.parametrize(
-    ("quantity", "options", "message"),
-    [
-        (analysis.alignment, {"other": "sun"}, "other='sun'"),
-        (analysis.alignment, {"other": "delta", "of": "delta"}, "two different vectors"),
-        (analysis.alignment, {"quantiles": [2]}, "quantiles"),
-        (analysis.projection, {"axes": "centre"}, "axes='centre'"),
-        (analysis.projection, {"axes": [1, 2]}, r"shape \(2,\)"),
-        (analysis.projection, {"axes": xr.DataArray([1.0, 2], dims="hidden")}, "hidden=3"),
-        (analysis.pca, {"components": 4}, "components=4, expected 1 to 3"),
-        (analysis.pca, {"components": 1, "basis": "first"}, "basis='first'"),
-        (analysis.pca, {"components": 1, "basis": 99}, "step 99"),
-        (analysis.pca, {"components": 1, "population": "dead"}, "coordinate is_dead is missing"),
-    ],
-)
-def test_wrong_vectors_axes_and_bases_are_refused(quantity, options, message, run) -> None:
-    with pytest.raises(TrajstoreError, match=message):
-        quantity(run.drop_vars("is_dead"), **options)
-
-
-def test_a_sky_of_two_dimensions_is_refused(run) -> None:
-    with pytest.raises(TrajstoreError, match="at least 3 dimensions, got 2"):
-        analysis.sky(run.isel(hidden=slice(2)))

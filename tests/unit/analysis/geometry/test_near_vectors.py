@@ -1,3 +1,5 @@
+"""Vectors that are identical, or near each other, compared with sets and with loops over pairs."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,31 +15,108 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
+from trajstore.analysis.geometry.identical_vectors import divide
 from trajstore.analysis.geometry.near_vectors import near_pairs
 from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.native_types import ordinal
 
-pytest.importorskip("scipy")
-
+# Few bits: many ties, zeros of both signs, NaN of two payloads.
+TIED = st.sampled_from([0, 0x8000, 0x3F80, 0x7FC0, 0x7FC1])
 # Near each other, across zero and across a power of two; NaN and infinity.
-BITS = st.sampled_from([0, 0x8000, 1, 0x8001, 0x3F7F, 0x3F80, 0x3F81, 0x3F83, 0x7F80, 0x7FC0])
+NEAR = st.sampled_from([0, 0x8000, 1, 0x8001, 0x3F7F, 0x3F80, 0x3F81, 0x3F83, 0x7F80, 0x7FC0])
 
 
 @st.composite
-def near_histories(draw: st.DrawFn) -> xr.Dataset:
-    rows, tokens, hidden = draw(st.integers(1, 2)), draw(st.integers(1, 8)), draw(st.integers(1, 2))
-    bits = draw(arrays(np.uint16, (rows, tokens, hidden), elements=BITS))
+def histories(draw: st.DrawFn, elements: st.SearchStrategy[int], *most: int) -> xr.Dataset:
+    """bfloat16 bits of at most that many rows and tokens."""
+    rows, tokens, hidden = (draw(st.integers(1, size)) for size in (*most, 2))
+    bits = draw(arrays(np.uint16, (rows, tokens, hidden), elements=elements))
     W = (bits.astype(np.uint32) << 16).view(np.float32)
     ds = xr.Dataset(
         {"W": (("step", "token", "hidden"), W, {"native_dtype": "bfloat16"})},
         coords={
-            "step": np.arange(rows) * 2,
-            "token": np.array(draw(st.permutations(range(tokens)))),
+            "step": np.cumsum(draw(arrays(np.int64, rows, elements=st.integers(1, 3)))),
+            "token": np.array(draw(st.permutations(range(tokens)))) * 5,
             "is_dead": ("token", draw(arrays(bool, tokens))),
         },
     )
-    return ds.chunk(step=1, token=draw(st.integers(4, 8)))
+    return ds.chunk(step=draw(st.integers(1, 2)), token=draw(st.integers(3, 6)))
+
+
+def groups_of(row: np.ndarray, labels: np.ndarray) -> list[set[int]]:
+    """Groups of identical vectors, including single tokens."""
+    found: dict[bytes, set[int]] = {}
+    for vector, label in zip(row, labels, strict=True):
+        found.setdefault(vector.tobytes(), set()).add(int(label))
+    return list(found.values())
+
+
+def events_of(before: list[set[int]], now: list[set[int]]) -> list[int]:
+    def bonds(group: set[int], others: list[set[int]]) -> int:
+        return sum(len(group & other) > 1 for other in others)
+
+    old = [bonds(group, now) for group in before if len(group) > 1]
+    new = [bonds(group, before) for group in now if len(group) > 1]
+    return [
+        new.count(0),
+        sum(number > 1 for number in new),
+        sum(number > 1 for number in old),
+        old.count(0),
+    ]
+
+
+def moved(token: int, mine: list[set[int]], others: list[set[int]]) -> int:
+    """Name of the group of `mine` whose lasting part excludes the token; −1 if none."""
+    group = next(group for group in mine if token in group)
+    if len(group) == 1:
+        return -1
+    parts = [(-len(group & other), min(other), group & other) for other in others]
+    size, _, part = min(parts, key=lambda found: found[:2])
+    return -1 if size < -1 and token in part else min(group)
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
+@given(histories(TIED, 4, 6), st.sampled_from(["dead", "live", "all"]))
+def test_clusters_equal_those_found_with_sets(ds: xr.Dataset, population: str) -> None:
+    labels, dead = ds.token.values, ds.is_dead.values
+    mask = {"dead": dead, "live": ~dead, "all": dead | True}[population]
+    rows = [groups_of(row[mask], labels[mask]) for row in ds.W.values]
+    whole, one = (analysis.clusters(ds, of, ranks=3) for of in (None, population))
+    whole, one = dask.compute(whole.sel(population=population), one, scheduler="sync")
+    for row, groups in enumerate(rows):
+        before = rows[row - 1]
+        expected = {token: min(group) for group in groups for token in group}
+        assert one.cluster[row].values.tolist() == [expected.get(token, -1) for token in labels]
+        sizes = sorted((len(group) for group in groups), reverse=True)
+        several = [size for size in sizes if size > 1]
+        square = sum((size / sum(sizes)) ** 2 for size in sizes) if sizes else np.nan
+        for reported in (one.isel(step=row), whole.isel(step=row)):
+            assert reported.groups == len(several)
+            assert reported.singles == len(sizes) - len(several)
+            assert reported.group_sizes.values.tolist() == [*several, 0, 0, 0][:3]
+            np.testing.assert_allclose(reported.herfindahl, square)
+            events = events_of(before, groups) if row else [-1] * 4
+            assert reported.events.values.tolist() == events
+        for token, left, joined in zip(
+            labels, one.left.values[row], one.joined.values[row], strict=True
+        ):
+            inside = row and token in expected
+            assert left == (moved(token, before, groups) if inside else -1)
+            assert joined == (moved(token, groups, before) if inside else -1)
+
+
+def test_vectors_that_share_their_hash_or_differ_in_signs_are_distinguished() -> None:
+    vectors = np.random.default_rng(1).integers(0, 2, (40, 4), np.uint16).view(np.float16)
+    first, group = divide(vectors)
+    shared_first, shared_group = divide(vectors, lambda bits: bits[:, 0].astype(np.uint64))
+    np.testing.assert_array_equal(shared_first[shared_group], first[group])
+    np.testing.assert_array_equal(vectors[first[group]], vectors)
+    signs = np.array(list(itertools.product([1.0, -1.0], repeat=8)))
+    assert divide(signs)[0].size == 256
+    odd = np.zeros((3, 5), np.float16)  # of 16-bit values
+    odd[2, 4] = 1
+    assert divide(odd)[0].size == 2
 
 
 def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[int, tuple]]:
@@ -69,7 +148,7 @@ def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[
 
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "5")), deadline=None)
-@given(near_histories(), st.integers(1, 2), st.sampled_from(["dead", "live", "all"]))
+@given(histories(NEAR, 2, 8), st.integers(1, 2), st.sampled_from(["dead", "live", "all"]))
 def test_adjacency(ds: xr.Dataset, k: int, population: str) -> None:
     names, dead = ds.token.values, ds.is_dead.values
     members = {"dead": dead, "live": ~dead, "all": dead | True}[population]
@@ -134,12 +213,6 @@ def test_steps_of_choice(make_run, walk) -> None:
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
 
-def test_cells_of_float64_are_refused(make_run) -> None:
-    wide = make_run(np.zeros((1, 2, 2)), native="float64")
-    with pytest.raises(InvalidArgument, match="lattice='float32'"):
-        analysis.adjacency(wide)
-
-
 def distances_by_hand(W: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         apart = np.linalg.norm(W[:, None] - W[None], axis=-1)
@@ -150,7 +223,7 @@ def distances_by_hand(W: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
-@given(near_histories(), st.sampled_from(["dead", "all"]))
+@given(histories(NEAR, 2, 8), st.sampled_from(["dead", "all"]))
 def test_nearest_distance(ds: xr.Dataset, population: str) -> None:
     members = ds.is_dead.values | (population == "all")
     got = analysis.nearest_distance(ds, population).compute(scheduler="sync")
@@ -171,7 +244,7 @@ def test_nearest_distance(ds: xr.Dataset, population: str) -> None:
 
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
-@given(near_histories(), st.integers(1, 6), st.sampled_from(["dead", "all"]))
+@given(histories(NEAR, 2, 8), st.integers(1, 6), st.sampled_from(["dead", "all"]))
 def test_nearest_tokens(ds: xr.Dataset, k: int, population: str) -> None:
     labels, k = ds.token.values, min(k, ds.sizes["token"])
     members = ds.is_dead.values | (population == "all")
@@ -223,5 +296,7 @@ def test_numbers_beyond_their_type(make_run) -> None:
     )
     np.testing.assert_array_equal(huge.nearest_token, found.nearest_token)
     np.testing.assert_array_equal(huge.distance, found.distance * 2.0**1000)
+    with pytest.raises(InvalidArgument, match="lattice='float32'"):
+        analysis.adjacency(make_run(W, native="float64"))
     with pytest.raises(InvalidArgument, match=r"tokens: got 11\d+ at position 0, expected whole"):
         analysis.nearest_tokens(make_run(W), tokens=2**70)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import dask
 import numpy as np
 import pytest
 import xarray as xr
 
 from trajstore import analysis
 from trajstore.analysis.several_quantities import compute_named
-from trajstore.errors import InvalidArgument, TrajstoreError, VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
 @pytest.fixture
@@ -61,14 +62,9 @@ def test_motion_and_norms(run):
     np.testing.assert_allclose(speed, norm(velocity), rtol=3e-7)
 
 
-def test_other_types(make_run):
+def test_norms_of_float64_are_float64(make_run):
     values = np.random.default_rng(0).normal(size=(6, 5, 4))
-    for name in ("float16", "float32"):
-        stored = values.astype(name).astype(np.float32)
-        ds = make_run(stored, grad=stored, native=name)
-        np.testing.assert_array_equal(analysis.grad_norms(ds), norm(stored))
-    ds = make_run(values, grad=values, native="float64")
-    got = analysis.grad_norms(ds)
+    got = analysis.grad_norms(make_run(values, grad=values, native="float64"))
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, np.linalg.norm(values, axis=-1), rtol=1e-15)
 
@@ -166,84 +162,49 @@ def test_autocorrelation_equals_a_loop_over_pairs(of, bits, chunks, make_run):
         np.testing.assert_allclose(one, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_centroid(run):
-    got = analysis.centroid(run).compute()
-    W = run.W.values.astype(np.float64)
+def test_what_tokens_do_together(run):
+    quantities = (analysis.centroid, analysis.bulk_thermal, analysis.coherence, analysis.distinct)
+    got = dask.compute(*(quantity(run) for quantity in quantities))
+    for quantity, whole in zip(quantities, got, strict=True):
+        xr.testing.assert_equal(quantity(run, "dead"), whole.sel(population="dead"))
+    W, elapsed = run.W.values.astype(np.float64), np.diff(run.step.values)
     for name, members in populations_of(run).items():
-        one = got.sel(population=name)
+        centroid, bulk, coherence, distinct = (one.sel(population=name) for one in got)
+        counts = [Counter(token.tobytes() for token in row) for row in run.W.values[:, members]]
+        assert distinct.distinct.values.tolist() == [*map(len, counts)]
+        most = [max(count.values(), default=0) for count in counts]
+        assert distinct.most_common.values.tolist() == most
         if not members.any():
-            assert all(one[fact].isnull().all() for fact in one)
+            for nothing in (*centroid.values(), bulk.bulk_speed, coherence):
+                assert nothing.isnull().all()
             continue
         with np.errstate(all="ignore"):
-            centre = W[:, members].mean(1)
-            radii = np.linalg.norm(W[:, members] - centre[:, None], axis=-1)
-            drift = np.linalg.norm(np.diff(centre, axis=0), axis=-1) / np.diff(run.step.values)
-            expected = {
-                "centroid": centre,
-                "centroid_norm": np.linalg.norm(centre, axis=-1),
-                "mean_radius": radii.mean(1),
-                "max_radius": radii.max(1),
-                "drift": np.append(np.nan, drift),
-            }
-        for fact, values in expected.items():
-            np.testing.assert_allclose(one[fact], values, rtol=1e-9, atol=1e-300, err_msg=fact)
-
-
-def test_bulk_and_thermal(run):
-    got = analysis.bulk_thermal(run).compute()
-    with np.errstate(all="ignore"):
-        velocity = np.diff(run.W.values.astype(np.float64), axis=0)
-        velocity /= np.diff(run.step.values)[:, None, None]
-    for name, members in populations_of(run).items():
-        one = got.sel(population=name)
-        if not members.any():
-            assert one.bulk_speed.isnull().all()
-            continue
-        with np.errstate(all="ignore"):
-            bulk = velocity[:, members].mean(1)
-            about = velocity[:, members] - bulk[:, None]
+            own, ways = W[:, members], np.diff(W[:, members], axis=0)
+            centre, mean = own.mean(1), ways.mean(1)
+            radii = np.linalg.norm(own - centre[:, None], axis=-1)
+            velocity = ways / elapsed[:, None, None]
+            about = velocity - velocity.mean(1, keepdims=True)
             thermal = np.sqrt((about**2).sum(-1).mean(1))
-            speed = np.linalg.norm(bulk, axis=-1)
-            ratio = speed / thermal
-        np.testing.assert_allclose(one.bulk_velocity, bulk, rtol=1e-9)
-        np.testing.assert_allclose(one.bulk_speed, speed, rtol=1e-9)
-        np.testing.assert_allclose(one.thermal_speed, thermal, rtol=1e-9, atol=1e-300)
-        np.testing.assert_allclose(one.bulk_thermal_ratio, ratio, rtol=1e-6)
-
-
-def test_coherence(run):
-    got = analysis.coherence(run).compute()
-    with np.errstate(all="ignore"):
-        ways = np.diff(run.W.values.astype(np.float64), axis=0)
-    for name, members in populations_of(run).items():
-        for row, way in enumerate(ways[:, members]):
-            with np.errstate(all="ignore"):
-                mean = way.mean(0) if members.any() else np.zeros(way.shape[1])
-                moving = way[np.linalg.norm(way, axis=-1) != 0]
-                cosines = [
-                    token @ mean / np.linalg.norm(token) / np.linalg.norm(mean) for token in moving
-                ]
-            expected = np.mean(cosines) if cosines and np.linalg.norm(mean) else np.nan
-            np.testing.assert_allclose(got.sel(population=name)[row], expected, rtol=1e-9)
-
-
-def test_distinct(run):
-    got = analysis.distinct(run).compute()
-    for name, members in populations_of(run).items():
-        for row, vectors in enumerate(run.W.values[:, members]):
-            counts = Counter(token.tobytes() for token in vectors)
-            one = got.sel(population=name).isel(step=row)
-            assert one.distinct == len(counts)
-            assert one.most_common == max(counts.values(), default=0)
-
-
-def test_one_population(make_run, walk):
-    ds = make_run(walk(6, 5, 4), is_dead=np.arange(5) < 2)
-    dead = analysis.centroid(ds, "dead").compute()
-    assert "population" not in dead.dims
-    expected = analysis.centroid(ds).sel(population="dead").compute()
-    np.testing.assert_array_equal(dead.centroid_norm, expected.centroid_norm)
-    assert analysis.coherence(ds.drop_vars("is_dead"), "all").sizes["step"] == 5
+            speed = np.linalg.norm(velocity.mean(1), axis=-1)
+            drift = np.linalg.norm(np.diff(centre, axis=0), axis=-1) / elapsed
+            sizes = np.linalg.norm(ways, axis=-1)
+            cosines = (ways * mean[:, None]).sum(-1) / sizes
+            cosines /= np.linalg.norm(mean, axis=-1)[:, None]
+            cosines = np.where(sizes != 0, cosines, 0).sum(1) / (sizes != 0).sum(1)
+        for found, values in (
+            (centroid.centroid, centre),
+            (centroid.centroid_norm, np.linalg.norm(centre, axis=-1)),
+            (centroid.mean_radius, radii.mean(1)),
+            (centroid.max_radius, radii.max(1)),
+            (centroid.drift, np.append(np.nan, drift)),
+            (bulk.bulk_velocity, velocity.mean(1)),
+            (bulk.bulk_speed, speed),
+            (bulk.thermal_speed, thermal),
+            (coherence, np.where(mean.any(1), cosines, np.nan)),
+        ):
+            np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-300, err_msg=found.name)
+        with np.errstate(all="ignore"):
+            np.testing.assert_allclose(bulk.bulk_thermal_ratio, speed / thermal, rtol=1e-6)
 
 
 @pytest.mark.parametrize("of", ["centroid", "displacement"])
@@ -318,52 +279,15 @@ def test_quantities_of_other_vectors(clustered):
     assert counted.groups.values.tolist() == [1] * 8
 
 
-@pytest.mark.parametrize(
-    ("of", "population", "error", "message"),
-    [
+def test_invalid_vectors(clustered):
+    for of, population, error, message in (
         ("grad", "dead", InvalidArgument, "population='dead' for grad"),
         ("centroid", "undead", InvalidArgument, "population='undead'"),
         ("hidden_means", None, InvalidArgument, "vectors='hidden_means'.*'hidden_mean'"),
         ("exp_avg", None, VariableNotRecorded, "exp_avg"),
         ("hidden_mean", None, VariableNotRecorded, "hidden_mean"),
-    ],
-)
-def test_invalid_vectors(of, population, error, message, clustered):
-    with pytest.raises(error, match=message):
-        analysis.vectors(clustered.drop_vars("hidden_mean"), of, population)
-
-
-EVEN = slice(3)
-
-
-@pytest.mark.parametrize(
-    ("quantity", "options", "rows", "message"),
-    [
-        (analysis.path_efficiency, {"window": 0}, EVEN, "window=0"),
-        (analysis.path_efficiency, {"window": 3}, EVEN, "window=3, expected 1 to 2"),
-        (analysis.radial_tangential, {"about": "centroid", "population": "dead"}, EVEN, "'dead'"),
-        (analysis.centroid, {"population": "undead"}, EVEN, "'undead'"),
-        (analysis.coherence, {"population": "dead"}, EVEN, "is_dead"),
-        (analysis.displacement, {"since": 24}, EVEN, "step 24"),
-        (analysis.displacement, {"since": "yesterday"}, EVEN, "'yesterday'"),
-        (analysis.displacement, {}, [0, 2, 1], "do not increase"),
-        (analysis.grad_norms, {"ord": 3}, EVEN, "order 3"),
-        (analysis.autocorrelation, {}, slice(4), "evenly spaced rows, got spacings of 1, 2 steps"),
-        (analysis.autocorrelation, {"lags": [1, 2]}, EVEN, "expected at most 1, "),
-        (analysis.autocorrelation, {"lags": 3, "of": "position"}, EVEN, "expected at most 2, "),
-        *(
-            (analysis.autocorrelation, {"lags": lags}, EVEN, "lags=")
-            for lags in (0, [1, -2], [], [1.5])
-        ),
-    ],
-)
-def test_wrong_options_are_refused(quantity, options, rows, message, make_run, walk):
-    ds = make_run(walk(4, 3, 2), grad=walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
-    with pytest.raises(TrajstoreError, match=message):
-        quantity(ds.isel(step=rows), **options)
-
-
-def test_weights_without_steps_are_refused(make_run, walk):
-    ds = make_run(walk(4, 3, 2))
+    ):
+        with pytest.raises(error, match=message):
+            analysis.vectors(clustered.drop_vars("hidden_mean"), of, population)
     with pytest.raises(InvalidArgument, match="token, hidden, expected step"):
-        analysis.displacement(ds.assign(W=ds.W.isel(step=0, drop=True)))
+        analysis.displacement(clustered.assign(W=clustered.W.isel(step=0, drop=True)))

@@ -1,12 +1,14 @@
-"""Exact moments and what follows from them, compared with loops over elements and with torch."""
+"""Exact moments, what follows from them, and intended updates: compared with loops and torch."""
 
 from __future__ import annotations
 
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from adam_runs import attributed_by_hand, by_hand, trained
 from bits_and_calls import nightly_but
@@ -14,16 +16,17 @@ from held_arrays import BLOCK, held_at_most, made_of_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from trainings import tiny_run
 
-from trajstore import analysis
+from trajstore import analysis, open_run
 from trajstore.analysis import OUTCOMES
 from trajstore.analysis.optimizer import moments
 from trajstore.analysis.several_quantities import compute_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.threads import CompiledLoop
-
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+from trajstore.trainers.rounded_optimizer import RoundedAdamW
+from trajstore.values.native_types import spacing
+from trajstore.values.optimizer_rule import next_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CASES = {
@@ -217,10 +220,10 @@ def test_any_history(history: tuple[xr.Dataset, xr.Dataset], window: int) -> Non
 
 
 VARIANTS = {
-    "AdamW": ("AdamW", {"weight_decay": 0.3}),
-    "Adam": ("Adam", {}),
-    "Adam, coupled decay": ("Adam", {"weight_decay": 0.1}),
-    "Adam, decoupled decay": ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "strong decay": ("AdamW", {"weight_decay": 0.3}),
+    "no decay": ("Adam", {}),
+    "coupled decay": ("Adam", {"weight_decay": 0.1}),
+    "decoupled decay": ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "no memory": ("Adam", {"betas": (0.0, 0.0)}),
     "maximize": ("AdamW", {"maximize": True}),
     "maximize, coupled decay": ("Adam", {"maximize": True, "weight_decay": 0.1}),
@@ -274,8 +277,19 @@ def with_optimizer(kind, **options):
     return altered
 
 
+def of_later_rows(*changes):
+    def altered(ds):
+        for change in changes:
+            ds = change(ds)
+        return ds.isel(step=slice(5, None))
+
+    return altered
+
+
 EXACT = "exact_moments moment_error moment_stuck freeze_attribution"
-LATER = slice(5, None)
+STUCK = "moment_stuck freeze_attribution"
+BARE = {"class": "Adam", "hyperparameters": {}}
+COUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": False}
 
 
 @pytest.mark.parametrize(
@@ -289,28 +303,15 @@ LATER = slice(5, None)
         (EXACT, without("grad"), "grad"),
         (EXACT, with_optimizer("AdamW", amsgrad=True), "amsgrad"),
         (EXACT, with_optimizer("torch.optim.sgd.SGD"), "SGD"),
-        (
-            "moment_stuck freeze_attribution",
-            lambda ds: skipped(ds, 3).isel(step=LATER),
-            r"steps before step 5.*all steps from 0",
-        ),
-        (
-            "exact_moments",
-            lambda ds: without("exp_avg")(ds.isel(step=LATER)),
-            r"start at step 5.*exp_avg is not recorded.*from 0",
-        ),
-        (
-            "exact_moments",
-            lambda ds: without("W")(
-                with_optimizer("Adam", weight_decay=0.1, decoupled_weight_decay=False)(ds)
-            ),
-            "requires W",
-        ),
-        ("moment_error", without("exp_avg_sq"), r"exp_avg_sq.*variables='matrix'"),
-        *(
-            ("moment_stuck freeze_attribution", without(name), name)
-            for name in ("W", "exp_avg", "exp_avg_sq", "lr")
-        ),
+        (STUCK, of_later_rows(lambda ds: skipped(ds, 3)), "steps before step 5.*all steps from 0"),
+        ("exact_moments", of_later_rows(without("exp_avg")), "step 5.*exp_avg is not recorded.*0"),
+        ("exact_moments", of_later_rows(without("W"), with_optimizer("Adam", **COUPLED)), "res W"),
+        ("moment_error adam_update", without("exp_avg_sq"), r"exp_avg_sq.*variables='matrix'"),
+        ("adam_update", lambda ds: ds.drop_attrs(), "attribute optimizer"),
+        ("adam_update", with_optimizer("torch.optim.sgd.SGD"), r"sgd\.SGD.*RoundedAdamW"),
+        ("adam_update", lambda ds: ds.assign_attrs(optimizer=BARE), "'Adam' lack betas, "),
+        ("adam_update", of_later_rows(with_optimizer("Adam", amsgrad=True)), "steps 5 to .* amsgr"),
+        *((STUCK, without(name), name) for name in ("W", "exp_avg", "exp_avg_sq", "lr")),
     ],
 )
 def test_missing_inputs_are_reported(names, alter, message):
@@ -413,7 +414,6 @@ class SpiedLoop(CompiledLoop):
 
 def check_follow(moment, before, gradient, taken, by_loop=True):
     """Compare the compiled loop, if it takes these arrays, with NumPy."""
-    pytest.importorskip("numba")
     betas, found = np.linspace(0.9, 0.999, len(gradient)), []
     for compiled in (False, True):
         out, loop = np.full(gradient.shape, -1.0), SpiedLoop(compiled=compiled)
@@ -453,3 +453,83 @@ def test_where_its_arrays_lie_does_not_matter():
         (around[::-1, 3:10], False),
     ):
         check_follow("exp_avg_sq", before, gradient, taken, by_loop)
+
+
+def trained_run(kind: str, options: dict, dtype: str, rows: int = 25):
+    """A run whose gradients come and go, without clipping."""
+    return trained(kind, options, dtype, rows, max_norm=np.inf).chunk({"step": 4, "token": 4})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Adam", {"amsgrad": True, "weight_decay": 0.1}), ("AdamW", {"maximize": True})],
+)
+def test_float32_updates_are_those_of_torch(kind, options):
+    ds = trained_run(kind, options, "float32", rows=12)
+    got = analysis.adam_update(ds)
+    W = ds.W.values.astype(np.float64)
+    # The only difference is one rounding of W.
+    slack = np.spacing(np.abs(ds.W.values)).max(axis=0)
+    difference = np.abs(W[:-1] + got.adam_update.values - W[1:])
+    assert (difference <= slack).all()
+    hops = got.adam_update_ulp.values * np.spacing(np.abs(ds.W.values[:-1]))
+    np.testing.assert_allclose(hops, got.adam_update.values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        ("AdamW", {"weight_decay": 0.3}, "bfloat16"),
+        ("AdamW", {"amsgrad": True}, "bfloat16"),
+        ("Adam", {"eps": 1e-4}, "float16"),
+    ],
+)
+def test_updates_of_16_bit_types_round_to_the_next_weights(kind, options, dtype):
+    assert wrongly_rounded(trained_run(kind, options, dtype), dtype) == 0
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_an_update_with_a_wider_state_is_rounded_once(rounding, tmp_path):
+    options = {"weight_decay": 0.3, "state_dtype": "float32", "rounding": rounding}
+    made = partial(RoundedAdamW, lr=0.01, **options)
+    path = tiny_run(tmp_path / "run.zarr", made, dtype=torch.bfloat16, count=30, block_rows=8)
+    ds = open_run(path)
+    share = wrongly_rounded(ds, "bfloat16")
+    assert share == 0 if rounding == "nearest" else 0.05 < share < 0.5
+    # The next weights are a neighbor of the sum.
+    update, W = analysis.adam_update(ds).adam_update.values, ds.W.values.astype(np.float64)
+    cells = spacing(ds.W.values[1:], "bfloat16")
+    assert (np.abs(W[:-1] + update - W[1:]) < cells * (1 + 1e-4)).all()
+    # With the intermediate rounding of torch, the update would differ.
+    stepwise = {"class": "AdamW", "hyperparameters": ds.attrs["optimizer"]["hyperparameters"]}
+    other = analysis.adam_update(ds.assign_attrs(optimizer=stepwise)).adam_update.values
+    assert (other != update).any()
+
+
+def wrongly_rounded(ds, dtype) -> float:
+    """Fraction of elements whose W + update does not round to the next W."""
+    update = analysis.adam_update(ds).adam_update.values
+    W = ds.W.values
+    return (next_weights(W[:-1], update, dtype) != W[1:]).mean()
+
+
+def test_a_skipped_step_does_not_count():
+    rows = np.insert(np.arange(25), 6, 5)  # row 5 again, as the result of a skipped step
+    ds = trained_run("AdamW", {}, "bfloat16").isel(step=rows).assign_coords(step=np.arange(26))
+    ds = ds.assign(skipped=("step", np.eye(26, dtype=np.float32)[6]))
+    W, update = ds.W.values, analysis.adam_update(ds).adam_update.values
+    equal = (next_weights(W[:-1], update, "bfloat16") == W[1:]).all((1, 2))
+    assert np.flatnonzero(~equal).tolist() == [5]  # the skipped step
+
+
+def test_rows_whose_previous_step_is_missing_are_nan():
+    ds = trained_run("AdamW", {}, "float32")
+    whole = analysis.adam_update(ds).compute()
+    some = analysis.adam_update(ds.isel(step=[0, 1, 4, 5, 9])).compute()
+    for name in whole:
+        np.testing.assert_array_equal(some[name].sel(step=[1, 5]), whole[name].sel(step=[1, 5]))
+        assert np.isnan(some[name].sel(step=[4, 9])).all()
+    without = trained_run("Adam", {}, "float32").isel(step=[0, 4, 9])
+    got = analysis.adam_update(without).compute()
+    assert np.isfinite(got.adam_update).all()
+    assert np.isnan(got.adam_update_ulp).all()

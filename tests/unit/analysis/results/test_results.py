@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import tomllib
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +26,16 @@ from trajstore.analysis.results.write_results import describe, write_result
 from trajstore.analysis.scan.result_variables import flag_attributes
 from trajstore.errors import InvalidArgument, RunExists, RunNotFound
 
-pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
-
-
 ODD = "<script>alert(1)</script>"
 ANSI = "\x1b[31mred\x07"
 
 
-class Page(HTMLParser):
-    """Elements with their attributes, and the text between them."""
+def text_of(page: str) -> str:
+    return unescape(re.sub(r"<[^<>]*>", "", page))
 
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self.html = "", html
-        self.feed(html)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    @property
-    def shown(self) -> str:
-        return " ".join(self.text.split())
+def shown_on(page: str) -> str:
+    return " ".join(text_of(page).split())
 
 
 def small_run(path: Path, rows: int = 4, tokens: int = 3, later: float = 0, **options: Any) -> Path:
@@ -73,10 +57,10 @@ FEW = [FIGURES[name] for name in ("loss", "param_update_lost")]
 """The tests of the figures draw all of them."""
 
 
-def reported(run: Path, folder: Path, **options: Any) -> Page:
+def reported(run: Path, folder: Path, **options: Any) -> str:
     """The page of a run."""
     path = folder / "page.html"
-    return Page(write_report(run, path, **{"figures": (), "overwrite": True} | options).read_text())
+    return write_report(run, path, **{"figures": (), "overwrite": True} | options).read_text()
 
 
 def test_verdicts_are_those_of_the_analysis(example_run: Path, tmp_path: Path) -> None:
@@ -96,21 +80,20 @@ def test_verdicts_are_those_of_the_analysis(example_run: Path, tmp_path: Path) -
         f"No gradient was zero, of {norms.size:,} gradients",
         "Not verified.",
     ):
-        assert sentence in page.shown
-    tags = {tag for tag, _ in page.elements}
-    assert not tags & {"script", "link", "iframe", "object", "a"}
-    sources = [a[key] for _, a in page.elements for key in ("src", "srcset") if key in a]
+        assert sentence in shown_on(page)
+    assert not re.search(r"<(script|link|iframe|object|a)\b", page, re.IGNORECASE)
+    sources = re.findall(r'\bsrc(?:set)?="([^"]*)"', page)
     assert len(sources) == 2  # the run lacks param_update_lost
-    assert all(str(source).startswith("data:image/png;base64,") for source in sources)
-    assert not re.search(r"https?:|@import|url\(", page.html)
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?:|@import|url\(", page)
 
 
 def test_a_window_is_of_the_figures_or_of_the_whole_page(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run.zarr", rows=9)
-    shown = reported(run, tmp_path, steps="4:7").shown
+    shown = shown_on(reported(run, tmp_path, steps="4:7"))
     assert "The figures show a window of steps; all other numbers describe the whole run." in shown
     assert "Displacement from step 0 to 8" in shown
-    within = reported(run, tmp_path, steps="4:7", within=True, min_unchanged=1).shown
+    within = shown_on(reported(run, tmp_path, steps="4:7", within=True, min_unchanged=1))
     assert "figures use steps 4 to 6 alone." in within
     assert "unchanged for the last 1 step or more" in within
     assert "Displacement from step 4 to 6" in within
@@ -124,15 +107,15 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
     attributes = {"optimizer": OPTIMIZER, "provenance": {ANSI: ODD, "what_if": what_if}}
     run = small_run(tmp_path / "<b>run.zarr", config=CONFIG, attributes=attributes)
     page = reported(run, tmp_path, check=True, figures=FEW)
-    assert not {"script", "b"} & {tag for tag, _ in page.elements}
-    assert page.text.count(ODD) >= 3  # token, corpus, provenance: as text
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", page.html)
-    assert "␛[31mred␇" in page.text
-    assert "This is a what-if run (a=1): These are open loop." in page.shown
-    assert "Every stored byte was compared with its checksum: sound; 4 rows" in page.shown
-    assert "param_update_lost: " in page.shown
-    assert "This run begins with rows of another run" in page.shown
-    assert "run.toml" not in page.shown
+    assert not re.search(r"<(script|b)\b", page)
+    assert text_of(page).count(ODD) >= 3  # token, corpus, provenance: as text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", page)
+    assert "␛[31mred␇" in text_of(page)
+    assert "This is a what-if run (a=1): These are open loop." in shown_on(page)
+    assert "Every stored byte was compared with its checksum: sound; 4 rows" in shown_on(page)
+    assert "param_update_lost: " in shown_on(page)
+    assert "This run begins with rows of another run" in shown_on(page)
+    assert "run.toml" not in shown_on(page)
 
 
 @pytest.mark.parametrize("name", ["my text.txt", "gatsby stand-in (embedded)"])
@@ -141,27 +124,27 @@ def test_how_a_run_is_made_again(tmp_path: Path, name: str) -> None:
     attributes = {"provenance": {"corpus": text}}
     run = small_run(tmp_path / "run.zarr", config=CONFIG, attributes=attributes)
     page = reported(run, tmp_path)
-    toml = page.text.split("as run.toml:")[1].split("Provenance")[0]
+    toml = text_of(page).split("as run.toml:")[1].split("Provenance")[0]
     expected = {"data": {"corpus": ODD, "size": 1e-05}, "training": {"on": True}}
     assert tomllib.loads(toml) == expected
     given = name == "my text.txt"
-    assert ("--config run.toml --corpus 'my text.txt' -o again.zarr" in page.shown) == given
-    assert (f"The text has 12,345 bytes, SHA-256 {'ab' * 32}." in page.shown) == given
-    assert ("--config run.toml -o again.zarr" in page.shown) != given
+    assert ("--config run.toml --corpus 'my text.txt' -o again.zarr" in shown_on(page)) == given
+    assert (f"The text has 12,345 bytes, SHA-256 {'ab' * 32}." in shown_on(page)) == given
+    assert ("--config run.toml -o again.zarr" in shown_on(page)) != given
 
 
 def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
-    shown = reported(small_run(tmp_path / "a.zarr"), tmp_path).shown
+    shown = shown_on(reported(small_run(tmp_path / "a.zarr"), tmp_path))
     assert "The run has no recorded configuration" in shown
     assert "Not computed: causes, because" in shown
-    shown = reported(small_run(tmp_path / "b.zarr", rows=0), tmp_path, figures=FEW).shown
+    shown = shown_on(reported(small_run(tmp_path / "b.zarr", rows=0), tmp_path, figures=FEW))
     assert "0 rows" in shown
     assert "none of these figures can be drawn" in shown
     run = tmp_path / "changes.zarr"
     with RunWriter.create(run, token=range(3), hidden=2, variables={"delta": "float32"}) as writer:
         for step in range(3):
             writer.append(step, delta=np.full((3, 2), float(step), "f4"))
-    shown = reported(run, tmp_path).shown
+    shown = shown_on(reported(run, tmp_path))
     assert "Displacement from step 0 to 2" in shown
     assert "Norm of the centroid" not in shown
 

@@ -1,13 +1,29 @@
-"""Runs with changes but no W, advice on what to record, and statistics of populations."""
+"""Runs with changes but no W, what to record, statistics of populations; kernels and blocks."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+import dask
+import dask.array as da
+import distributed
 import numpy as np
 import pytest
 import xarray as xr
+from held_arrays import made_of_blocks
 
 from trajstore import analysis
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import (
+    ConsecutiveRows,
+    chunks_of,
+    compute_all,
+    in_turn,
+    measure,
+    read_again,
+)
 from trajstore.analysis.several_quantities import QUANTITIES
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
@@ -85,9 +101,9 @@ def test_a_change_that_is_not_a_number_is_motion() -> None:
     assert np.isnan(analysis.displacement(changes).values[-1, 0])
 
 
-@pytest.mark.parametrize(
-    ("missing", "attrs", "advice"),
-    [
+def test_what_to_record(make_run, walk):
+    run = make_run(walk(2, 2, 2))
+    for missing, attrs, advice in (
         (["grad"], {}, r"; record it with variables='weights\+grads'$"),
         (["exp_avg", "lr"], {}, "; record it with variables='matrix'$"),
         (["hidden_mean"], {}, "; record it with variables='matrix,hidden_mean'$"),
@@ -97,28 +113,21 @@ def test_a_change_that_is_not_a_number_is_motion() -> None:
         (["parameter"], {}, "which the run does not hold$"),
         (["hidden_mean"], {"imported": {}}, "because the imported file does not"),
         (["lr"], {"imported": {}}, "; assign the rate of each step"),
-    ],
-    ids=str,
-)
-def test_what_to_record(missing, attrs, advice, make_run, walk):
-    run = make_run(walk(2, 2, 2)).assign_attrs(attrs)
-    with pytest.raises(VariableNotRecorded, match=advice):
-        input_checks.require_variables(run, *missing)
+    ):
+        with pytest.raises(VariableNotRecorded, match=advice):
+            input_checks.require_variables(run.assign_attrs(attrs), *missing)
 
 
-@pytest.mark.parametrize(
-    ("rows", "step", "advice"),
-    [
+def test_the_nearest_steps(make_run, walk):
+    run = make_run(walk(5, 2, 2), steps=range(0, 10, 2))
+    for rows, step, advice in (
         (5, 5, "; the nearest recorded ones are 4 and 6$"),
         (5, 9, "; the nearest recorded one is 8$"),
         (5, -1, "; the nearest recorded one is 0$"),
         (0, 5, "which has no rows"),
-    ],
-)
-def test_the_nearest_steps(rows, step, advice, make_run, walk):
-    run = make_run(walk(5, 2, 2), steps=range(0, 10, 2)).isel(step=slice(rows))
-    with pytest.raises(StepNotFound, match=f"step {step} is not in the run.*{advice}"):
-        input_checks.row_of_step(run, step)
+    ):
+        with pytest.raises(StepNotFound, match=f"step {step} is not in the run.*{advice}"):
+            input_checks.row_of_step(run.isel(step=slice(rows)), step)
 
 
 def test_statistics_of_each_population(make_run, walk):
@@ -148,14 +157,12 @@ def test_mostly_dead_tokens_are_a_population_of_their_own(make_run, walk):
     counts = analysis.regimes(reported).counts.sum("regime_name").compute()
     assert counts.population.values.tolist() == ["dead", "live", "all", "mostly_dead"]
     np.testing.assert_array_equal(counts, [[1, 5, 6, 2]] * 4)
-    moved = analysis.regimes(ds).regime.values != 0
-    still = analysis.freeze(reported).unchanged_fraction.sel(population="mostly_dead")
-    np.testing.assert_allclose(still, 1 - moved[:, rare].mean(1))
     way = analysis.displacement(reported)
     mean = analysis.by_population(way)["mean"].sel(population="mostly_dead")
     np.testing.assert_allclose(mean, way.values[:, rare].astype(float).mean(1))
-    centre = analysis.centroid(reported, "mostly_dead").centroid.values
-    np.testing.assert_allclose(centre, ds.W.values[:, rare].astype(float).mean(1))
+    alone = analysis.regimes(ds.isel(token=rare)).counts.sel(population="all")
+    of_rare = analysis.regimes(reported).counts.sel(population="mostly_dead")
+    np.testing.assert_array_equal(of_rare, alone)
     for config in (None, {}, {"data": {}}, {"data": {"mostly_dead": None}}, "text"):
         plain = ds.assign_attrs(config=config)
         assert "mostly_dead" not in analysis.regimes(plain).population
@@ -171,3 +178,143 @@ def test_statistics_require_populations_and_tokens(make_run, walk):
         analysis.by_population(norms.step)
     with pytest.raises(InvalidArgument, match="quantiles"):
         analysis.by_population(norms, quantiles=(2,))
+
+
+def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None:
+    values, factors = np.arange(84.0).reshape(7, 4, 3), np.arange(7)
+
+    def kernel(block, factor, *, groups):  # type: ignore[no-untyped-def]
+        chunks = chunks_of(block)
+        assert [chunk.shape[1:] for chunk in chunks] == [(3, 3), (1, 3)]
+        assert factor.shape == (len(chunks[0]), 1, 1)
+        sums = np.concatenate(chunks, 1).sum(-1) * factor[..., 0]
+        return np.stack([sums[:, group].sum(-1) for group in groups], -1)
+
+    groups = np.array([[True, False, False, True], [False, True, True, False]])
+    result = measure(
+        kernel,
+        da.from_array(values, chunks=(5, 3, 3)),
+        factors,
+        dims=("step", "population"),
+        groups=groups,
+        dtype=np.float64,
+        sizes={"population": 2},
+    )
+    assert result.chunks == ((5, 2), (2,))
+    expected = (values.sum(-1) * factors[:, None]) @ groups.T
+    np.testing.assert_array_equal(result.compute(), expected)
+
+
+def test_blocks_are_not_copied() -> None:
+    made = [np.zeros((2, 3, 2)), np.zeros((2, 3, 2))]
+    seen = []
+
+    def kernel(block):  # type: ignore[no-untyped-def]
+        seen.append(any(np.shares_memory(block, one) for one in made))
+        return block.sum(-1)
+
+    def make(block_id):  # type: ignore[no-untyped-def]
+        return made[block_id[0]]
+
+    blocks = da.map_blocks(make, chunks=((2, 2), (3,), (2,)), dtype=float, meta=made[0][:0])
+    measure(kernel, blocks, dims=("step", "token"), dtype=np.float64).compute(scheduler="sync")
+    assert seen == [True, True]
+
+
+def test_blocks_are_read_one_after_the_other() -> None:
+    read: list[int] = []
+    measured: list[int] = []
+
+    def make(block_info):  # type: ignore[no-untyped-def]
+        number = block_info[None]["chunk-location"][0]
+        read.append(number)
+        return np.full((2, 3, 2), float(number))
+
+    def kernel(block, boundary):  # type: ignore[no-untyped-def]
+        assert boundary[0, 0, 0] == max(block[0, 0, 0] - 1, 0)
+        # Without the dependency, the last blocks would be read first.
+        assert sorted(set(read)) == list(range(len(measured) + 1))
+        measured.append(int(block[0, 0, 0]))
+        return block.sum(-1)
+
+    blocks = da.map_blocks(
+        make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
+    )
+    result = in_turn(
+        lambda points: measure(kernel, points, dims=("step", "token"), dtype=np.float64),
+        ConsecutiveRows(variable="W", type="float64", blocks=blocks),
+    )
+    sums = result[1:].compute(scheduler="sync")
+    np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)
+    assert measured == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 6)])
+def test_blocks_are_read_again_after_the_result_they_need(part: slice) -> None:
+    reported: list[str] = []
+
+    def make(block_id):  # type: ignore[no-untyped-def]
+        reported.append("read")
+        return np.full((2, 3), block_id[0], np.float64)
+
+    def mean(values):  # type: ignore[no-untyped-def]
+        reported.append("known")
+        return values.mean(keepdims=True)
+
+    source = da.map_blocks(make, chunks=((2, 2, 2, 2), (3,)), meta=np.empty((0, 0)))
+    blocks = source[part]
+    known = blocks.rechunk(-1).map_blocks(mean, chunks=((1,), (1,)), meta=np.empty((0, 0)))
+    reported.clear()  # calls by dask for type inference
+    again = read_again(blocks, known) - known
+    values = again.compute(scheduler="sync")
+    reads = blocks.numblocks[0]
+    assert reported == ["read"] * reads + ["known"] + ["read"] * reads
+    expected = np.repeat(np.arange(4.0), 2)[part]
+    np.testing.assert_array_equal(values[:, 0], expected - expected.mean())
+
+
+@pytest.mark.nightly
+def test_a_killed_worker_changes_nothing() -> None:
+    lazy = analysis.regimes(made_of_blocks(60))
+    expected = lazy.compute(scheduler="threads")
+    reported: list[tuple[int, int]] = []
+
+    def report(done: int, total: int) -> None:
+        if done and not any(before for before, _ in reported):
+            os.kill(victim, signal.SIGKILL)
+        reported.append((done, total))
+
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        victim, *_ = client.run(os.getpid).values()
+        (got,) = compute_all([lazy], report)
+        loaded = client.run(lambda: "torch" in sys.modules)
+        assert not any(loaded.values()), "workers need no torch"
+    assert got.identical(expected)
+    assert reported[-1][0] == reported[-1][1] > 0
+    assert min(done for done, _ in reported if done) < reported[-1][1], (
+        "it was killed in the middle"
+    )
+
+
+@pytest.mark.nightly
+def test_a_failing_task_raises_its_error() -> None:
+    W = made_of_blocks(4).W
+    nested = {"broken": [W.map_blocks(lambda block: 1 / 0, template=W), 1]}
+    with (
+        distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+        pytest.raises(ZeroDivisionError),
+    ):
+        compute_all([nested], lambda done, total: None)
+
+
+def test_progress_without_a_cluster() -> None:
+    reported: list[tuple[int, int]] = []
+    with dask.config.set(scheduler="threads"):
+        compute_all([analysis.speed(made_of_blocks(8))], lambda *tasks: reported.append(tasks))
+    assert reported[-1][0] == reported[-1][1] > 0
