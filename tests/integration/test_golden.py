@@ -1,4 +1,4 @@
-"""Every version reads the runs of all earlier ones; tests/golden_runs.py wrote them."""
+"""Every version reads the runs of all earlier ones; tools/write_golden_runs.py wrote them."""
 
 from __future__ import annotations
 
