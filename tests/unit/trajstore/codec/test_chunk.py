@@ -90,35 +90,25 @@ def test_the_bytes_of_the_worked_example_are_pinned() -> None:
     assert values.T.tolist() == [[1.0, 1.0078125, 0.99609375], [-1.0, -1.0, 1.0]]
 
 
-@pytest.mark.parametrize("kind", ["bytes copied", "bytes packed"])
-def test_a_forged_chunk_is_an_error(kind: str) -> None:
+def test_a_forged_chunk_is_an_error_and_takes_no_memory() -> None:
     """Its checksum fits, but its header promises more than there is."""
+    large = (8, 20_120, 64)
+    size = int(np.prod(large)) * 2
     coding = chain(native_type("bfloat16"), 3, small=False)
-    shape = (8, 20_120, 64)
-    size = int(np.prod(shape)) * 2
-    flags = 0x06 if kind == "bytes copied" else 0x24
-    data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
-    with pytest.raises(ValueError, match="not a whole Blosc frame"):
-        Decoder(coding, shape).unpack(data + checksum(data))
-
-
-def test_a_chunk_of_another_shape_is_an_error() -> None:
+    for flags in (0x06, 0x24):  # bytes copied, bytes packed
+        data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
+        with pytest.raises(ValueError, match="not a whole Blosc frame"):
+            Decoder(coding, large).unpack(data + checksum(data))
     coding = chain(native_type("bfloat16"), 3, small=True)
     data = coding.encode(random_bits((4, 6, 5), 1, 16), (4, 6, 5))
     assert Decoder(coding, (4, 6, 5)).unpack(data).shape == (4, 6, 5)
     with pytest.raises(ValueError, match="its size differs"):
         Decoder(coding, (4, 6, 6)).unpack(data)
-
-
-def test_a_chunk_of_too_many_terms_takes_no_memory() -> None:
-    """A frame of zeros is short, however many they are."""
-    coding = replace(chain(native_type("bfloat16"), 3, small=True), kind="predicted")
-    shape, terms = (2, 3, 4), 9
-    head = coding.compress(np.zeros((2, terms, 7), np.uint16))
-    body = coding.compress(np.zeros(shape, np.uint16))
+    # Of too many terms; a frame of zeros is short, however many they are.
+    head, body = (coding.compress(np.zeros(shape, np.uint16)) for shape in ((2, 9, 7), (2, 3, 4)))
     data = OWN_FORM + LENGTH.pack(len(head)) + head + body
     with pytest.raises(ValueError, match="9 terms"):
-        Decoder(coding, shape).unpack(data + checksum(data))
+        Decoder(replace(coding, kind="predicted"), (2, 3, 4)).unpack(data + checksum(data))
 
 
 @pytest.mark.parametrize("history", [True, False])
