@@ -104,25 +104,17 @@ def functions() -> Iterator[tuple[str, str, str]]:
     from trajstore.analysis import figures
 
     ds = trajstore.open_run("gatsby.zarr").isel(step=slice(3))
+    created: dict[str, Any] = {"token": [0], "hidden": 1, "variables": {"W": "float32"}}
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "open_run": (lambda: trajstore.open_run("gatsby.zarr"), ""),
-        "open_run s3": (lambda: trajstore.open_run("s3://bucket/run.zarr"), "s3"),
         "open_runs": (lambda: trajstore.open_runs("gatsby.zarr"), ""),
         "export": (lambda: trajstore.export("gatsby.zarr", "a.safetensors"), ""),
-        "export hdf5": (lambda: trajstore.export("gatsby.zarr", "a.h5", format="hdf5"), "hdf5"),
         "import_file": (lambda: trajstore.import_file("a.safetensors", "a.zarr"), ""),
-        "import_file hdf5": (lambda: trajstore.import_file("file.h5", "b.zarr"), "hdf5"),
-        "import_file torch": (lambda: trajstore.import_file("file.pt", "b.zarr"), "torch"),
         "verify": (lambda: trajstore.verify("gatsby.zarr"), ""),
         "repair": (lambda: trajstore.repair("gatsby.zarr"), ""),
         "sample_run": (lambda: trajstore.sample_run("gatsby.zarr"), ""),
         "to_torch": (lambda: trajstore.to_torch("gatsby.zarr"), "torch"),
-        "RunWriter": (
-            lambda: trajstore.RunWriter.create(
-                "w.zarr", token=[0], hidden=1, variables={"W": "float32"}
-            ).close(),
-            "",
-        ),
+        "RunWriter": (lambda: trajstore.RunWriter.create("w.zarr", **created).close(), ""),
         "to_netcdf": (lambda: ds.traj.to_netcdf("a.nc"), "hdf5"),
         "trainers.fetch": (lambda: trainers.fetch("gatsby"), "hub"),
         "trainers.LightningCallback": (lambda: trainers.LightningCallback, "lightning"),

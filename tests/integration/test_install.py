@@ -56,13 +56,10 @@ def test_the_oldest_versions_are_those_that_are_allowed() -> None:
     assert {name: pinned.get(name) for name in allowed} == allowed
 
 
-def test_all_is_every_extra_for_users() -> None:
+def test_every_extra_is_in_all_and_on_the_page_install() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     (named,) = re.findall(r"\[(.*)\]", everything)
     assert set(named.split(",")) == FOR_USERS
-
-
-def test_every_extra_is_on_the_page_install() -> None:
     page = (ROOT / "docs" / "start" / "install.md").read_text()
     assert [extra for extra in FOR_USERS if f"| `{extra}` |" not in page] == []
 
@@ -194,6 +191,5 @@ def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

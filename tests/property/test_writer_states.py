@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from bits_and_calls import commit_now
 from crashing import BLOCK, check_rows, create, row
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.store.metadata.block_plan import BLOCKS

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from still_timer import StillTimer, commit_now
+from bits_and_calls import StillTimer, commit_now
 from trainings import (
     HIDDEN,
     VOCAB,

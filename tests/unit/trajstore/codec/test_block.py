@@ -1,4 +1,4 @@
-"""Blocks: labels and indexes, selections of an open one, and what zarr reads by the codec."""
+"""Blocks: labels, indexes and selections, of an axis too, and what zarr reads by the codec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.buffer.cpu import Buffer, buffer_prototype
 from zarr.storage import LocalStore, MemoryStore, StorePath, WrapperStore
 
-from trajstore.codec.array_selection import ArraySelection
+from trajstore.codec.array_selection import (
+    ArraySelection,
+    divide_axis,
+    outer_positions,
+    positions,
+)
 from trajstore.codec.block import (
     ANYWHERE,
     LABEL,
@@ -365,7 +370,7 @@ def test_selections_equal_those_of_numpy(
     same(array.oindex[key], expected)
     at = tuple(np.array(points).T)
     same(array.vindex[at], values[at])
-    pairs = tuple(positions.reshape(1, -1) for positions in at)
+    pairs = tuple(each.reshape(1, -1) for each in at)
     same(array.vindex[pairs], values[pairs])
 
 
@@ -567,3 +572,54 @@ def test_what_zarr_does_not_write_is_an_error() -> None:
     array[...] = np.float32("nan")
     with pytest.raises(FormatError, match=r"^W, block 0 .* is missing"):
         array[...]
+
+
+LENGTH = 23
+
+
+RANGES = st.slices(LENGTH).map(lambda item: range(*item.indices(LENGTH))).filter(len)
+ARRAYS = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=9).map(np.array)
+
+
+@given(RANGES | ARRAYS, st.integers(1, LENGTH + 3))
+def test_picks_bring_each_position_to_its_place(wanted: Any, part: int) -> None:
+    axis = np.arange(100, 100 + LENGTH)
+    out = np.zeros(len(wanted), int)
+    found = divide_axis(wanted, part)
+    assert sorted(found) == sorted({int(position) // part for position in wanted})
+    for number, pick in found.items():
+        held = axis[number * part : (number + 1) * part][pick.window]
+        assert len(held) == pick.window.stop - pick.window.start > 0
+        out[pick.place] = held if pick.taken is None else held[pick.taken]
+        # The window is no larger than it must be.
+        taken = np.arange(len(held)) if pick.taken is None else pick.taken
+        assert taken.min() == 0
+        assert taken.max() == len(held) - 1
+        assert len(positions(pick.place)) == len(taken)
+    assert (out == axis[np.asarray(wanted)]).all()
+
+
+def test_consecutive_rows_are_taken_by_slices() -> None:
+    for wanted in (range(3, 9), np.arange(3, 9)):
+        found = divide_axis(wanted, 4)
+        assert {number: (pick.window, pick.place) for number, pick in found.items()} == {
+            0: (slice(3, 4), slice(0, 1)),
+            1: (slice(0, 4), slice(1, 5)),
+            2: (slice(0, 1), slice(5, 6)),
+        }
+        assert all(pick.taken is None for pick in found.values())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        (np.array([0, 3]), np.array([1, 2]), slice(None)),
+        (np.array([0, 3]), np.array([1, 2]), np.array([0, 0])),
+        (np.array([[0], [3]]), np.array([[1, 2]]), slice(None)),
+        (np.array([[0, 3]]), slice(None), 1),
+        (np.array(2), slice(None), 1),
+        (np.array([True] * 7), np.array([False] * 5), slice(None)),
+    ],
+)
+def test_points_are_left_to_numpy(key: tuple[Any, ...]) -> None:
+    assert outer_positions(key, (7, 5, 4)) is None
