@@ -62,19 +62,12 @@ def golden_metadata(run: str = "delta.zarr", version: str = "0.3.0") -> Any:
 
 
 def unpack(folder: Path, version: str = "0.3.0", run: str = "") -> Path:
-    """Unpack the runs of a version, or one of them, into a new folder, and return it."""
+    """Unpack a run of a version with its checkpoints, or all runs, and return its path."""
     with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
-        names = [name for name in archive.namelist() if name.startswith(run)]
+        wanted = f"{Path(run).stem}." if run else ""
+        names = [name for name in archive.namelist() if name.startswith(wanted)]
         archive.extractall(folder / version, names)
-    return folder / version
-
-
-def unpack_run(folder: Path, version: str, run: str) -> Path:
-    """Unpack a run of a version, and its checkpoints, into a folder, and return the run."""
-    with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
-        parts = [name for name in archive.namelist() if name.startswith(f"{Path(run).stem}.")]
-        archive.extractall(folder, parts)
-    return folder / run
+    return folder / version / run
 
 
 def digests(ds: xr.Dataset) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -77,12 +76,9 @@ def refused(data: bytes, message: str, form: BlockForm = FORM, place: Any = (5, 
         (FORM, 4, 1, (5, 1), "W, block 4, part 1 .* expected W, block 5, part 1 of run 2b2b2b2b$"),
         (FORM, 5, 0, (5, 1), "W, block 5, part 0"),
         (FORM, 3, 1, None, None),  # without a place, array and run still have to fit
-        (GRAD, 5, 1, None, "it is grad"),
         (ALIEN, 5, 1, None, "of run 3c3c3c3c, expected"),
         (FORM, ANYWHERE, 0, (0, 0), None),  # a copy by another program fits in its array
         (FORM, ANYWHERE, 0, (5, 1), None),
-        (FORM, ANYWHERE, 0, None, None),
-        (GRAD, ANYWHERE, 1, (5, 1), "it is grad, some block"),
         (ALIEN, ANYWHERE, 1, (5, 1), "some block, part 1 of run 3c3c3c3c"),
     ],
 )
@@ -420,22 +416,6 @@ def test_an_object_that_goes_away_between_two_requests_is_missing(tmp_path: Path
         array[1]
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_process_has_threads_of_its_own(small: Stored) -> None:
-    path, values = small
-    array = opened(path)
-    same(array[...], values)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # not to wait for threads that are not there
-        try:
-            os._exit(array[3:].tobytes() != values[3:].tobytes())
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @pytest.mark.nightly
 def test_a_run_can_be_read_while_the_interpreter_ends(small: Stored) -> None:
     path, values = small
@@ -597,17 +577,9 @@ def test_picks_bring_each_position_to_its_place(wanted: Any, part: int) -> None:
         assert taken.max() == len(held) - 1
         assert len(positions(pick.place)) == len(taken)
     assert (out == axis[np.asarray(wanted)]).all()
-
-
-def test_consecutive_rows_are_taken_by_slices() -> None:
-    for wanted in (range(3, 9), np.arange(3, 9)):
-        found = divide_axis(wanted, 4)
-        assert {number: (pick.window, pick.place) for number, pick in found.items()} == {
-            0: (slice(3, 4), slice(0, 1)),
-            1: (slice(0, 4), slice(1, 5)),
-            2: (slice(0, 1), slice(5, 6)),
-        }
-        assert all(pick.taken is None for pick in found.values())
+    if (np.diff(wanted) == 1).all():  # such rows are taken and put by slices
+        assert {type(pick.place) for pick in found.values()} == {slice}
+        assert {pick.taken for pick in found.values()} == {None}
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from trajstore.threads import CompiledLoop, values_side_by_side
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, cast, narrow
 from trajstore.values.optimizer_rule import OptimizerRule
 
-pytest.importorskip("numba")
-
 NEVER = 1 << 62
 
 

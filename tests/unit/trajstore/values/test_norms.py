@@ -41,6 +41,7 @@ def test_every_value_is_every_positive_normal_finite_one(name: str, dtype: type)
         ("bfloat16", 0.999, "product", 0, 1),
         ("bfloat16", 0.997, "product", 0, 0.2969),
         ("bfloat16", 0.0, "lerp", 2, 0),
+        ("bfloat16", 0.998, "lerp", 0, 0.9532),
         ("bfloat16", 0.99, "once", 2, 0),
         ("bfloat16", 0.999, "once", 2, 1),
         ("bfloat16", 0.999, "product", 2, 0.9609),  # of values whose double is finite
