@@ -36,16 +36,12 @@ SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 @pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
 def test_facts_of_a_type_are_those_that_others_tell(native: NativeType) -> None:
     reported = ml_dtypes.finfo(SIXTEEN.get(native.name, native.name))
-    assert native.mantissa_bits == reported.nmant
-    assert native.exponent_bits == reported.nexp
     assert native.least_normal == float(reported.smallest_normal)
     assert native.epsilon == float(reported.eps)
     one = native.bias << reported.nmant
     patterns = [native.sign_mask, native.infinity_bits, native.nan_bits, one]
     values = widen(np.array(patterns, native.bits), native)
     assert repr(values.tolist()) == "[-0.0, inf, nan, 1.0]"
-    special = widen(np.array([native.infinity_bits - 1], native.bits), native)
-    assert special[0] == float(reported.max)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
@@ -119,13 +115,6 @@ def test_rounding_is_to_nearest_even_and_counted(name: str, dtype: type) -> None
     assert not is_of_type(wide[~nan].astype(np.float64), name)
 
 
-def test_float64_is_rounded_to_float32_and_counted() -> None:
-    values = np.array([0.1, 0.5, np.nan, np.inf])
-    bits, changed = convert(values, NATIVE_TYPES["float64"], NATIVE_TYPES["float32"])
-    assert (bits.view(np.float32)[[0, 1, 3]] == values.astype(np.float32)[[0, 1, 3]]).all()
-    assert changed == 1
-
-
 def test_one_value_that_is_not_bfloat16_is_found() -> None:
     wide = widen(EVERY, NATIVE_TYPES["bfloat16"]).view(np.uint32).reshape(256, 256)
     assert is_bfloat16(wide)
@@ -136,6 +125,10 @@ def test_one_value_that_is_not_bfloat16_is_found() -> None:
     native = NATIVE_TYPES["bfloat16"]
     with pytest.raises(InvalidArgument, match="1 of 65536"):
         convert(wide.view(np.float32), native, native)
+    bits, changed = convert(
+        np.array([0.1, np.inf]), NATIVE_TYPES["float64"], NATIVE_TYPES["float32"]
+    )
+    assert (bits.view(np.float32).tolist(), changed) == ([np.float32(0.1), np.inf], 1)
 
 
 def values_of(name: str) -> Any:
