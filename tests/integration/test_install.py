@@ -35,24 +35,23 @@ def test_the_newest_versions_can_be_installed_together() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def versions(lines: list[str], operator: str) -> dict[str, set[Version]]:
+    """Those of each requirement that follow the operator."""
+    found: dict[str, set[Version]] = {}
+    for requirement in map(Requirement, lines):
+        held = found.setdefault(requirement.name, set())
+        held |= {Version(one.version) for one in requirement.specifier if one.operator == operator}
+    return found
+
+
 def test_the_oldest_versions_are_those_that_are_allowed() -> None:
     """But for what is only trained and downloaded with, which needs torch."""
     extras = PROJECT["optional-dependencies"]
-    allowed: dict[str, set[Version]] = {}
-    for line in [
-        *PROJECT["dependencies"],
-        *(line for extra in ("plot", "hdf5", "cluster", "test") for line in extras[extra]),
-    ]:
-        requirement = Requirement(line)
-        (bound,) = (part.version for part in requirement.specifier if part.operator == ">=")
-        allowed.setdefault(requirement.name, set()).add(Version(bound))
-    pinned = {
-        (requirement := Requirement(line)).name: {
-            Version(part.version) for part in requirement.specifier
-        }
-        for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()
-        if not line.startswith("#")
-    }
+    lines = [line for extra in ("plot", "hdf5", "cluster", "test") for line in extras[extra]]
+    allowed = versions([*PROJECT["dependencies"], *lines], ">=")
+    assert set(map(len, allowed.values())) == {1}
+    listed = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pinned = versions([line for line in listed if not line.startswith("#")], "==")
     assert {name: pinned.get(name) for name in allowed} == allowed
 
 

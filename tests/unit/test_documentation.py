@@ -117,13 +117,7 @@ def by_hand(page: Path) -> str:
 def blocks(page: Path) -> list[Block]:
     text = by_hand(page)
     return [
-        Block(
-            page=page,
-            line=text.count("\n", 0, found.start("code")) + 1,
-            language=found["language"],
-            code=found["code"],
-            mark=found["mark"],
-        )
+        Block(page, text.count("\n", 0, found.start("code")) + 1, **found.groupdict())
         for found in BLOCK.finditer(text)
     ]
 
@@ -214,10 +208,9 @@ def _marked(pages: list[Path]) -> list[object]:
     """Pages with something to run; those that need torch are marked so."""
     chosen = []
     for page in pages:
-        run = [block for block in blocks(page) if block.mark is None]
-        if not run:
+        code = "".join(block.code for block in blocks(page) if block.mark is None)
+        if not code:
             continue
-        code = "".join(block.code for block in run)
         needs_torch = re.search(r"\btorch\b|\btrainers\b|to_torch|--replay", code) is not None
         marks = [pytest.mark.torch] * needs_torch + [pytest.mark.nightly] * (str(page) in SECONDS)
         chosen.append(pytest.param(page, marks=marks, id=str(page)))
