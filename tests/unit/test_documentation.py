@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import shlex
@@ -92,20 +93,13 @@ class Block:
 
     def commands(self) -> Iterator[list[str]]:
         """Words of each trajstore command."""
-        text = self.code.replace("\\\n", " ")
-        for line in text.splitlines():
+        for line in self.code.replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
             lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if word not in (";", "&&", "|"):
-                    words.append(word)
-                    continue
-                while words and words[0] in ("do", "exec"):
-                    del words[0]
+            for _, group in itertools.groupby(lexer, lambda word: word in (";", "&&", "|")):
+                words = [*itertools.dropwhile(lambda word: word in ("do", "exec"), group)]
                 if words and words[0] in ("trajstore", ".venv/bin/trajstore"):
                     yield words[1:]
-                words = []
 
 
 def by_hand(page: Path) -> str:
