@@ -6,7 +6,6 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,17 +21,6 @@ from trajstore.values.norms import (
     ulp_l1,
     vector_norm,
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)]
-)
-def test_every_value_is_every_positive_normal_finite_one(name: str, dtype: type) -> None:
-    with np.errstate(all="ignore"):
-        all_bits = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
-    least = float(ml_dtypes.finfo(dtype).smallest_normal)
-    expected = all_bits[np.isfinite(all_bits) & (all_bits >= least)]
-    np.testing.assert_array_equal(np.concatenate([*every_normal_value(name)]), np.sort(expected))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +46,9 @@ def test_the_share_of_values_that_stay(
     assert share_left(average, factor) == pytest.approx(share, abs=1e-4 * (0 < share < 1))
 
 
-def test_float32_is_judged_by_one_power_of_two() -> None:
+def test_all_normal_values_are_tried_but_float32_is_judged_by_one_power_of_two() -> None:
     """Some values remain unchanged only for a step below four spacings."""
+    assert sum(part.size for part in every_normal_value("float16")) == 30 << 10
     parts = [*every_normal_value("float32")]
     assert sum(part.size for part in parts) == 1 << 23
     assert (parts[0][0], parts[-1][-1]) == (1, np.nextafter(np.float32(2), np.float32(1)))
