@@ -411,21 +411,15 @@ def test_every_preset_is_described() -> None:
         assert "`" not in changes or config.with_values(re.findall("`(.+?)`", changes)) != config
 
 
-PACKAGES = (
-    "trajstore",
-    "trajstore.analysis",
-    pytest.param("trajstore.trainers", marks=pytest.mark.torch),
-)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_function_has_an_example(package: str) -> None:
-    if package == "trajstore.trainers":
-        pytest.importorskip("torch")
-    facade = importlib.import_module(package)
-    functions = [one for name in facade.__all__ if inspect.isfunction(one := getattr(facade, name))]
-    assert functions
-    assert [one for one in functions if ">>>" not in (one.__doc__ or "")] == []
+@pytest.mark.torch
+def test_every_public_function_has_an_example() -> None:
+    pytest.importorskip("torch")
+    for package in ("trajstore", "trajstore.analysis", "trajstore.trainers"):
+        facade = importlib.import_module(package)
+        named = [getattr(facade, name) for name in facade.__all__]
+        functions = [one for one in named if inspect.isfunction(one)]
+        assert functions
+        assert [one for one in functions if ">>>" not in (one.__doc__ or "")] == []
 
 
 def test_no_example_is_skipped() -> None:

@@ -142,15 +142,12 @@ HEADER = 16
 SIZE = 200_003
 
 
-def content(kind: str) -> bytes:
-    """Bytes that compress well, hardly, or not at all."""
-    random = np.random.default_rng(5)
-    values = {
-        "zeros": np.zeros(SIZE, np.uint8),
-        "some": random.integers(0, 9, SIZE, np.uint8),
-        "noise": random.integers(0, 256, SIZE, np.uint8),
-    }
-    return values[kind].tobytes()
+RANDOM = np.random.default_rng(5)
+CONTENT = {  # what compresses well, hardly, or not at all
+    "zeros": bytes(SIZE),
+    "some": RANDOM.integers(0, 9, SIZE, np.uint8).tobytes(),
+    "noise": RANDOM.bytes(SIZE),
+}
 
 
 def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: int) -> bytes:
@@ -159,7 +156,7 @@ def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: 
 
 
 @given(
-    kind=st.sampled_from(["zeros", "some", "noise"]),
+    kind=st.sampled_from([*CONTENT]),
     compressor=st.sampled_from(["lz4", "zstd"]),
     shuffle=st.sampled_from([blosc.Blosc.SHUFFLE, blosc.Blosc.BITSHUFFLE]),
     typesize=st.sampled_from([2, 4, 8]),
@@ -171,7 +168,7 @@ def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: 
 def test_a_cut_holds_the_segment(
     kind: str, compressor: str, shuffle: int, typesize: int, blocksize: int, ends: tuple[int, int]
 ) -> None:
-    data, (start, stop) = content(kind), sorted(ends)
+    data, (start, stop) = CONTENT[kind], sorted(ends)
     whole = frame(data, compressor, shuffle, typesize, blocksize)
     part, skip = cut_frame(memoryview(whole), start, stop)
     assert len(part) <= len(whole)
@@ -183,7 +180,7 @@ def test_a_cut_holds_the_segment(
 
 def test_blocks_in_another_order_are_left_alone() -> None:
     # As a Blosc with threads may write them.
-    data = content("some")
+    data = CONTENT["some"]
     whole = bytearray(frame(data, "zstd", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
     count = -(-SIZE // (1 << 16))
     starts = [*struct.unpack_from(f"<{count}i", whole, HEADER), len(whole)]
@@ -200,7 +197,7 @@ def test_blocks_in_another_order_are_left_alone() -> None:
 
 
 def test_a_torn_frame_or_bytes_outside_of_it_are_an_error() -> None:
-    whole = memoryview(frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0))
+    whole = memoryview(frame(CONTENT["some"], "lz4", blosc.Blosc.SHUFFLE, 2, 0))
     for keep in (0, 15, 16, 20, 100):
         with pytest.raises(ValueError, match="not a whole Blosc frame"):
             cut_frame(whole[:keep], 0, 10)
@@ -212,7 +209,7 @@ def test_a_torn_frame_or_bytes_outside_of_it_are_an_error() -> None:
 @given(st.data())
 def test_a_broken_header_is_an_error_or_harmless(draw: st.DataObject) -> None:
     """Checksums come first; whoever forges them gets an error, or other numbers, but no crash."""
-    whole = bytearray(frame(content("some"), "lz4", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
+    whole = bytearray(frame(CONTENT["some"], "lz4", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
     for _ in range(draw.draw(st.integers(1, 4))):
         at = draw.draw(st.integers(0, HEADER + 15))
         whole[at] = draw.draw(st.integers(0, 255))

@@ -100,6 +100,10 @@ def test_changing_hyperparameters_of_each_row_compute_it(tmp_path: Path) -> None
     assert all(stored_forms(path)[name]["corrected"] == 0 for name in RULE_ARRAYS)
     assert (open_run(path).attrs["trajstore_format"], notes) == (4, [])
     export(path, tmp_path / "copy.zarr", encoding="delta")
+    rows = xr.open_zarr(path).load()
+    with RunWriter.resume(path, rows=11, fsync=False) as run:  # in the middle of a block
+        for at in range(11, 20):
+            run.append(at, **{str(name): rows[name].values[at] for name in rows.data_vars})
     same_bits(tmp_path / "copy.zarr", path)
 
 
