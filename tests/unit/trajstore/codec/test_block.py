@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -145,10 +145,17 @@ def test_a_tail_that_is_cut_or_broken_is_refused() -> None:
     refused(of_another, "it has no label", form, place)
 
 
-def read(data: bytes, key: tuple[range, ...] = WHOLE) -> np.ndarray:
+class Watched(StoreObject):
+    """Keeps which bytes are wanted."""
+
+    async def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self.wanted = ranges
+
+
+def read(data: bytes | StoreObject, key: tuple[range, ...] = WHOLE) -> np.ndarray:
+    source = StoreObject(None, None, data) if isinstance(data, bytes) else data
     selection = ArraySelection(along=key, shape=tuple(map(len, key)))
     out = np.empty(selection.lengths, FORM.chain.native.bits)
-    source = StoreObject(None, None, data)
     at_once(OpenBlock.opened("it", FORM, source, (5, 1), selection)).read(out)
     return out
 
@@ -167,7 +174,10 @@ def test_only_the_chunks_that_hold_a_part_are_read_and_a_broken_one_is_named() -
     offset, length = map(int, tail_of(bytes(data)).index[3])
     data[offset + length // 2] ^= 1
     key = (range(5, 7), range(2), range(1, 2))
-    np.testing.assert_array_equal(read(bytes(data), key), BITS[5:7, :2, 1:])
+    source = Watched(None, None, bytes(data))
+    np.testing.assert_array_equal(read(source, key), BITS[5:7, :2, 1:])
+    start, size = map(int, tail_of(bytes(data)).index[2])
+    assert source.wanted == [(start, start + size)]
     expected = (
         rf": bytes {offset} to {offset + length}: a broken chunk \(the checksum does not match\);"
     )
@@ -179,7 +189,8 @@ def test_a_forged_index_is_an_error() -> None:
     """Its checksums fit, as somebody has made them."""
     label = FORM.label(block=5, part=1, rows=8, digest=b"d" * 32)
     chunks = written()[: -FORM.tail_length]
-    for entry in ((0, 0), ((1 << 64) - 1, (1 << 64) - 1), (1 << 63, 10), (0, 3), (7, 20)):
+    end = len(chunks) + FORM.tail_length
+    for entry in ((0, 0), ((1 << 64) - 1,) * 2, (1 << 63, 10), (end - 5, 10), (0, 3), (7, 20)):
         expected = "the object ends before it" if entry[0] > len(chunks) else r"broken chunk \(\w"
         with pytest.raises(FormatError, match=expected):
             read(chunks + FORM.tail([entry] * 4, label))
