@@ -111,12 +111,7 @@ def _small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
         config={"why": "a test"},
         block_rows=4,
     ) as run:
+        stored = values | {"loss": values["loss"].view("float32")}
         for row in range(rows):
-            run.append(
-                step=row * 2,
-                W=values["W"][row],
-                grad=values["grad"][row],
-                logits=values["logits"][row],
-                loss=values["loss"][row].view("float32"),
-            )
+            run.append(step=row * 2, **{name: bits[row] for name, bits in stored.items()})
     return path, values

@@ -18,6 +18,11 @@ OPTIMIZER = {
 }
 
 
+MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
+NUMBERS = {"logits": "float32", "loss": "float32", "lr": "float64", "clip_coef": "float32"}
+TYPES = dict.fromkeys(MATRICES, "bfloat16") | NUMBERS
+
+
 def write_example_run(path: Path) -> None:
     """Train W to say the letters of `TEXT` as often as they occur, and record every step.
 
@@ -35,16 +40,7 @@ def write_example_run(path: Path) -> None:
         path,
         token=np.arange(TOKENS),
         hidden=HIDDEN,
-        variables={
-            "W": "bfloat16",
-            "grad": "bfloat16",
-            "exp_avg": "bfloat16",
-            "exp_avg_sq": "bfloat16",
-            "logits": "float32",
-            "loss": "float32",
-            "lr": "float64",
-            "clip_coef": "float32",
-        },
+        variables=TYPES,
         is_dead=count == 0,
         token_count=count,
         token_text=[chr(token) for token in range(TOKENS)],
@@ -65,14 +61,8 @@ def write_example_run(path: Path) -> None:
                 new = beta * moments[name] + (1 - beta) * grad.astype(np.float64) ** power
                 moments[name] = cast(new.astype(np.float32), "bfloat16")
             lr = 0.01 * (1 - (step - 1) / STEPS)
-            change = rule.change(
-                W,
-                moments["exp_avg"],
-                moments["exp_avg_sq"],
-                np.float64(lr),
-                np.int64(step),
-                "bfloat16",
-            )
+            rates = np.float64(lr), np.int64(step)
+            change = rule.change(W, *moments.values(), *rates, "bfloat16")
             W = cast(W + change, "bfloat16")
             run.append(
                 step=step,

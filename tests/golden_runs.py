@@ -1,10 +1,6 @@
 """Small runs of each version, which every later version reads: tests/data/runs-VERSION.zip.
 
-``python tests/golden_runs.py`` writes the archive of the installed version. It also holds
-digests.json: for each run SHA-256 of every variable and coordinate. The archive of 0.3.0 has two
-more runs, of a build before it: `delta` with a block of three rows, `parts` with several objects a
-block. ``python tests/golden_runs.py keyframes`` writes that run alone, of a build before a release,
-as runs-VERSION-keyframes.zip.
+tools/write_golden_runs.py writes them.
 """
 
 from __future__ import annotations
@@ -12,10 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -25,28 +17,6 @@ import numpy as np
 import xarray as xr
 
 DATA = Path(__file__).parent / "data"
-TRAJSTORE = Path(sys.executable).with_name("trajstore")
-SMALL = ("record --preset gatsby --steps 6 --threads 1 --set model.hidden=4 --set model.layers=1 "
-         "--set model.heads=1 --set model.context=16 --set training.batch_size=4")  # fmt: skip
-EXACT = "--set model.dtype=float32 --set training.autocast=none"
-COMMANDS = {
-    "matrix": SMALL,
-    "compact": f"{SMALL} --encoding compact --steps 10 --set recording.block_rows=4",
-    "weights": f"{SMALL} {EXACT} --variables weights",
-    "grads": f"{SMALL} --variables weights+grads --set training.loop=plain "
-    "--set model.dtype=float32 --set training.autocast=float16",
-    "sgd": f"{SMALL} {EXACT} --set optimizer.name=sgd --set optimizer.momentum=0.9",
-    "norms": f"{SMALL} --variables norms,cells --set training.accumulation=2",
-    "everything": f"{SMALL} --variables everything --set recording.block_rows=4",
-    "everything-compact": f"{SMALL} --variables everything --encoding compact",
-    "keyframes": f"{SMALL} --variables keyframes --steps 10 --set recording.block_rows=4 "
-    "--set recording.keyframe_every=4",
-    "mixed": f"{SMALL} --set optimizer.state_dtype=float32 --population rare=token_count<9 "
-    "--variables matrix,hidden_mean,hidden_trace,hidden_cosine,W_step_norm,W_ulp_l1",
-    "untied": f"{SMALL} --set model.tied=false",
-    "fork": "fork matrix.zarr --at 3 --steps 6 --set optimizer.lr=0.01",
-    "imported": "import matrix.safetensors",
-}
 LOOPS = {"sharded": "float32", "killed": "float16"}
 """Type of the weights, by the name of the run."""
 
@@ -80,50 +50,9 @@ def train(path: Path, dtype: str, steps: range, *, resume: bool = False) -> None
             torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
             optimizer.step()
         if path.name == "killed.zarr" and not resume:
-            time.sleep(600)  # until write_runs kills the process
+            time.sleep(600)  # until the tool kills the process
     if "RANK" in os.environ:
         torch.distributed.destroy_process_group()
-
-
-def write_runs(folder: Path, *names: str) -> None:
-    """Write all runs, or some of those that a command writes."""
-    for name in names:
-        _run(folder, f"{COMMANDS[name]} -o {name}.zarr")
-    if names:
-        return
-    for name, command in COMMANDS.items():
-        if name == "imported":
-            _run(folder, "export matrix.zarr -o matrix.safetensors")
-        _run(folder, f"{command} -o {name}.zarr")
-    (folder / "matrix.safetensors").unlink()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-             "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    for process in [_start(folder, "sharded", **group, RANK=str(rank)) for rank in range(2)]:
-        assert process.wait() == 0
-
-    writer, metadata = _start(folder, "killed"), folder / "killed.zarr" / "zarr.json"
-    while not metadata.exists() or '"committed_rows": 6' not in metadata.read_text():
-        assert writer.poll() is None, "the writer has ended"
-        time.sleep(0.1)  # between two looks at what is committed; the writer reports nothing
-    writer.kill()
-    writer.wait()
-
-
-def _run(folder: Path, command: str) -> None:
-    subprocess.run([TRAJSTORE, *command.split()], cwd=folder, check=True)
-
-
-def _start(folder: Path, name: str, **environment: str) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    call = f"golden_runs.train(golden_runs.Path('{name}.zarr'), '{LOOPS[name]}', range(1, 8))"
-    return subprocess.Popen(
-        [sys.executable, "-c", f"import golden_runs; {call}"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path} | environment,
-    )
 
 
 def golden_metadata(run: str = "delta.zarr", version: str = "0.3.0") -> Any:
@@ -133,19 +62,12 @@ def golden_metadata(run: str = "delta.zarr", version: str = "0.3.0") -> Any:
 
 
 def unpack(folder: Path, version: str = "0.3.0", run: str = "") -> Path:
-    """Unpack the runs of a version, or one of them, into a new folder, and return it."""
+    """Unpack a run of a version with its checkpoints, or all runs, and return its path."""
     with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
-        names = [name for name in archive.namelist() if name.startswith(run)]
+        wanted = f"{Path(run).stem}." if run else ""
+        names = [name for name in archive.namelist() if name.startswith(wanted)]
         archive.extractall(folder / version, names)
-    return folder / version
-
-
-def unpack_run(folder: Path, version: str, run: str) -> Path:
-    """Unpack a run of a version, and its checkpoints, into a folder, and return the run."""
-    with zipfile.ZipFile(DATA / f"runs-{version}.zip") as archive:
-        parts = [name for name in archive.namelist() if name.startswith(f"{Path(run).stem}.")]
-        archive.extractall(folder, parts)
-    return folder / run
+    return folder / version / run
 
 
 def digests(ds: xr.Dataset) -> dict[str, str]:
@@ -160,25 +82,3 @@ def digests(ds: xr.Dataset) -> dict[str, str]:
         )
         found[str(name)] = hashlib.sha256(data).hexdigest()
     return found
-
-
-def main(*names: str) -> None:
-    import trajstore
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_runs(folder, *names)
-        found = {}
-        for path in sorted(folder.glob("*.zarr")):
-            ds = trajstore.open_run(path)
-            found[path.name] = {"fingerprint": ds.attrs["fingerprint"], "values": digests(ds)}
-        (folder / "digests.json").write_text(json.dumps(found, indent=1))
-        target = DATA / f"runs-{'-'.join([trajstore.__version__, *names])}.zip"
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-                archive.write(file, file.relative_to(folder))
-    print(f"Wrote {target}: {len(found)} runs, {target.stat().st_size} bytes.")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Every version reads the runs of all earlier ones; tests/golden_runs.py wrote them."""
+"""Every version reads the runs of all earlier ones; tools/write_golden_runs.py wrote them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
-from golden_runs import DATA, LOOPS, digests, train, unpack_run
+from golden_runs import DATA, LOOPS, digests, train, unpack
 
 import trajstore
 from trajstore.schema import FORMAT
@@ -31,7 +31,7 @@ QUICK = {  # each form of storage once
 def test_a_run_is_read_verified_and_exported(tmp_path: Path, key: tuple[str, str]) -> None:
     version, name = key
     written = WRITTEN[version, name]
-    run = unpack_run(tmp_path, version, name)
+    run = unpack(tmp_path, version, name)
     opened = trajstore.open_run(run, chunks=None)
     assert opened.attrs["trajstore_format"] == FORMAT
     assert opened.attrs["fingerprint"] == written["fingerprint"]
@@ -60,7 +60,7 @@ def test_a_run_is_resumed(tmp_path: Path, key: tuple[str, str]) -> None:
     version, name = key
     trainers = pytest.importorskip("trajstore.trainers", exc_type=ImportError)
     kind = name.removesuffix(".zarr")
-    run = unpack_run(tmp_path, version, name)
+    run = unpack(tmp_path, version, name)
     rows = trajstore.open_run(run).sizes["step"]
     if kind in LOOPS:
         train(run, LOOPS[kind], range(rows, rows + 2), resume=True)
@@ -84,7 +84,7 @@ KEYFRAMES = [version for version, name in WRITTEN if name == "keyframes.zarr"]
 def test_a_run_with_keyframes_is_developed(tmp_path: Path, version: str) -> None:
     """Another processor may give other bits."""
     trainers = pytest.importorskip("trajstore.trainers", exc_type=ImportError)
-    run = unpack_run(tmp_path, version, "keyframes.zarr")
+    run = unpack(tmp_path, version, "keyframes.zarr")
     part = tmp_path / "part.zarr"
     done = trainers.develop_run(run, part, steps="6:8", allow_different=True)
     assert (done.steps, done.keyframe) == (2, 4)

@@ -1,9 +1,8 @@
-"""What is installed: versions that are tested together, the wheel alone, and a user's folders."""
+"""What is installed: versions that go together, and the wheel alone, beside folders of a user."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -35,34 +34,30 @@ def test_the_newest_versions_can_be_installed_together() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def versions(lines: list[str], operator: str) -> dict[str, set[Version]]:
+    """Those of each requirement that follow the operator."""
+    found: dict[str, set[Version]] = {}
+    for requirement in map(Requirement, lines):
+        held = found.setdefault(requirement.name, set())
+        held |= {Version(one.version) for one in requirement.specifier if one.operator == operator}
+    return found
+
+
 def test_the_oldest_versions_are_those_that_are_allowed() -> None:
     """But for what is only trained and downloaded with, which needs torch."""
     extras = PROJECT["optional-dependencies"]
-    allowed: dict[str, set[Version]] = {}
-    for line in [
-        *PROJECT["dependencies"],
-        *(line for extra in ("plot", "hdf5", "cluster", "test") for line in extras[extra]),
-    ]:
-        requirement = Requirement(line)
-        (bound,) = (part.version for part in requirement.specifier if part.operator == ">=")
-        allowed.setdefault(requirement.name, set()).add(Version(bound))
-    pinned = {
-        (requirement := Requirement(line)).name: {
-            Version(part.version) for part in requirement.specifier
-        }
-        for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()
-        if not line.startswith("#")
-    }
+    lines = [line for extra in ("plot", "hdf5", "cluster", "test") for line in extras[extra]]
+    allowed = versions([*PROJECT["dependencies"], *lines], ">=")
+    assert set(map(len, allowed.values())) == {1}
+    listed = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pinned = versions([line for line in listed if not line.startswith("#")], "==")
     assert {name: pinned.get(name) for name in allowed} == allowed
 
 
-def test_all_is_every_extra_for_users() -> None:
+def test_every_extra_is_in_all_and_on_the_page_install() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     (named,) = re.findall(r"\[(.*)\]", everything)
     assert set(named.split(",")) == FOR_USERS
-
-
-def test_every_extra_is_on_the_page_install() -> None:
     page = (ROOT / "docs" / "start" / "install.md").read_text()
     assert [extra for extra in FOR_USERS if f"| `{extra}` |" not in page] == []
 
@@ -145,55 +140,3 @@ def test_the_wheel_holds_one_typed_package_and_no_tests(python: Path, tmp_path: 
     installed = {name for name in done.stdout.split() if name.startswith("trajstore/")}
     installed = {name for name in installed if "__pycache__" not in name}
     assert installed == {name for name in held if ".dist-info" not in name}  # that of the sdist
-
-
-FOLDERS = ("analysis", "benchmarks", "tools", "trainers")
-
-SCRIPT = """
-import sys
-import numpy as np
-import xarray as xr
-
-# Datasets have traj from the first one on that xarray opens.
-try:
-    xr.open_dataset("nothing.zarr")
-except FileNotFoundError:
-    pass
-assert not [name for name in sys.modules if name.startswith("trajstore.analysis")]
-assert type(xr.Dataset().traj).__name__ == "TrajAccessor"
-
-from analysis.mine import THEIRS
-from benchmarks.mine import THEIRS
-from tools.mine import THEIRS
-from trainers.mine import THEIRS
-from trajstore import RunWriter
-from trajstore.analysis import freeze
-
-with RunWriter.create(
-    "mine.zarr", token=np.arange(4), hidden=3, variables={"W": "float32"}
-) as run:
-    for step in range(3):
-        run.append(step=step, W=np.full((4, 3), min(step, 1), "float32"))
-ds = xr.open_zarr("mine.zarr")
-assert ds.traj.freeze().last_motion.values.tolist() == [1, 1, 1, 1]
-assert freeze(ds).moves.values.tolist() == [1, 1, 1, 1]
-"""
-
-
-@pytest.mark.nightly
-def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path) -> None:
-    for name in FOLDERS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.py").write_text("THEIRS = True\n")
-        (tmp_path / name / "__init__.py").touch()
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -5,8 +5,8 @@ of the examples as ``gatsby.zarr``, ``other.zarr`` and ``run.zarr``. So do the l
 begin with ``trajstore`` and neither train nor take long. All are held against the options that
 there are. A comment ``<!-- not run: why -->`` before a block leaves it at being read: Python is
 parsed, and the names that it imports of these packages must be there. ``<!-- run: name -->`` is for
-other tests. Parts that `make reference` writes are left out: pytest runs the examples of
-docstrings. The cells of the notebook run in their order, in an empty folder.
+other tests. Parts that `make reference` writes are held against the code, and pytest runs the
+examples of docstrings. The cells of the notebook run in their order, in an empty folder.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
+import inspect
+import itertools
 import json
 import re
 import shlex
@@ -30,17 +33,21 @@ import yaml
 from click.testing import CliRunner
 from packaging.version import Version
 
+from trajstore import analysis, errors, schema
 from trajstore.cli.command_options import runs_and_names
 from trajstore.cli.main import main
 from trajstore.installation import __version__
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+TOOL = ROOT / "tools" / "reference.py"
 PAGES = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     if path.name != "changelog.md" and "_build" not in path.parts
 )
-FOLDERS = "trajstore|trainers|analysis|tests|benchmarks|tools|docs"
+CODE = ("trajstore", "trainers", "analysis")
+FOLDERS = "|".join([*CODE, "tests", "benchmarks", "tools", "docs"])
 BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>(?:not )?run): .+? -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -86,20 +93,13 @@ class Block:
 
     def commands(self) -> Iterator[list[str]]:
         """Words of each trajstore command."""
-        text = self.code.replace("\\\n", " ")
-        for line in text.splitlines():
+        for line in self.code.replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
             lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if word not in (";", "&&", "|"):
-                    words.append(word)
-                    continue
-                while words and words[0] in ("do", "exec"):
-                    del words[0]
+            for _, group in itertools.groupby(lexer, lambda word: word in (";", "&&", "|")):
+                words = [*itertools.dropwhile(lambda word: word in ("do", "exec"), group)]
                 if words and words[0] in ("trajstore", ".venv/bin/trajstore"):
                     yield words[1:]
-                words = []
 
 
 def by_hand(page: Path) -> str:
@@ -111,13 +111,7 @@ def by_hand(page: Path) -> str:
 def blocks(page: Path) -> list[Block]:
     text = by_hand(page)
     return [
-        Block(
-            page=page,
-            line=text.count("\n", 0, found.start("code")) + 1,
-            language=found["language"],
-            code=found["code"],
-            mark=found["mark"],
-        )
+        Block(page, text.count("\n", 0, found.start("code")) + 1, **found.groupdict())
         for found in BLOCK.finditer(text)
     ]
 
@@ -152,7 +146,7 @@ def test_links_and_paths_lead_to_files() -> None:
 
 def test_contributing_names_every_package_and_modules_that_there_are() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for package in ("trajstore", "trainers", "analysis"):
+    for package in CODE:
         for path in (ROOT / package).glob("*/__init__.py"):
             name = f"`{package}/{path.parent.name}/`"
             assert f"| {name} |" in text or path.parent.is_symlink(), name
@@ -208,10 +202,9 @@ def _marked(pages: list[Path]) -> list[object]:
     """Pages with something to run; those that need torch are marked so."""
     chosen = []
     for page in pages:
-        run = [block for block in blocks(page) if block.mark is None]
-        if not run:
+        code = "".join(block.code for block in blocks(page) if block.mark is None)
+        if not code:
             continue
-        code = "".join(block.code for block in run)
         needs_torch = re.search(r"\btorch\b|\btrainers\b|to_torch|--replay", code) is not None
         marks = [pytest.mark.torch] * needs_torch + [pytest.mark.nightly] * (str(page) in SECONDS)
         chosen.append(pytest.param(page, marks=marks, id=str(page)))
@@ -228,7 +221,6 @@ def test_a_page_runs(
 ) -> None:
     if request.node.get_closest_marker("torch"):
         pytest.importorskip("torch")
-    pytest.importorskip("matplotlib")
     for name in ("gatsby.zarr", "other.zarr", "run.zarr"):
         shutil.copytree(example_run, tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -253,7 +245,6 @@ def test_a_page_runs(
 @pytest.mark.torch
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "docs" / "notebooks" / "first-freeze.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -325,19 +316,11 @@ def test_the_changelog_and_the_citation_name_the_last_release() -> None:
     assert str(cited["date-released"]) == date
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".github/workflows/check.yml",
-        ".github/workflows/release.yml",
-        ".github/ISSUE_TEMPLATE/bug.yml",
-        ".github/ISSUE_TEMPLATE/wish.yml",
-        ".pre-commit-config.yaml",
-        ".readthedocs.yaml",
-    ],
-)
-def test_what_other_programs_read_can_be_read(name: str) -> None:
-    assert isinstance(yaml.safe_load(_text(name)), dict)
+def test_what_other_programs_read_can_be_read() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml"), *ROOT.glob(".*.yaml")]
+    assert len(files) > 5
+    for path in files:
+        assert isinstance(yaml.safe_load(path.read_text()), dict), path
 
 
 def test_the_workflow_runs_what_there_is_to_run() -> None:
@@ -350,3 +333,96 @@ def test_the_workflow_runs_what_there_is_to_run() -> None:
 
 def _text(name: str) -> str:
     return (ROOT / name).read_text()
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not TOOL.exists(), reason="needs a clone")
+def test_the_parts_from_the_code_are_up_to_date() -> None:
+    for needed in ("torch", "lightning"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location("reference_tool", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    for path, text in tool.files().items():
+        assert path.read_text("utf-8") == text, f"{path} is old; run make reference"
+
+
+def rows(page: str, heading: str | None = None) -> list[list[str]]:
+    """Cells of the first table of a page, or of the section with this heading, after its head."""
+    text = (REFERENCE / page).read_text()
+    if heading is not None:
+        assert f"## {heading}\n" in text, heading
+        text = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    table = re.search(r"^\|.*\n\| ---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None, (page, heading)
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in table[1].splitlines()
+    ]
+
+
+def test_every_coordinate_and_tier_is_described() -> None:
+    described = {row[0].strip("`") for row in rows("variables.md", "Coordinates")}
+    assert described == {"step", "is_NAME", *schema.COORDINATES}
+    tiers = {row[0].split("`")[1] for row in rows("variables.md", "Tiers")}
+    assert tiers == set(schema.TIERS)
+
+
+def test_every_exception_is_described() -> None:
+    described = {row[0].strip("`"): row for row in rows("exceptions.md")}
+    assert set(described) == set(errors.__all__)
+    for name, row in described.items():
+        error = getattr(errors, name)
+        assert row[1].strip("`") in {one.__name__ for one in error.__mro__[1:]}, name
+        assert error.exit_code == int(row[4]), name
+
+
+def test_every_function_has_a_question_and_a_page() -> None:
+    names = {name for name in analysis.__all__ if name.islower()}
+    pages = "".join(page.read_text() for page in (REFERENCE / "analysis").glob("*.md"))
+    assert names - {*re.findall(r"^## `(\w+)`$", pages, re.MULTILINE)} == set()
+    asked = {name for row in rows("quantities.md") for name in re.findall(r"\w+", row[1])}
+    helpers = {"by_population", "compute", "each_run", "over_runs", "with_populations"}
+    assert names - asked == helpers
+
+
+@pytest.mark.torch
+def test_every_section_and_field_of_the_configuration_is_described() -> None:
+    pytest.importorskip("pydantic")
+    from trajstore.trainers.config import RunConfig
+
+    page = (REFERENCE / "configuration.md").read_text()
+    assert re.findall(r"^<!-- make reference: fields (\w+) -->$", page, re.MULTILINE) == [
+        *RunConfig.model_fields
+    ]
+    for section, entry in RunConfig.model_fields.items():
+        for name, field in entry.annotation.model_fields.items():
+            assert field.description, (section, name)
+
+
+@pytest.mark.torch
+def test_every_preset_is_described() -> None:
+    pytest.importorskip("pydantic")
+    from trajstore.trainers.presets import PRESETS, preset
+
+    assert [row[0].strip("`") for row in rows("presets.md")] == list(PRESETS)
+    for _, name, changes in rows("presets.md", "Flannel, Thimble and Crucible"):
+        config = preset(name.strip("`"))
+        assert "`" not in changes or config.with_values(re.findall("`(.+?)`", changes)) != config
+
+
+@pytest.mark.torch
+def test_every_public_function_has_an_example() -> None:
+    pytest.importorskip("torch")
+    for package in ("trajstore", "trajstore.analysis", "trajstore.trainers"):
+        facade = importlib.import_module(package)
+        named = [getattr(facade, name) for name in facade.__all__]
+        functions = [one for one in named if inspect.isfunction(one)]
+        assert functions
+        assert [one for one in functions if ">>>" not in (one.__doc__ or "")] == []
+
+
+def test_no_example_is_skipped() -> None:
+    files = [path for name in CODE for path in (ROOT / name).rglob("*.py")]
+    skipped = [path for path in files if "doctest: +SKIP" in path.read_text()]
+    assert skipped == []

@@ -19,18 +19,8 @@ from trajstore import RunWriter, export, import_file, open_run
 from trajstore.arguments import Bound, Positive, checks_types, exact, exact_json, exact_step
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.store.writing.create import annotate_run
-from trajstore.strict_json import changes, metadata_bytes, parse, same
+from trajstore.strict_json import changes, parse, same
 from trajstore.units import format_bytes, format_duration, parse_bytes
-
-
-class _NotComputed:
-    """Elements of a lazy array, which no check may compute."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
-
-    def __getitem__(self, key: object) -> Any:
-        raise AssertionError("computed")
 
 
 @checks_types
@@ -55,7 +45,7 @@ def ask(
     return k
 
 
-LAZY = da.from_array(_NotComputed((3,), "i8"), chunks=3, meta=np.empty(0, "i8"))
+LAZY = da.zeros(3, "i8").map_blocks(pytest.fail, meta=np.empty(0, "i8"))  # never computed
 FITTING = {
     "ds": [xr.Dataset()],
     "share": [1, Fraction(1, 3), np.float32(0.5)],
@@ -80,6 +70,9 @@ def test_arguments_of_the_annotated_types_pass():
             assert ask(**{name: value}) == 1
     for number in (np.int64(3), np.array(3), xr.DataArray([4, 3])[1]):
         assert ask(k=number) == 3
+    for number in (3.0, np.float32(3)):  # whole floats are counts
+        found = ask(k=number)
+        assert (found, type(found)) == (3, int)
 
 
 LIST = "expected a list of whole numbers or a whole number or None"
@@ -118,50 +111,33 @@ def test_positional_arguments_and_errors_of_python():
         ask(None, ds=None)
 
 
-def test_whole_floats_are_counts() -> None:
-    for number in (3.0, np.float32(3)):
-        found = ask(k=number)  # type: ignore[arg-type]
-        assert (found, type(found)) == (3, int)
-
-
 NAN = float("nan")
 W = np.ones((2, 3), "float32")
+PLAIN = {"token": [0, 1], "hidden": 3, "variables": {"W": "float32"}}
 
 NOT_EXACT = {
     "int64": (
-        [1.5, 0],
         [1.0, 0],
         [True, 0],
         ["1", "0"],
-        [None, 0],
         [-1, 0],
         [2**63, 0],
         1,
         np.array([2**63, 0], "uint64"),
         np.ma.array([1, 0], mask=[True, False]),
-        np.array([1.5, 0]),
         np.array([True, False]),
         np.zeros((2, 2), int),
     ),
     "int32": ([2**31, 0], [10**10, 1]),
-    "bool": (
-        [0.3, 1],
-        [NAN, 1],
-        [2, 0],
-        ["True", "False"],
-        [None, True],
-        np.array([255, 0], "uint8"),
-    ),
+    "bool": ([NAN, 1], [2, 0], ["True", "False"], np.array([255, 0], "uint8")),
     "string": (["a", 3], [b"a", b"b"], ["a", "\ud800"]),
 }
 NOT_JSON = (
     {"a": NAN},
-    {"a": [1.0, float("inf")]},
     {"a": np.float32(0.1)},
     {"a": np.zeros(2)},
     {1: "a"},
     {"a": {1: "a"}},
-    {"betas": (0.9, 0.99)},
     {"a": {1}},
     {"a": object()},
 )
@@ -208,7 +184,7 @@ CALLS = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("exact") / "run.zarr"
-    with RunWriter.create(path, token=[0, 1], hidden=3, variables={"W": "float32"}) as writer:
+    with RunWriter.create(path, **PLAIN) as writer:
         writer.append(step=0, W=W)
     return path
 
@@ -230,11 +206,10 @@ def test_values_that_would_change_are_refused(name, check, values):
 @pytest.mark.parametrize("call", CALLS)
 def test_functions_refuse_what_they_cannot_store(call, run, tmp_path):
     np.save(tmp_path / "W.npy", np.ones((4, 2, 3), "float32"))
-    plain = {"token": [0, 1], "hidden": 3, "variables": {"W": "float32"}}
     new = tmp_path / "new.zarr"
-    with RunWriter.create(tmp_path / "run.zarr", **plain) as writer:
+    with RunWriter.create(tmp_path / "run.zarr", **PLAIN) as writer:
         calls = {
-            "create": lambda **given: RunWriter.create(new, **plain | given),
+            "create": lambda **given: RunWriter.create(new, **PLAIN | given),
             "append": lambda **given: writer.append(**{"step": 1, "W": W} | given),
             "resume": partial(RunWriter.resume, run),
             "annotate": partial(annotate_run, run),
@@ -251,17 +226,16 @@ def test_functions_refuse_what_they_cannot_store(call, run, tmp_path):
 
 
 def test_the_message_names_value_position_and_what_fits():
-    with pytest.raises(InvalidArgument, match=r"got 10000000000 at position 0, .* 0 to 2147483647"):
-        exact("token", [10**10, 1], "int32")
-    with pytest.raises(InvalidArgument, match=r"config\.a\[1\]: got inf, expected a finite number"):
-        exact_json("config", {"a": [1, float("inf")]})
-
-
-def test_a_circle_is_no_json():
     circle: list[object] = []
     circle.append(circle)
-    with pytest.raises(InvalidArgument, match="nested at most 100 deep"):
-        exact_json("config", circle)
+    with pytest.raises(InvalidArgument, match=r"got 10000000000 at position 0, .* 0 to 2147483647"):
+        exact("token", [10**10, 1], "int32")
+    for value, message in (
+        ([1, float("inf")], r"config\.a\[1\]: got inf, expected a finite number"),
+        (circle, "nested at most 100 deep"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            exact_json("config", {"a": value})
 
 
 @pytest.mark.parametrize(
@@ -282,34 +256,26 @@ def test_what_fits_is_kept(values, dtype, expected):
     found = exact("values", values, dtype)
     assert found.tolist() == expected
     assert dtype == "string" or found.dtype == dtype
-
-
-def test_a_step_can_be_a_number_of_numpy():
     assert exact_step(np.array(3)) == exact_step(np.uint8(3)) == 3
 
 
 def test_byte_order_and_final_zeros_of_texts_are_kept(tmp_path):
-    path = tmp_path / "run.zarr"
-    given = {"token_text": ["\0", "a\0"], "config": {"a": [1, 2.5, None, True, {"b": "c"}]}}
-    variables = {"W": "float32"}
-    with RunWriter.create(path, token=[0, 1], hidden=3, variables=variables, **given) as writer:
+    path, texts = tmp_path / "run.zarr", ["\0", "a\0"]
+    config = {"a": [1, 2.5, None, True, {"b": "c"}]}
+    with RunWriter.create(path, **PLAIN, token_text=texts, config=config) as writer:
         writer.append(step=0, W=W.astype(">f4"))
     ds = open_run(path)
     np.testing.assert_array_equal(ds.W.values[0], W)
-    assert ds.token_text.values.tolist() == given["token_text"]
-    assert ds.attrs["config"] == given["config"]
+    assert (ds.token_text.values.tolist(), ds.attrs["config"]) == (texts, config)
 
 
 def test_sizes_are_read_and_printed() -> None:
     sizes = {"1GiB": 1 << 30, "1.5 MiB": 3 << 19, "8MB": 8_000_000, "77": 77, "1kib": 1024}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     assert [format_bytes(size) for size in (1536, 0, 5 << 30)] == ["1.5 KiB", "0 B", "5 GiB"]
-
-
-@pytest.mark.parametrize("text", [1.5, "GiB", "-1GiB", "1 apple", "inf"])
-def test_what_is_no_size_is_refused(text: Any) -> None:
-    with pytest.raises(InvalidArgument, match="got size"):
-        parse_bytes(text)
+    for text in (1.5, "GiB", "-1GiB", "1 apple", "inf"):
+        with pytest.raises(InvalidArgument, match="got size"):
+            parse_bytes(text)
 
 
 def test_a_duration_has_its_two_largest_units() -> None:
@@ -325,7 +291,6 @@ def test_a_duration_has_its_two_largest_units() -> None:
     [
         ('{"a": 1, "a": 1}', "a name occurs twice"),
         ('{"a": [NaN, -Infinity]}', "NaN is not a JSON value"),
-        ("[-Infinity]", "-Infinity is not a JSON value"),
         ("", "Expecting value"),
         ("[" * 100_000, "recursion"),
         ("[" * 101 + "]" * 101, "nested more than 100 deep"),
@@ -337,20 +302,11 @@ def test_what_json_does_not_allow_is_refused(text: str, message: str) -> None:
     assert parse("[" * 100 + "]" * 100)
 
 
-def test_values_are_the_same_only_with_their_types() -> None:
-    assert same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
-    assert (same(1, 1.0), same(1, True)) == (False, False)
-
-
 def test_differences_are_named_by_their_place() -> None:
     one = {"a": 1, "codecs": [{"name": "x"}, {"name": "y"}], "gone": 0}
     other = {"a": 1, "codecs": [{"name": "z"}, {"name": "y"}], "new": 0}
     assert [place for place, *_ in changes(one, other)] == ["codecs.0.name", "gone", "new"]
     assert changes(one, one) == []
     assert changes({"a": [1, 2]}, {"a": [1]}) == [("a", [1, 2], [1])]
-
-
-def test_metadata_are_read_of_files_alone(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "zarr.json")
-    with pytest.raises(ValueError, match="not a regular file"):
-        metadata_bytes(tmp_path / "zarr.json")
+    assert same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    assert (same(1, 1.0), same(1, True)) == (False, False)

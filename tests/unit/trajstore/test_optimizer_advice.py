@@ -9,32 +9,22 @@ from trajstore.errors import ConfigError
 from trajstore.optimizer_advice import advise, advise_run, require_sound
 from trajstore.provenance import RunAttributes
 
-REMEDY = (
-    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32; in your own loop "
-    'RoundedAdamW(…, state_dtype="float32")), or train float32 weights under autocast '
-    "(model.dtype=float32; in your own loop model.float() with torch.autocast)"
-)
-
 
 def adam(name: str = "torch.optim.adamw.AdamW", **changed: Any) -> dict[str, Any]:
     given = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     return {"class": name, "hyperparameters": given | changed}
 
 
-def test_the_state_of_every_preset() -> None:
-    (advice,) = advise(adam(), state="bfloat16", weights="bfloat16")
-    assert advice.variable == "exp_avg_sq"
-    assert advice.native_dtype == "bfloat16"
-    assert advice.cannot_decay == advice.facts()["cannot_decay"] == 1
-    assert advice.sentence == (
-        "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values. The "
-        f"second moment only grows, and the effective learning rate only falls. {REMEDY}"
-    )
-
-
 ROUNDED = "trajstore.trainers.rounded_optimizer.RoundedAdamW"
 NEAREST = adam(ROUNDED, state_dtype="bfloat16", rounding="nearest", weight_decay=0.01)
 WHOLE, HALF, BRAIN = "float32", "float16", "bfloat16"
+NEVER = (
+    "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values. The second "
+    "moment only grows, and the effective learning rate only falls. Keep the optimizer's state in "
+    "float32 (optimizer.state_dtype=float32; in your own loop RoundedAdamW(…, state_dtype="
+    '"float32")), or train float32 weights under autocast (model.dtype=float32; in your own loop '
+    "model.float() with torch.autocast)"
+)
 SOON = "exp_avg_sq soon stops decaying: 0.998·v rounds back to v for 95.3 % of bfloat16"
 LARGE = "exp_avg_sq stops growing while the squared gradient is twice as large: 0.996·v"
 FIRST = "exp_avg can never decay: m − 0.001·m rounds back to m for 100 %"
@@ -47,7 +37,7 @@ LOST = (
 @pytest.mark.parametrize(
     ("optimizer", "state", "weights", "variable", "text"),
     [
-        (adam(), BRAIN, WHOLE, "exp_avg_sq", "can never decay"),
+        (adam(), BRAIN, BRAIN, "exp_avg_sq", NEVER),
         (adam(betas=[0.9, 0.998]), BRAIN, BRAIN, "exp_avg_sq", SOON),
         (adam(betas=[0.9, 0.996]), BRAIN, BRAIN, "exp_avg_sq", LARGE),
         (adam(betas=[0.999, 0.9]), BRAIN, BRAIN, "exp_avg", FIRST),
@@ -64,8 +54,15 @@ def test_advice_depends_on_rates_types_and_roundings(
     optimizer: Any, state: str, weights: str, variable: str, text: str
 ) -> None:
     (advice,) = advise(optimizer, state=state, weights=weights)
-    assert advice.variable == variable
+    assert advice.variable == advice.facts()["variable"] == variable
     assert text in advice.sentence
+
+
+UNKNOWN = [
+    None, {}, "AdamW", {"class": "AdamW"}, adam("torch.optim.sgd.SGD"), adam(betas=None),
+    adam(betas=[0.9]), adam(betas=["a", "b"]), adam(betas=[0.9, 2.0]), adam(eps=None),
+    adam(weight_decay=float("nan")), {"class": "AdamW", "hyperparameters": [1]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -84,45 +81,31 @@ def test_advice_depends_on_rates_types_and_roundings(
         (NEAREST, WHOLE, BRAIN),
         (adam(ROUNDED, state_dtype=BRAIN, rounding="stochastic"), BRAIN, BRAIN),
         (adam(weight_decay=0.1), "float64", "float8"),  # types that are not tried
+        *((odd, BRAIN, BRAIN) for odd in UNKNOWN),
     ],
 )
-def test_sound_numerics_get_no_advice(optimizer: Any, state: str, weights: str) -> None:
+def test_sound_numerics_and_unknown_optimizers_get_no_advice(
+    optimizer: Any, state: str, weights: str
+) -> None:
     assert advise(optimizer, state=state, weights=weights) == []
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        None, {}, "AdamW", {"class": "AdamW"}, adam("torch.optim.sgd.SGD"), adam(betas=None),
-        adam(betas=[0.9]), adam(betas=["a", "b"]), adam(betas=[0.9, 2.0]), adam(eps=None),
-        adam(weight_decay=float("nan")), {"class": "AdamW", "hyperparameters": [1]},
-    ],
-)  # fmt: skip
-def test_unknown_optimizers_get_no_advice(optimizer: Any) -> None:
-    assert advise(optimizer, state="bfloat16", weights="bfloat16") == []
-
-
-def test_a_run_by_its_attributes() -> None:
+def test_a_run_by_its_attributes_and_all_recorded_rates() -> None:
     attributes = {"optimizer": adam(weight_decay=0.01)}
 
-    def variables(**types: str) -> list[str]:
-        return [advice.variable for advice in advise_run(attributes, types)]
+    def variables(*rates: float, **types: str) -> list[str]:
+        return [advice.variable for advice in advise_run(attributes, types, rates)]
 
     assert variables(W="bfloat16") == ["exp_avg_sq", "W"]
-    assert variables(W="bfloat16", exp_avg_sq="float32") == ["W"]
     assert variables(grad="bfloat16", logits="float32") == ["exp_avg_sq", "W"]
     assert variables(W="float32", logits="bfloat16") == variables() == []
-    assert advise_run({}, {"W": "bfloat16"}) == []
-
-
-def test_advice_holds_for_all_recorded_rates() -> None:
-    """A loop that warms up by hand: the first rate is the one in the attributes."""
-    attributes = {"optimizer": adam(weight_decay=0.1, lr=0.0033)}
     types = {"W": "bfloat16", "exp_avg_sq": "float32"}
-    assert [one.variable for one in advise_run(attributes, types)] == ["W"]
-    assert advise_run(attributes, types, [0.0033, 0.1, np.nan]) == []
-    (one,) = advise_run(attributes, types, [0.0033, 0.01])
-    assert "can never change W at learning rates up to 0.01: (1 − 0.01·0.1)" in one.sentence
+    # A loop that warms up by hand: the first rate is the one in the attributes.
+    assert variables(**types) == variables(0.001, 0.01, **types) == ["W"]
+    assert variables(0.001, 1.0, np.nan, **types) == []
+    assert advise_run({}, {"W": "bfloat16"}) == []
+    (one,) = advise_run(attributes, types, [0.001, 0.01])
+    assert "can never change W at learning rates up to 0.01: (1 − 0.01·0.01)" in one.sentence
 
 
 def test_strict_numerics_refuse_in_one_sentence() -> None:

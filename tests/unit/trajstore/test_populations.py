@@ -40,13 +40,10 @@ def ds() -> xr.Dataset:
         ("token_count < quantile(token_count, 0.5)", COUNTS < 2),
         ("token in (10, 30, 77)", np.isin(np.arange(9), (1, 3))),
         ("token_count not in [0]", COUNTS != 0),
-        ("token_count > -1", COUNTS >= 0),
-        ("live", COUNTS > 0),
-        ("category(token_text) == 'Lu'", np.isin(np.arange(9), 1)),
+        ("live and token_count > -1", COUNTS > 0),
         ("major(token_text) in ('L', 'N')", np.isin(np.arange(9), (0, 1, 2, 6))),
         ("category(token_text) == 'mixed'", np.isin(np.arange(9), (5, 7))),
-        ("category(token_text) in ('Zs', 'Cc')", np.isin(np.arange(9), (3, 4))),
-        ("token_text == '\\x00'", np.isin(np.arange(9), 3)),
+        ("category(token_text) in ('Zs', 'Cc', 'Lu')", np.isin(np.arange(9), (1, 3, 4))),
     ],
 )
 def test_an_expression_selects_tokens(
@@ -57,26 +54,21 @@ def test_an_expression_selects_tokens(
 
 WRONG = (
     "",
-    "token_count <",
     "token_count < \x00",
     "token_count",
     "3 < 4",
-    "True",
     "count > 3",
     "token_count == 'a'",
     "token_text in (1, 2)",
     "token_count in token",
-    "3 in (3, 4)",
     "token_count is 3",
     "token_count + 1 > 3",
     "-token_text == 'a'",
     "quantile(token_count, 2) > 1",
-    "quantile(token_text, 0.5) > 1",
     "quantile(token_count, token_count) > 1",
     "quantile(x=token_count)",
     "category(token_count) == 'Lu'",
     "__import__('os').system('true')",
-    "token_count.size > 3",
     "is_dead == (0 == 1)",
     "(" * 300 + "1" + ")" * 300,
 )
@@ -154,15 +146,12 @@ def test_every_function_takes_and_gives_them(run):
     np.testing.assert_allclose(one.spectrum, alone.spectrum)
 
 
-def test_labels_make_a_population_each(run):
+def test_labels_and_any_mask_along_token_make_populations(run):
     cohorts = np.array(["old", "", "new", "old", "new", "", "old", "new"])
     ds = with_populations(run, {"cohort": cohorts})
     assert ds.is_cohort_old.values.tolist() == (cohorts == "old").tolist()
     assert analysis.coherence(ds, "cohort_new").sizes == {"step": 5}
     assert "is_cohort_" not in ds.coords
-
-
-def test_any_mask_along_token_is_a_population(run):
     ds = run.assign_coords(reachable=("token", np.arange(8) > 5))
     assert "reachable" in analysis.distinct(ds).population
     with pytest.raises(InvalidArgument, match="second population 'reachable'"):
@@ -186,31 +175,25 @@ def test_wrong_populations_are_errors(run):
 
 def history(*dims: str) -> xr.Dataset:
     rng = np.random.default_rng(5)
-    W = rng.normal(size=(9, 6, 4)).astype("f4").round(1)
-    W[5:, 2] = W[4, 2]
     attrs = {"native_dtype": "float32", "units": "1"}
-    names = {"W": W, "grad": rng.normal(size=W.shape).astype("f4")}
+    names = {name: rng.normal(size=(9, 6, 4)).astype("f4") for name in ("W", "grad")}
     ds = xr.Dataset({name: (("step", *dims), values, attrs) for name, values in names.items()})
     return ds.assign_coords({"step": np.arange(9), dims[0]: np.arange(6)})
 
 
-def test_populations_of_a_parameter_are_rows_by_number():
-    ds = analysis.with_populations(history("row", "column"), first="row < 2", odd=[1, 3, 5])
-    found = analysis.centroid(ds).centroid
-    assert found.population.values.tolist() == ["all", "first", "odd"]
-    W = ds.W.values.astype("f8")
-    np.testing.assert_allclose(found.sel(population="first"), W[:, :2].mean(1))
-    np.testing.assert_allclose(found.sel(population="odd"), W[:, 1::2].mean(1))
-
-
-def test_selected_rows_keep_their_numbers_and_the_name():
+def test_rows_of_a_parameter_are_tokens_with_their_numbers_and_the_name():
     ds = history("row", "column").assign_attrs(recording={"parameter": "a.b"})
-    found = row_vectors(ds.isel(row=[4, 1]))
-    assert found.token.values.tolist() == [4, 1]
-    assert found.attrs["parameter"] == "a.b"
-    expected = analysis.vectors(history("token", "hidden"), "grad").W
-    xr.testing.assert_equal(analysis.vectors(ds, "grad").W, expected)
+    grouped = analysis.with_populations(ds, first="row < 2", odd=[1, 3, 5])
+    found = analysis.centroid(grouped).centroid
+    assert found.population.values.tolist() == ["all", "first", "odd"]
+    np.testing.assert_allclose(found.sel(population="first"), ds.W.values[:, :2].mean(1, "f8"))
+    np.testing.assert_allclose(found.sel(population="odd"), ds.W.values[:, 1::2].mean(1, "f8"))
+    selected = row_vectors(ds.isel(row=[4, 1]))
+    assert selected.token.values.tolist() == [4, 1]
+    assert selected.attrs["parameter"] == "a.b"
     of_tokens = history("token", "hidden")
     assert row_vectors(of_tokens) is of_tokens
+    expected = analysis.vectors(of_tokens, "grad").W
+    xr.testing.assert_equal(analysis.vectors(ds, "grad").W, expected)
     with pytest.raises(InvalidArgument, match=r"a\.b has no elements"):
         row_vectors(ds.isel(column=[]))

@@ -90,35 +90,25 @@ def test_the_bytes_of_the_worked_example_are_pinned() -> None:
     assert values.T.tolist() == [[1.0, 1.0078125, 0.99609375], [-1.0, -1.0, 1.0]]
 
 
-@pytest.mark.parametrize("kind", ["bytes copied", "bytes packed"])
-def test_a_forged_chunk_is_an_error(kind: str) -> None:
+def test_a_forged_chunk_is_an_error_and_takes_no_memory() -> None:
     """Its checksum fits, but its header promises more than there is."""
+    large = (8, 20_120, 64)
+    size = int(np.prod(large)) * 2
     coding = chain(native_type("bfloat16"), 3, small=False)
-    shape = (8, 20_120, 64)
-    size = int(np.prod(shape)) * 2
-    flags = 0x06 if kind == "bytes copied" else 0x24
-    data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
-    with pytest.raises(ValueError, match="not a whole Blosc frame"):
-        Decoder(coding, shape).unpack(data + checksum(data))
-
-
-def test_a_chunk_of_another_shape_is_an_error() -> None:
+    for flags in (0x06, 0x24):  # bytes copied, bytes packed
+        data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
+        with pytest.raises(ValueError, match="not a whole Blosc frame"):
+            Decoder(coding, large).unpack(data + checksum(data))
     coding = chain(native_type("bfloat16"), 3, small=True)
     data = coding.encode(random_bits((4, 6, 5), 1, 16), (4, 6, 5))
     assert Decoder(coding, (4, 6, 5)).unpack(data).shape == (4, 6, 5)
     with pytest.raises(ValueError, match="its size differs"):
         Decoder(coding, (4, 6, 6)).unpack(data)
-
-
-def test_a_chunk_of_too_many_terms_takes_no_memory() -> None:
-    """A frame of zeros is short, however many they are."""
-    coding = replace(chain(native_type("bfloat16"), 3, small=True), kind="predicted")
-    shape, terms = (2, 3, 4), 9
-    head = coding.compress(np.zeros((2, terms, 7), np.uint16))
-    body = coding.compress(np.zeros(shape, np.uint16))
+    # Of too many terms; a frame of zeros is short, however many they are.
+    head, body = (coding.compress(np.zeros(shape, np.uint16)) for shape in ((2, 9, 7), (2, 3, 4)))
     data = OWN_FORM + LENGTH.pack(len(head)) + head + body
     with pytest.raises(ValueError, match="9 terms"):
-        Decoder(coding, shape).unpack(data + checksum(data))
+        Decoder(replace(coding, kind="predicted"), (2, 3, 4)).unpack(data + checksum(data))
 
 
 @pytest.mark.parametrize("history", [True, False])
@@ -152,15 +142,12 @@ HEADER = 16
 SIZE = 200_003
 
 
-def content(kind: str) -> bytes:
-    """Bytes that compress well, hardly, or not at all."""
-    random = np.random.default_rng(5)
-    values = {
-        "zeros": np.zeros(SIZE, np.uint8),
-        "some": random.integers(0, 9, SIZE, np.uint8),
-        "noise": random.integers(0, 256, SIZE, np.uint8),
-    }
-    return values[kind].tobytes()
+RANDOM = np.random.default_rng(5)
+CONTENT = {  # what compresses well, hardly, or not at all
+    "zeros": bytes(SIZE),
+    "some": RANDOM.integers(0, 9, SIZE, np.uint8).tobytes(),
+    "noise": RANDOM.bytes(SIZE),
+}
 
 
 def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: int) -> bytes:
@@ -169,7 +156,7 @@ def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: 
 
 
 @given(
-    kind=st.sampled_from(["zeros", "some", "noise"]),
+    kind=st.sampled_from([*CONTENT]),
     compressor=st.sampled_from(["lz4", "zstd"]),
     shuffle=st.sampled_from([blosc.Blosc.SHUFFLE, blosc.Blosc.BITSHUFFLE]),
     typesize=st.sampled_from([2, 4, 8]),
@@ -181,7 +168,7 @@ def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: 
 def test_a_cut_holds_the_segment(
     kind: str, compressor: str, shuffle: int, typesize: int, blocksize: int, ends: tuple[int, int]
 ) -> None:
-    data, (start, stop) = content(kind), sorted(ends)
+    data, (start, stop) = CONTENT[kind], sorted(ends)
     whole = frame(data, compressor, shuffle, typesize, blocksize)
     part, skip = cut_frame(memoryview(whole), start, stop)
     assert len(part) <= len(whole)
@@ -193,7 +180,7 @@ def test_a_cut_holds_the_segment(
 
 def test_blocks_in_another_order_are_left_alone() -> None:
     # As a Blosc with threads may write them.
-    data = content("some")
+    data = CONTENT["some"]
     whole = bytearray(frame(data, "zstd", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
     count = -(-SIZE // (1 << 16))
     starts = [*struct.unpack_from(f"<{count}i", whole, HEADER), len(whole)]
@@ -210,7 +197,7 @@ def test_blocks_in_another_order_are_left_alone() -> None:
 
 
 def test_a_torn_frame_or_bytes_outside_of_it_are_an_error() -> None:
-    whole = memoryview(frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0))
+    whole = memoryview(frame(CONTENT["some"], "lz4", blosc.Blosc.SHUFFLE, 2, 0))
     for keep in (0, 15, 16, 20, 100):
         with pytest.raises(ValueError, match="not a whole Blosc frame"):
             cut_frame(whole[:keep], 0, 10)
@@ -222,7 +209,7 @@ def test_a_torn_frame_or_bytes_outside_of_it_are_an_error() -> None:
 @given(st.data())
 def test_a_broken_header_is_an_error_or_harmless(draw: st.DataObject) -> None:
     """Checksums come first; whoever forges them gets an error, or other numbers, but no crash."""
-    whole = bytearray(frame(content("some"), "lz4", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
+    whole = bytearray(frame(CONTENT["some"], "lz4", blosc.Blosc.BITSHUFFLE, 2, 1 << 16))
     for _ in range(draw.draw(st.integers(1, 4))):
         at = draw.draw(st.integers(0, HEADER + 15))
         whole[at] = draw.draw(st.integers(0, 255))

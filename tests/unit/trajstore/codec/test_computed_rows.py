@@ -74,19 +74,8 @@ def test_plain_xarray_computes_the_rows(
         ds = ds.compute(scheduler=way)
     for name in MATRICES:
         assert ds[name].values.tobytes() == history[name].values.tobytes()
-    selected = {"step": slice(5, 35, 3), "token": [70, 3]}
-    assert ds.W.isel(selected).values.tobytes() == history.W.isel(selected).values.tobytes()
-
-
-@pytest.mark.parametrize("steps", [slice(3), slice(20, 30), slice(None)], ids=str)
-def test_single_tokens_equal_those_of_the_whole_array(
-    written: Path, history: xr.Dataset, steps: slice
-) -> None:
-    ds = open_run(written, chunks=None)
-    for name in MATRICES:
-        for tokens in (5, [9, 2]):
-            selected = ds[name][steps, tokens].values
-            np.testing.assert_array_equal(selected, history[name][steps, tokens].values)
+        for at in ((slice(5, 35, 3), [70, 3]), (slice(3), 5), (slice(20, 30), [9, 2])):
+            assert ds[name][at].values.tobytes() == history[name][at].values.tobytes()
 
 
 def test_rows_that_the_rule_does_not_give_are_corrected(sample: Path, tmp_path: Path) -> None:
@@ -110,19 +99,12 @@ def test_changing_hyperparameters_of_each_row_compute_it(tmp_path: Path) -> None
     path = scheduled_run(tmp_path / "run.zarr", on_note=notes.append, fsync=False)
     assert all(stored_forms(path)[name]["corrected"] == 0 for name in RULE_ARRAYS)
     assert (open_run(path).attrs["trajstore_format"], notes) == (4, [])
-    for kept in (11, 16):  # rows of a block that the stored one holds more of, and whole blocks
-        rows, digest = xr.open_zarr(path).load(), open_run(path).attrs["content_digest"]
-        with RunWriter.resume(path, rows=kept, fsync=False) as run:
-            for at in range(kept, 20):
-                row = {str(name): rows[name].values[at] for name in rows.data_vars}
-                run.append(at, **row)
-        assert open_run(path).attrs["content_digest"] == digest
     export(path, tmp_path / "copy.zarr", encoding="delta")
+    rows = xr.open_zarr(path).load()
+    with RunWriter.resume(path, rows=11, fsync=False) as run:  # in the middle of a block
+        for at in range(11, 20):
+            run.append(at, **{str(name): rows[name].values[at] for name in rows.data_vars})
     same_bits(tmp_path / "copy.zarr", path)
-    flip(path / "grad" / "c.1.0.0", 320)
-    assert repair(path).rows == 8
-    assert verify(path).clean
-    same_bits(tmp_path / "copy.zarr", path, rows=8)
 
 
 NATIVES = {"W": "float32", "grad": "float32", "lr": "float64"}

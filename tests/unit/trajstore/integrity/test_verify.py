@@ -90,7 +90,7 @@ def cut_run(run: Path) -> RunWriter:
 
 def created_again(run: Path) -> None:
     shutil.rmtree(run)
-    (unpack(run.parent, run="compact.zarr") / "compact.zarr").rename(run)
+    unpack(run.parent, run="compact.zarr").rename(run)
 
 
 @pytest.mark.parametrize(("change", "rows"), [(cut_run, 6), (created_again, 11)])
@@ -349,7 +349,7 @@ def test_another_format_is_not_judged(run: Path) -> None:
 
 
 def test_a_digest_that_differs_names_the_version_which_may_know_more(tmp_path: Path) -> None:
-    run = unpack(tmp_path, run="delta.zarr") / "delta.zarr"
+    run = unpack(tmp_path, run="delta.zarr")
     root("attributes.content_digest", "0" * 64)(run)
     (problem,) = verify(run).problems
     assert "trajstore 0.3.0.dev0 that recorded it" in problem.message
