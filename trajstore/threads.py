@@ -161,11 +161,11 @@ class CompiledLoop:
         Module of the loop.
     name : str
         Name of a function that `numba.njit` can compile, and that raises nothing.
-    enough : int
-        Numbers that NumPy processes first.
+    enough : int, optional
+        Numbers that NumPy processes first; default: `_ENOUGH` when the loop is called.
     """
 
-    def __init__(self, module: str, name: str, enough: int = _ENOUGH) -> None:
+    def __init__(self, module: str, name: str, enough: int | None = None) -> None:
         self._module, self._name, self._enough = module, name, enough
         self._processed = 0
         self._compiled: Callable[..., None] | None = None
@@ -182,7 +182,8 @@ class CompiledLoop:
             Numbers to process now.
         """
         self._processed += count  # races between threads may lose counts: a rough sum is enough
-        return self._processed >= self._enough and not self._unavailable
+        enough = _ENOUGH if self._enough is None else self._enough
+        return self._processed >= enough and not self._unavailable
 
     def run(self, *arguments: Any) -> bool:
         """Run the loop.

@@ -178,7 +178,8 @@ class RecordingProgress(Bar):
         state = f", {format_bytes(writer.bytes_recorded)} recorded"
         if writer.bytes_written:
             state += f", {format_bytes(writer.bytes_written)} on disk"
-        state += f", {writer.rows - writer.committed_rows} rows in memory"
+        waits = writer.rows - writer.committed_rows
+        state += f", {waits} row{'' if waits == 1 else 's'} in memory"
         if waiting:
             state += f", waiting for the disk ({format_duration(writer.seconds_waited)} so far)"
         return state

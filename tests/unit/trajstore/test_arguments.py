@@ -273,7 +273,7 @@ def test_sizes_are_read_and_printed() -> None:
     sizes = {"1GiB": 1 << 30, "1.5 MiB": 3 << 19, "8MB": 8_000_000, "77": 77, "1kib": 1024}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     assert [format_bytes(size) for size in (1536, 0, 5 << 30)] == ["1.5 KiB", "0 B", "5 GiB"]
-    for text in (1.5, "GiB", "-1GiB", "1 apple", "inf"):
+    for text in (1.5, 0, "GiB", "-1GiB", "1 apple", "inf"):
         with pytest.raises(InvalidArgument, match="got size"):
             parse_bytes(text)
 
