@@ -24,16 +24,6 @@ from still_timer import commit_now
 from trajstore import RunWriter
 from trajstore.values.native_types import narrow, native_type
 
-
-class Tally:
-    """What a whole run of the tests did, for its last line."""
-
-    kills = 0
-    opens = 0
-
-
-tally = Tally()
-
 TOKENS, HIDDEN, BLOCK = 40, 6, 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float32"}
 COMPACT_TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "lr": "float64"}
@@ -229,7 +219,6 @@ class Reader:
         opens, most, problems = self._result.recv()
         self._process.join()
         self.opens, self.most = opens, most
-        tally.opens += opens
         if kind is None:
             assert not problems, f"after {opens} opens, at {most} rows: {problems[0]}"
 
@@ -261,6 +250,5 @@ def killed(target: Callable[..., None], *arguments: Any, after_step: int | None 
         except EOFError:
             pass  # it ended by itself
     process.join()
-    tally.kills += process.exitcode != 0
     assert process.exitcode in (0, -signal.SIGKILL), f"exit code {process.exitcode}"
     return process.exitcode != 0

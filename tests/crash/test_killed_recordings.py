@@ -22,7 +22,6 @@ from crashing import KillAt, Reader, killed, poll
 
 from trajstore import verify
 
-pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 STEPS = 26

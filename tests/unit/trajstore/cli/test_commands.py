@@ -81,9 +81,19 @@ def test_a_selection_that_is_refused(given: str, sentence: str) -> None:
 TRAINERS = "trajstore.trainers"
 OPTIONS: list[Any] = [
     (
-        "export {run} -o o.zarr --block-rows 64 --encoding compact",
+        "export {run} -o o.zarr --block-rows 64 --encoding compact --memory 2MiB --overwrite",
         "trajstore.exchange.export.export",
-        {"block_rows": 64, "encoding": "compact"},
+        {"block_rows": 64, "encoding": "compact", "memory": "2MiB", "overwrite": True},
+    ),
+    (
+        "export {run} -o o.H5 --select step=0:9:3 --select token=dead --variables W,loss",
+        "trajstore.exchange.export.export",
+        {"format": "hdf5", "steps": "0:9:3", "tokens": "dead", "variables": "W,loss"},
+    ),
+    (
+        "export {run} -o o --fill-damaged --format run",
+        "trajstore.exchange.export.export",
+        {"fill_damaged": True, "format": "run"},
     ),
     (
         "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite --verify",
@@ -150,8 +160,6 @@ def test_an_option_reaches_the_function(
     line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if TRAINERS in function:
-        pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.zarr").symlink_to(sample)
     line = line.format(run=sample, other="other.zarr")
@@ -163,7 +171,6 @@ def test_an_option_reaches_the_function(
 def test_options_of_the_configuration_reach_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     line = "record --preset gatsby --encoding compact --every 2 --seed 3"
     (config, *_), _ = _arguments(line, f"{TRAINERS}.record", monkeypatch)
@@ -233,6 +240,7 @@ def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
     assert "unknown extension .csv of" in done.stderr
     done = CliRunner().invoke(main, [*arguments, "--layout", "flannel-3"])
     assert done.exit_code == 0, done.output
+    assert re.search(r"^Wrote .*f\.csv: .*B, layout flannel-3, 2 rows, 3 tokens\.", done.stdout)
     held = load_file(tmp_path / "f.csv")
     assert [held[f"run_{at}_embeddings"].shape[-1] for at in (0, 1)] == [2, 10]
 

@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import h5py
 import ml_dtypes
 import numpy as np
 import pytest
@@ -74,7 +75,6 @@ def loaded(path: Path) -> dict[str, Any]:
     """Arrays, and the numbers of HDF5."""
     if path.read_bytes()[:4] != b"\x89HDF":
         return dict(load_file(path))
-    h5py = pytest.importorskip("h5py")
     with h5py.File(path) as f:
         return {key: each[()] for key, each in f.items()} | dict(f.attrs)
 
@@ -228,8 +228,6 @@ def key_of(layout: str, key: str, at: int) -> str:
 def test_every_layout_goes_out_and_comes_back(runs: list[Known], tmp_path: Path, name: str) -> None:
     """Also from a file of a notebook, which does not name its layout."""
     layout = LAYOUTS[name]
-    if layout.format == "hdf5":
-        pytest.importorskip("h5py")
     chosen = [runs[at] for at in CHOSEN.get(name, [0, 3] if layout.runs else [0])]
     for number, (selection, selected, tokens) in enumerate(SELECTIONS):
         # The first row of 14.1a-split is step 1.
@@ -338,7 +336,6 @@ def test_float32_weights_are_rounded_only_audibly(tmp_path: Path) -> None:
 
 
 def test_chunks_and_attributes_of_hdf5(run: Known, tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     for layout, rows, gzip in (
         ("native", 1, None), ("thimble-6", 1, "gzip"), ("thimble-7", ROWS, None)
     ):  # fmt: skip
@@ -354,7 +351,6 @@ def test_chunks_and_attributes_of_hdf5(run: Known, tmp_path: Path) -> None:
 
 
 def test_compressed_rows_are_equal_under_every_budget(run: Known, tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     path, values = run
     own = tmp_path / "own.toml"
     own.write_text(

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from exchange_runs import assert_same_run
@@ -15,9 +16,6 @@ from exchange_runs import assert_same_run
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, MissingExtra
 from trajstore.formats.hdf5 import Hdf5File
-
-h5py = pytest.importorskip("h5py")
-
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 ROWS, TOKENS, HIDDEN = 9, 5, 3

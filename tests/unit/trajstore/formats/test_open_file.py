@@ -141,8 +141,8 @@ def test_a_number_that_no_step_has_is_refused(tmp_path: Path) -> None:
         trajstore.import_file(tmp_path, tmp_path / "run.zarr")
 
 
+@pytest.mark.torch
 def test_checkpoints_of_a_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     import torch
 
     for step, W in ROWS.items():

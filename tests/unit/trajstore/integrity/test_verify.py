@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
+from altered_runs import rewrite
+from bits_and_calls import Cli
 from checkpoints import write_checkpoint
-from click.testing import CliRunner
 from damage import (
     all_of,
     attribute,
@@ -36,7 +37,6 @@ from disk import stand_in
 from golden_runs import unpack
 
 from trajstore import RunWriter, export, open_run, repair, verify
-from trajstore.cli.main import main
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.integrity import metadata_checks as inspection
@@ -66,7 +66,9 @@ def test_a_sound_run_is_clean_and_all_of_it_was_read(run: Path) -> None:
     json.dumps(found.facts())
 
 
-def test_a_zip_file_is_checked_as_its_content(run: Path, tmp_path: Path) -> None:
+def test_a_zip_file_is_checked_as_its_content(
+    run: Path, tmp_path: Path, trajstore_cli: Cli
+) -> None:
     packed = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", run))
     sound, found = verify(run), verify(packed)
     assert found.clean
@@ -76,7 +78,7 @@ def test_a_zip_file_is_checked_as_its_content(run: Path, tmp_path: Path) -> None
         for key, data in contents(run).items():
             file.writestr(key, data)
     assert only(verify(packed)).path == packed / "W" / "c.1.0.0"
-    assert CliRunner().invoke(main, ["verify", str(packed)]).exit_code == 1
+    trajstore_cli("verify", packed, rc=1)
     with zipfile.ZipFile(packed, "a") as file:
         file.writestr("W/large", b"")
         file.filelist[-1].file_size = 1 << 60
@@ -496,3 +498,84 @@ def test_cells_are_those_of_W(tmp_path: Path) -> None:
         "cells: 2 values are not W rounded to bfloat16, the first at step 3 of token 7"
     )
     assert problem.remedy == "none"
+
+
+def test_the_common_name_of_two_matrices(trajstore_cli: Cli, tmp_path: Path) -> None:
+    paths = [tmp_path / f"pair.{name}.zarr" for name in ("E", "W")]
+    for path in paths:
+        attributes = {"recording": {"parameter": path.suffixes[0][1:]}}
+        with RunWriter.create(
+            path, token=range(3), hidden=2, variables={"W": "float32"}, attributes=attributes
+        ) as writer:
+            writer.append(0, W=np.zeros((3, 2), np.float32))
+    pair = tmp_path / "pair.zarr"
+    facts = json.loads(trajstore_cli("verify", pair, "--json").stdout)
+    assert {name: one["clean"] for name, one in facts.items()} == {str(p): True for p in paths}
+    (paths[0] / "W" / "zarr.json").unlink()
+    lines = trajstore_cli("verify", pair, rc=1).stdout.splitlines()
+    assert "pair.E.zarr: 1 problem" in "".join(lines)
+    assert lines[-1].startswith("pair.W.zarr: sound")
+    (paths[0] / "zarr.json").unlink()
+    assert f"similar names: {paths[0]}, {paths[1]}" in trajstore_cli("verify", pair, rc=2).stderr
+
+
+def test_the_commands_show_damage_and_repair_it(trajstore_cli: Cli, run: Path) -> None:
+    done = trajstore_cli("verify", run).stdout
+    assert done.startswith("run.zarr: sound; checked 11 rows in 15 shards, 37 chunks, ")
+    assert done.count("\n") == 1
+    assert trajstore_cli("repair", run).stdout == "run.zarr is sound; nothing to repair.\n"
+
+    path, index = shard_index(run, "W", 2)
+    offset, length = index[1]
+    flip(path, 8 * offset + 500)
+    (run / "grad" / "zarr.json").unlink()
+    done = trajstore_cli("verify", run, "--replay", rc=1).stdout
+    row = next(line for line in done.splitlines() if line.strip().startswith("W "))
+    assert row.split()[:4] == ["W", "2", f"{offset}–{offset + length}", "run.zarr/W/c.2.0.0"]
+    assert "run.zarr: 2 problems" in done
+    assert f"would do: trajstore repair {run} --dry-run\n" in done
+    assert f"trajstore export {run} --format run --fill-damaged -o COPY.zarr\n" in done
+    assert "Replay skipped: the run is damaged" in done
+    facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
+    assert [problem["array"] for problem in facts["problems"]] == ["grad", "W"]
+    assert facts["problems"][1]["first_byte"] == offset
+    assert facts["replay"] is None
+
+    before = contents(run)
+    done = trajstore_cli("repair", run, "--dry-run").stdout
+    assert done.startswith(
+        "Damaged: W, steps 8 to 10. Whole: step, grad, exp_avg, loss.\n"
+        "Repair:\n  3 of 11 rows are dropped, from row 8 on"
+    )
+    assert "grad/zarr.json is rewritten" in done
+    copy = f"  trajstore export {run} --format run"
+    assert f"{copy} --fill-damaged -o COPY.zarr\n" in done
+    assert f"{copy} --variables" not in done  # a run needs W
+    assert f"cp -r {run} {run}.copy\n" in done
+    assert done.endswith(f"To repair, run: trajstore repair {run}\n")
+    copied = trajstore_cli(*copy.split()[1:], "--fill-damaged", "-o", run.with_name("copy.zarr"))
+    assert "W holds NaN in place of damaged values" in copied.stdout
+    assert contents(run) == before
+    planned, _, rest = done.partition("To keep more")
+    assert rest
+    assert trajstore_cli("repair", run).stdout == f"{planned}run.zarr is repaired.\n"
+    assert "interrupted, 8 rows" in trajstore_cli("info", run).stdout
+    flip(run / "token_text" / "c.0", 99)
+    done = trajstore_cli("repair", run, rc=1).stdout
+    assert "Cannot be repaired" in done
+    assert "token_text, block 0" in done
+    assert "Repair:" not in done
+
+
+@pytest.mark.torch
+def test_a_replay_finds_one_altered_bit_whose_checksum_fits(
+    trajstore_cli: Cli, tmp_path: Path
+) -> None:
+    from trainings import tiny_run
+
+    run = tiny_run(tmp_path / "run.zarr", count=3)
+    assert "Replayed 3 of 3 steps" in trajstore_cli("verify", run, "--replay").stdout
+    rewrite(run, "W", (3, 2, 1))
+    facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
+    assert facts["clean"] is True
+    assert facts["replay"]["variables"]["W"]["first"] == {"step": 3, "token": 2, "hidden": 1}

@@ -20,8 +20,6 @@ from trajstore.integrity import array_checks
 from trajstore.integrity.repair import Repair
 from trajstore.store.storage.remote_path import RemotePath
 
-pytest.importorskip("obstore")
-
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> str:
