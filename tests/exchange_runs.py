@@ -25,7 +25,7 @@ ALL = {
 }
 """Variables of a run as the notebooks recorded it."""
 
-DIMS = {"W": 3, "grad": 3, "exp_avg": 3, "exp_avg_sq": 3, "logits": 2}
+DIMS = {"W": 3, "cells": 3, "grad": 3, "exp_avg": 3, "exp_avg_sq": 3, "logits": 2}
 ZERO = ("exp_avg", "exp_avg_sq")
 
 

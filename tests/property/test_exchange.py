@@ -53,7 +53,9 @@ def runs(draw: st.DrawFn) -> dict:
     rows = draw(st.integers(1, 13))
     tokens = draw(st.integers(1, 9))
     return {
-        "variables": {name: draw(TYPES) for name in ["W", *sorted(names)]},
+        "variables": {
+            name: draw(TYPES) for name in [draw(st.sampled_from(["W", "cells"])), *sorted(names)]
+        },
         "rows": rows,
         "tokens": tokens,
         "hidden": draw(st.integers(1, 5)),

@@ -14,7 +14,8 @@ import pytest
 import xarray as xr
 import zarr
 from compact_runs import RULE_ARRAYS, same_bits, sample_part
-from damage import contents, flip, shard_index, wide_run
+from damage import contents, flip, shard_index
+from disk import stand_in
 from exchange_runs import assert_same_run
 from stored_forms import stored_forms
 
@@ -153,7 +154,7 @@ def test_variables_can_be_left_out_or_be_wider(small_run: SmallRun) -> None:
 def test_without_hard_links_files_are_copied(
     small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(18, "Invalid cross-device link")))
+    stand_in(monkeypatch, link=Mock(side_effect=OSError(18, "Invalid cross-device link")))
     path = branch(small_run[0], 9)
     same_rows(path, small_run[0], 9)
     assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
@@ -224,16 +225,6 @@ def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
     again = same_rows(path, compact, 19)
     assert again.attrs["content_digest"] == ds.attrs["content_digest"]
     assert contents(compact) == before
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
-
-
-@pytest.fixture
-def run(tmp_path: Path, whole: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
 
 
 def break_chunk(run: Path, name: str, block: int, chunk: int = 0) -> None:

@@ -41,7 +41,6 @@ from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.integrity import metadata_checks as inspection
 from trajstore.integrity.verify import Verification, check_checkpoints
-from trajstore.store.storage.remote_path import checkpoint_folder
 
 
 def only(found: Verification) -> Any:
@@ -391,11 +390,6 @@ def messages(path: Path) -> list[str]:
     return [problem.message for problem in found]
 
 
-def test_checkpoints_are_in_a_folder_beside_the_run() -> None:
-    assert checkpoint_folder(Path("/a/b.c.zarr")) == Path("/a/b.c.ckpt")
-    assert checkpoint_folder(Path("/a/b.c")) == Path("/a/b.c.ckpt")
-
-
 def test_a_broken_tensor_is_named_with_its_bytes(checkpoint: Path) -> None:
     name = "random.state"
     with SafetensorsFile(checkpoint) as file:
@@ -423,7 +417,13 @@ def test_tensors_must_be_as_described(
 
 
 def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
-    """Anywhere: in the length, the header, its padding, the description and the tensors."""
+    """Anywhere: in the length, the header, its padding, the description and the tensors.
+
+    Files of somebody else are no checkpoints.
+    """
+    for name in ("model.safetensors", "step-7.safetensors", "my-step-00000007"):
+        (checkpoint.parent / name).write_bytes(b"mine")
+    assert messages(checkpoint) == []
     size = 8 * checkpoint.stat().st_size
     for bit in random.Random(5).sample(range(size), 150):
         flip(checkpoint, bit)
@@ -438,12 +438,6 @@ def test_a_file_without_its_end_or_a_description_is_no_checkpoint(checkpoint: Pa
     header = json.dumps({"__metadata__": {}}).encode()
     checkpoint.write_bytes(len(header).to_bytes(8, "little") + header)
     assert "description" in messages(checkpoint)[0]
-
-
-def test_files_of_somebody_else_are_no_checkpoints(checkpoint: Path) -> None:
-    for name in ("model.safetensors", "step-7.safetensors", "my-step-00000007"):
-        (checkpoint.parent / name).write_bytes(b"mine")
-    assert messages(checkpoint) == []
 
 
 def test_a_checkpoint_that_vanishes_during_the_check_is_ignored(checkpoint: Path) -> None:
