@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,8 @@ def write_rows(
                 told.send(step)
 
 
-def write_rows_by_time(path: Path, rows: int, kill: KillAt | None, told: Connection | None) -> None:
-    """As `write_rows`, each row committed before the next one, wherever its block ends."""
-    write_rows(path, rows, kill, told, by_time=True)
+write_rows_by_time = partial(write_rows, by_time=True)
+"""Each row is committed before the next one, wherever its block ends."""
 
 
 def poll(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from trajstore import RunWriter, import_file, open_run
-from trajstore.exchange.import_file import read_runs
+from trajstore.exchange.import_file import preview_import, read_runs
 from trajstore.formats.open_file import open_file
 
 ALL = {
@@ -192,8 +192,9 @@ def read_all(path: Path) -> None:
 
 
 def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
-    """Dataset of the one run of a file, and the result of its import."""
+    """Dataset of the one run of a file, and the result of its import, as a preview shows it."""
     file = write(tmp_path / "file", form, arrays, **options.pop("attributes", {}))
     done = import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
     assert done.others == ()
+    assert preview_import(file, **options) == replace(done, path=None)
     return open_run(done.path).load(), done

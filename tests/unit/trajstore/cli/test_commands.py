@@ -17,7 +17,7 @@ from exchange_runs import stored, truth, write, write_run
 from growing_runs import begin, extend
 from safetensors.numpy import load_file
 
-from trajstore import RunWriter, open_run
+from trajstore import open_run
 from trajstore.cli.command_options import SELECT, file_stem, runs_and_names
 from trajstore.cli.main import main
 from trajstore.cli.run_commands import print_information
@@ -317,10 +317,5 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     assert f"{shares} of their uncompressed bytes; the run does not hold hyperparameters" in note
     for command in ("info", "summary"):
         assert f"Note: {note}." in printed(command, unknown)
-    without, variables = tmp_path / "without.zarr", {"W": "float32"}
-    with RunWriter.create(without, token=[0], hidden=1, variables=variables, encoding="compact"):
-        pass
-    assert "Computed from the gradient: nothing." in printed("info", without)
-    assert "W as differences: the run does not name its optimizer" in printed("info", without)
     some = sample_part(path, tmp_path / "some.zarr", steps="0:22:2")
     assert "uncompressed bytes; its steps are not consecutive." in printed("info", some)

@@ -36,7 +36,7 @@ from damage import (
 from disk import stand_in
 from golden_runs import unpack
 
-from trajstore import RunWriter, export, open_run, repair, verify
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.integrity import metadata_checks as inspection
@@ -318,7 +318,6 @@ def of_an_analysis(folder: Path, run: Path) -> Path:
 
 def test_what_is_no_run_is_an_error_and_stays(tmp_path: Path, run: Path) -> None:
     (tmp_path / "empty").mkdir()
-    export(run, tmp_path / "exported.zarr", format="zarr")
     made = of_others(tmp_path / "others.zarr"), of_an_analysis(tmp_path / "result.zarr", run)
     for folder in made:
         without_root = shutil.copytree(folder, tmp_path / f"rootless-{folder.name}")
@@ -328,7 +327,6 @@ def test_what_is_no_run_is_an_error_and_stays(tmp_path: Path, run: Path) -> None
         for name, told in (
             ("", r"name one of .*run\.zarr"),
             ("empty", r"is not a run: it has no zarr\.json"),
-            ("exported.zarr", "is a Zarr group, but not a run"),
             ("others.zarr", "no trajstore_format"),
             ("result.zarr", "no trajstore_format"),
             ("rootless-others.zarr", "is not a run"),
