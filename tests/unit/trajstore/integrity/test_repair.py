@@ -284,9 +284,9 @@ def test_arrays_of_somebody_else_are_named_and_left(run: Path) -> None:
     group = zarr.open_group(run, mode="r+", use_consolidated=False)
     group.create_array("mask", data=np.arange(3), dimension_names=["place"])
     group.create_array("along", data=np.arange(11), dimension_names=["step"])
-    group.create_array("mine", data=np.arange(3))  # without names of dimensions
     group.attrs["m"] = 1
     zarr.consolidate_metadata(run)
+    group.create_array("mine", data=np.arange(3))  # without names of dimensions
     (run / "W" / "c.2.0.0").unlink()
     found = repair(run)
     assert found.rows == 8
