@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,6 @@ class Truth:
     values: dict[str, np.ndarray]
     dead: np.ndarray
     steps: np.ndarray
-    token: np.ndarray = field(default_factory=lambda: np.empty(0))
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
@@ -143,7 +142,7 @@ def truth(rows: int = 6, tokens: int = 7, hidden: int = 3, seed: int = 0, stride
         values[name][0] = np.nan
     dead = np.zeros(tokens, bool)
     dead[rng.permutation(tokens)[: tokens // 2 - 1]] = True
-    return Truth(values=values, dead=dead, steps=np.arange(rows) * stride, token=np.arange(tokens))
+    return Truth(values=values, dead=dead, steps=np.arange(rows) * stride)
 
 
 def stored(values: np.ndarray, kind: str, blank: float | None = 0.0) -> np.ndarray:

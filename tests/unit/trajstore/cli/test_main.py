@@ -379,14 +379,14 @@ def test_results_helps_and_errors_can_be_printed(
     assert one == (other + r"\xe9" if encoding == "ascii" else other + "é").encode(encoding)
 
 
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-
-
-@SIGNALS
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
     number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = {other: signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)}
+    with StopRequest(), pytest.raises(SystemExit) as error:  # nothing is done yet
+        signal.raise_signal(number)
+    assert error.value.code == 128 + number
     with StopRequest() as stop:
         stop.begin()
         assert not stop()
@@ -399,15 +399,6 @@ def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert {other: signal.getsignal(other) for other in before} == before
     assert "a second signal stops at once" in capfd.readouterr().err
-
-
-@SIGNALS
-def test_before_anything_is_done_a_signal_is_the_end(number: int) -> None:
-    with StopRequest() as stop:
-        assert not stop()
-        with pytest.raises(SystemExit) as error:
-            signal.raise_signal(number)
-    assert error.value.code == 128 + number
 
 
 def test_sigterm_leaves_nothing(

@@ -381,11 +381,9 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("key", "parsed"),
     [
-        ("embedding_history", ("W", None, None, "all")),
         ("embeddings_E", ("W", None, "E", "all")),
         ("lm_head.weight", ("W", None, "W", "all")),
         ("model_state_dict.transformer.wte.weight", ("W", None, "E", "all")),
-        ("run_12_momentum_W", ("exp_avg", 12, "W", "all")),
         ("run3/grad_W_history", ("grad", 3, "W", "all")),
         ("untrained_deltas", ("delta", None, None, "dead")),
         ("V", ("exp_avg_sq", None, None, "all")),

@@ -40,7 +40,10 @@ SERIES = ("step", "W", "grad", "exp_avg", "loss")
 BLOCK = 4
 
 
-LIKE_OTHERS = ("native_dtype", "shape.1", "0.name", "fill_value is missing", "no end", "empty")
+LIKE_OTHERS = (
+    "native_dtype", "shape.1", "0.name", "fill_value is missing", "no end", "empty", "updated",
+    "config.why", "segments", "notes", "trajstore_format",
+)  # fmt: skip
 
 
 def few_of_a_kind(damages: tuple[Damage, ...]) -> list[Any]:
