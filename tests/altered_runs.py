@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import zarr
+from damage import METADATA_KEY, edit
 
 from trajstore import RunWriter
 from trajstore.store.reading.array_reader import stored_array
@@ -18,9 +18,7 @@ from trajstore.values.native_types import narrow, native_type, widen
 
 def change_attributes(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the attributes of a run."""
-    metadata = json.loads((path / "zarr.json").read_text())
-    change(metadata["attributes"])
-    (path / "zarr.json").write_text(json.dumps(metadata))
+    edit(path / METADATA_KEY, lambda metadata: change(metadata["attributes"]))
 
 
 def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
