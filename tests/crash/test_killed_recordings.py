@@ -115,12 +115,11 @@ def test_a_killed_training_ends_as_if_it_had_not_been(
     path = folder / f"run-{seed}-{len(changes)}.zarr"
     with Reader(path, compare_rows) as reader:
         for number in range(TIMES):
-            if number == 0:  # at a move that every such training comes to
-                kill = KillAt(rng.randrange(1, 40), after=rng.random() < 0.5)
-                assert killed(train, path, preset, corpus, changes, kill)
-            else:
-                last = rng.randrange(1, STEPS + 1)
-                killed(train, path, preset, corpus, changes, None, after_step=last)
+            kill, last = None, rng.randrange(1, STEPS + 1)
+            if number == 0 or rng.random() < 0.5:  # first at a move that every training comes to
+                kill = KillAt(rng.randrange(1, 120 if number else 40), after=rng.random() < 0.5)
+                last = None
+            assert killed(train, path, preset, corpus, changes, kill, after_step=last) or number
             if path.exists():
                 found = verify(path)
                 assert found.clean, found.problems

@@ -93,11 +93,6 @@ OPTIONS: list[Any] = [
         {"format": "hdf5", "steps": "0:9:3", "tokens": "dead", "variables": "W,loss"},
     ),
     (
-        "export {run} -o o --fill-damaged --format run",
-        "trajstore.exchange.export.export",
-        {"fill_damaged": True, "format": "run"},
-    ),
-    (
         "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite --verify",
         "trajstore.analysis.results.report_page.write_report",
         {"steps": "0:3", "within": True, "min_unchanged": 2, "overwrite": True, "check": True},
