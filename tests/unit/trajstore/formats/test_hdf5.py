@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from exchange_runs import assert_same_run
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument
@@ -44,6 +45,18 @@ OWN = {
     "token": np.arange(TOKENS, dtype="i4"),
 }
 """What an export of a whole run adds."""
+
+
+def test_an_export_of_an_older_version_is_a_whole_run(small_run: SmallRun, tmp_path: Path) -> None:
+    trajstore.export(small_run[0], tmp_path / "f.h5", format="hdf5")
+    with h5py.File(tmp_path / "f.h5", "a") as file:  # it had two masks and no numbers
+        for key in ("dead_mask", "live_mask", "dead_ids", "live_ids"):
+            del file[key]
+        for key in list(file.attrs):
+            del file.attrs[key]
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
+    assert (done.layout, done.notes) == ("hdf5", ())
+    assert_same_run(small_run[0], tmp_path / "back.zarr")
 
 
 WRONG: dict[str, dict[str, Any]] = {
