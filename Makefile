@@ -47,7 +47,7 @@ flips: $(READY)  ## Flip 300 random bits in the files of runs; each must be dete
 fuzz: $(READY)  ## Import 100,000 damaged files, open 5,000 damaged runs with each command: errors or runs
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_damaged_runs.py -k metadata_are_errors
-	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
+	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange.py
 
 .PHONY: browser
 browser: $(READY)  ## Test the page of `trajstore explore` in Chromium, as `chromium`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,51 +9,27 @@ from typing import Any
 
 import numpy as np
 import zarr
-from damage import write_shard
+from damage import METADATA_KEY, edit
 
 from trajstore import RunWriter
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.values.native_types import native_type
+from trajstore.values.native_types import narrow, native_type, widen
 
 
 def change_attributes(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the attributes of a run."""
-    metadata = json.loads((path / "zarr.json").read_text())
-    change(metadata["attributes"])
-    (path / "zarr.json").write_text(json.dumps(metadata))
+    edit(path / METADATA_KEY, lambda metadata: change(metadata["attributes"]))
 
 
 def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     """Flip a bit of a stored value, counted from the lowest bit of its native type.
 
-    where : row, and positions along token and hidden. All shards of a block are one here.
+    where : row, and positions along token and hidden.
     """
-    group = zarr.open_group(path, mode="r")
-    array = group[variable]
-    stored = stored_array(path, variable, array)
-    assert stored is not None
-    assert stored.parts == 1
-    if array.attrs["native_dtype"] == "bfloat16" and stored.chain.native.name == "float32":
-        bit += 16  # as numbers of a step are held
-    block, inside = divmod(where[0], stored.shard[0])
-    place = (inside, *where[1:])
-    start = block * stored.shard[0]
-    stop = min(start + stored.shard[0], stored.shape[0])
-    bits = stored.bits((slice(start, stop),))
-    bits[place] ^= bits.dtype.type(1 << bit)
-    corner = [at // part for at, part in zip(place, stored.chunk, strict=True)]
-    number = int(np.ravel_multi_index(corner, stored.form.grid))
-    with stored.opened(block, 0) as shard:
-        tail = shard.tail
-    data = (path / stored.key(block, 0)).read_bytes()
-    chunks = [data[offset : offset + length] for offset, length in tail.index.tolist()]
-    window = tuple(
-        slice(at * part, (at + 1) * part) for at, part in zip(corner, stored.chunk, strict=True)
-    )
-    chunks[number] = stored.chain.encode(np.ascontiguousarray(bits[window]), stored.chunk)
-    offsets = np.cumsum([0, *map(len, chunks)])[:-1].tolist()
-    index = list(zip(offsets, map(len, chunks), strict=True))
-    write_shard(path, variable, block, b"".join(chunks), index)
+    array = zarr.open_array(path / variable, mode="r+")
+    native = native_type(str(array.attrs["native_dtype"]))
+    bits = narrow(np.asarray(array[where]), native)
+    array[where] = widen(bits ^ bits.dtype.type(1 << bit), native)
 
 
 @contextmanager

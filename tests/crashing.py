@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,6 @@ from process_group import processes
 
 from trajstore import RunWriter
 from trajstore.values.native_types import narrow, native_type
-
-
-class Tally:
-    """What a whole run of the tests did, for its last line."""
-
-    kills = 0
-    opens = 0
-
-
-tally = Tally()
 
 TOKENS, HIDDEN, BLOCK = 40, 6, 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float32"}
@@ -139,9 +130,8 @@ def write_rows(
                 told.send(step)
 
 
-def write_rows_by_time(path: Path, rows: int, kill: KillAt | None, told: Connection | None) -> None:
-    """As `write_rows`, each row committed before the next one, wherever its block ends."""
-    write_rows(path, rows, kill, told, by_time=True)
+write_rows_by_time = partial(write_rows, by_time=True)
+"""Each row is committed before the next one, wherever its block ends."""
 
 
 def poll(
@@ -228,7 +218,6 @@ class Reader:
         opens, most, problems = self._result.recv()
         self._process.join()
         self.opens, self.most = opens, most
-        tally.opens += opens
         if kind is None:
             assert not problems, f"after {opens} opens, at {most} rows: {problems[0]}"
 
@@ -260,6 +249,5 @@ def killed(target: Callable[..., None], *arguments: Any, after_step: int | None 
         except EOFError:
             pass  # it ended by itself
     process.join()
-    tally.kills += process.exitcode != 0
     assert process.exitcode in (0, -signal.SIGKILL), f"exit code {process.exitcode}"
     return process.exitcode != 0

@@ -1,4 +1,4 @@
-"""A writer that is killed loses what it had not committed, and nothing else.
+"""A writer that is killed loses what it had not committed, and nothing else; so does an export.
 
 Every run here is killed several times, at every move of a commit in turn and at arbitrary moments,
 and resumed after each; a reader polls it throughout. `TRAJSTORE_KILLS` sets how many runs are
@@ -11,6 +11,9 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -23,12 +26,15 @@ from crashing import (
     create,
     extend,
     killed,
+    recorded,
     write_rows,
     write_rows_by_time,
 )
+from exchange_runs import assert_same_run
 
-from trajstore import RunWriter, repair, verify
+from trajstore import RunWriter, export, repair, verify
 
+TOOL = Path(__file__).parents[2] / "tools" / "powerloss.py"
 ROWS = 7 * BLOCK + 2
 OBJECTS = 5  # arrays, each with a shard and a metadata file in every commit, and then the root
 A_COMMIT = 2 * OBJECTS + 1
@@ -86,7 +92,9 @@ def test_killed_at_every_move_of_a_commit(
         with create(path) as run:
             extend(run, BLOCK + 1)
     else:
-        assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, odd_after))
+        for move in (1, 5, 9):  # while the run is made, it is not there, or empty
+            assert killed(write_rows, path, ROWS, KillAt(move, after=True))
+            assert check_whole(path) == 0
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
             before, after = committed(path), (move % 2 == 1) == odd_after
@@ -101,15 +109,6 @@ def test_killed_at_every_move_of_a_commit(
         finish(path)
     assert reader.opens > A_COMMIT
     assert reader.most == ROWS
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("move", [1, 5, 9])
-def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
-    path = tmp_path / "run.zarr"
-    assert killed(write_rows, path, ROWS, KillAt(move, after=True))
-    assert check_whole(path) == 0
-    finish(path)
 
 
 def test_a_writer_killed_before_the_end_of_a_commit_leaves_the_one_before(tmp_path: Path) -> None:
@@ -154,3 +153,38 @@ def test_a_writer_killed_at_any_moment_leaves_whole_rows(tmp_path: Path, seed: i
                 assert check_whole(path, by_time=True) == done
         finish(path)
     assert reader.most == ROWS
+
+
+def exported(source: Path, out: Path, kill: KillAt | None, told: Connection | None) -> None:
+    """Export a run to another encoding; in a process."""
+    if kill is not None:
+        kill.install()
+    export(source, out, encoding="delta", overwrite=True)
+
+
+@pytest.mark.nightly
+def test_a_killed_export_leaves_the_whole_run_or_none_and_can_be_repeated(tmp_path: Path) -> None:
+    source, out = recorded(tmp_path / "compact.zarr", ROWS), tmp_path / "out" / "run.zarr"
+    out.parent.mkdir()
+    for move in range(1, 26, 24 // (4 * int(KILLS or 1)) or 1):
+        killed(exported, source, out, KillAt(move, after=move % 4 == 1))
+        if out.exists():
+            assert verify(out).clean
+    assert not killed(exported, source, out, None)
+    assert list(out.parent.iterdir()) == [out]
+    assert verify(out).clean
+    assert_same_run(source, out)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="its shim is of Linux")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="its shim needs a C compiler")
+def test_commands_survive_a_loss_of_power_unless_nothing_is_flushed() -> None:
+    """At some moments; `make powerloss` tries all, and all commands."""
+    commands = ["create", "cut", "annotate", "--no-fsync", "--states", "6"]
+    done = subprocess.run([sys.executable, TOOL, *commands], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if "create --no-fsync" in line)
+    states, promised, lost, *_ = map(int, line.split()[-6:])
+    assert 0 < promised < states
+    assert lost > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from bits_and_calls import Cli
+from click.testing import CliRunner
 from compact_runs import sample_part, scheduled_run
 from exchange_runs import stored, truth, write, write_run
 from growing_runs import begin, extend
 from safetensors.numpy import load_file
 
-from trajstore import RunWriter, open_run
+from trajstore import open_run
 from trajstore.cli.command_options import SELECT, file_stem, runs_and_names
 from trajstore.cli.main import main
 from trajstore.cli.run_commands import print_information
@@ -81,9 +83,14 @@ def test_a_selection_that_is_refused(given: str, sentence: str) -> None:
 TRAINERS = "trajstore.trainers"
 OPTIONS: list[Any] = [
     (
-        "export {run} -o o.zarr --block-rows 64 --encoding compact",
+        "export {run} -o o.zarr --block-rows 64 --encoding compact --memory 2MiB --overwrite",
         "trajstore.exchange.export.export",
-        {"block_rows": 64, "encoding": "compact"},
+        {"block_rows": 64, "encoding": "compact", "memory": "2MiB", "overwrite": True},
+    ),
+    (
+        "export {run} -o o.H5 --select step=0:9:3 --select token=dead --variables W,loss",
+        "trajstore.exchange.export.export",
+        {"format": "hdf5", "steps": "0:9:3", "tokens": "dead", "variables": "W,loss"},
     ),
     (
         "report {run} --select step=0:3 --within --min-unchanged 2 --overwrite --verify",
@@ -150,8 +157,6 @@ def test_an_option_reaches_the_function(
     line: str, function: str, options: dict[str, Any], sample: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if TRAINERS in function:
-        pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.zarr").symlink_to(sample)
     line = line.format(run=sample, other="other.zarr")
@@ -163,18 +168,11 @@ def test_an_option_reaches_the_function(
 def test_options_of_the_configuration_reach_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     line = "record --preset gatsby --encoding compact --every 2 --seed 3"
     (config, *_), _ = _arguments(line, f"{TRAINERS}.record", monkeypatch)
     assert (config.recording.encoding, config.recording.every) == ("compact", 2)
     assert config.training.seed == 3
-
-
-def call(*arguments: object, rc: int = 0) -> Result:
-    done = CliRunner().invoke(main, ["import", *map(str, arguments)])
-    assert done.exit_code == rc, done.output
-    return done
 
 
 @pytest.fixture
@@ -185,54 +183,53 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "mine.npz", "npz", arrays)
 
 
-def test_without_a_file_it_lists_what_it_understands() -> None:
-    printed = call().stdout
+def test_without_a_file_it_lists_what_it_understands(trajstore_cli: Cli) -> None:
+    printed = trajstore_cli("import").stdout
     for word in ("safetensors", "embedding_matrix", "untrained_mask", "adam_beta1", *NAMES):
         assert word in printed
-    facts = json.loads(call("--json").stdout)
+    facts = json.loads(trajstore_cli("import", "--json").stdout)
     assert "w" in facts["kinds"]["W"]["names"]
     assert facts["scalars"]["seed"]["goes_to"] == "config.training.seed"
 
 
-def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
+def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path, trajstore_cli: Cli) -> None:
+    call = partial(trajstore_cli, "import", file)
     options = "--map W=x --labels steps=0:60:10 --bits W=bfloat16".split()
-    printed = call(file, "--dry-run", *options, "--map", "loss=nll").stdout
+    printed = call("--dry-run", *options, "--map", "loss=nll").stdout
     lines = {line.split()[0]: line for line in reversed(printed.splitlines()) if line.split()}
     assert re.search("uint16.*bits of bfloat16", lines["x"])
     assert re.search("omitted.*unknown name", lines["centroid"])
     assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
-    facts = json.loads(call(file, "--dry-run", "--json", *options).stdout)
+    facts = json.loads(call("--dry-run", "--json", *options).stdout)
     assert {line["name"]: line["kind"] for line in facts["table"]}["x"] == "W"
     assert (facts["path"], facts["tokens"], facts["others"]) == (None, 7, [])
-    printed = call(file, "-o", file.with_name("run.zarr"), *options, "--map", "ignore=nll").stdout
+    printed = call("-o", file.with_name("run.zarr"), *options, "--map", "ignore=nll").stdout
     assert f"Imported {file.with_name('run.zarr')}: 6 rows" in printed
 
 
-def test_the_printed_layout_is_edited_and_passed(file: Path) -> None:
+def test_the_printed_layout_is_edited_and_passed(file: Path, trajstore_cli: Cli) -> None:
     """It says what the options said, so the edited text replaces them."""
     options = "--map W=x --labels steps=0:60:10 --bits W=float16".split()
-    printed = call(file, "--dry-run", *options).stdout
+    printed = trajstore_cli("import", file, "--dry-run", *options).stdout
     layout = file.with_name("mine.toml")
     layout.write_text(printed.partition("FILE.toml:\n")[2] + 'nll = "loss"\n')
     run = file.with_name("run.zarr")
-    call(file, "--layout", layout, "-o", run)
+    trajstore_cli("import", file, "--layout", layout, "-o", run)
     ds = open_run(run)
     assert ds.step.values.tolist() == [0, 10, 20, 30, 40, 50]
     assert (ds.W.attrs["native_dtype"], "loss" in ds) == ("float16", True)
     assert np.flatnonzero(ds.is_dead.values).tolist() == np.load(file)["dead_ids"].tolist()
 
 
-def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
+def test_runs_of_a_folder_go_into_one_file(tmp_path: Path, trajstore_cli: Cli) -> None:
     folder, types = tmp_path / "runs", {"W": "bfloat16"}
     for number in (10, 2):
         write_run(folder / f"{number}.zarr", types, rows=2, tokens=3, hidden=number)
-    arguments = ["export", str(folder), "-o", str(tmp_path / "f.csv")]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2
-    assert "unknown extension .csv of" in done.stderr
-    done = CliRunner().invoke(main, [*arguments, "--layout", "flannel-3"])
-    assert done.exit_code == 0, done.output
+    call = partial(trajstore_cli, "export", folder, "-o", tmp_path / "f.csv")
+    assert "unknown extension .csv of" in call(rc=2).stderr
+    done = call("--layout", "flannel-3")
+    assert re.search(r"^Wrote .*f\.csv: .*B, layout flannel-3, 2 rows, 3 tokens\.", done.stdout)
     held = load_file(tmp_path / "f.csv")
     assert [held[f"run_{at}_embeddings"].shape[-1] for at in (0, 1)] == [2, 10]
 
@@ -246,22 +243,19 @@ def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
         ("--dry-run --first-row 2", "got --first-row 2, expected 0 or 1"),
     ],
 )
-def test_wrong_calls_are_one_sentence(file: Path, arguments: str, message: str) -> None:
-    done = call(file, *arguments.split(), rc=2)
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_wrong_calls_are_one_sentence(
+    file: Path, arguments: str, message: str, trajstore_cli: Cli
+) -> None:
+    (line,) = trajstore_cli("import", file, *arguments.split(), rc=2).stderr.strip().splitlines()
+    assert message in line
 
 
-def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
-    def info(*words: object, rc: int) -> Result:
-        done = CliRunner().invoke(main, ["info", *map(str, words)])
-        assert done.exit_code == rc, done.output
-        return done
-
+def test_the_runs_of_a_folder_are_a_table(tmp_path: Path, trajstore_cli: Cli) -> None:
+    info = partial(trajstore_cli, "info")
     for seed in (1, 2):
         with begin(tmp_path / f"{seed}.zarr", config={"training": {"seed": seed}}) as run:
             extend(run, range(4))
-    printed = info(tmp_path, rc=0).stdout
+    printed = info(tmp_path).stdout
     assert "final loss" in printed
     assert printed.count("4.7000") == 2
     (tmp_path / "none.zarr").mkdir()
@@ -293,9 +287,9 @@ def test_what_differs_between_the_segments_of_a_run_is_shown(
     ]
 
 
-def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
+def test_computed_arrays_are_named(sample: Path, tmp_path: Path, trajstore_cli: Cli) -> None:
     def printed(command: str, path: Path) -> str:
-        return " ".join(CliRunner().invoke(main, [command, str(path)]).stdout.split())
+        return " ".join(trajstore_cli(command, path).stdout.split())
 
     path = sample_part(sample, tmp_path / "run.zarr")
     assert "encoding compact" in printed("info", path)
@@ -309,10 +303,5 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path) -> None:
     assert f"{shares} of their uncompressed bytes; the run does not hold hyperparameters" in note
     for command in ("info", "summary"):
         assert f"Note: {note}." in printed(command, unknown)
-    without, variables = tmp_path / "without.zarr", {"W": "float32"}
-    with RunWriter.create(without, token=[0], hidden=1, variables=variables, encoding="compact"):
-        pass
-    assert "Computed from the gradient: nothing." in printed("info", without)
-    assert "W as differences: the run does not name its optimizer" in printed("info", without)
     some = sample_part(path, tmp_path / "some.zarr", steps="0:22:2")
     assert "uncompressed bytes; its steps are not consecutive." in printed("info", some)

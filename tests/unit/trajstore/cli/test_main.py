@@ -1,30 +1,41 @@
-"""The command trajstore: help, names, and commands of other packages."""
+"""The command trajstore: help, names, commands of other packages, signals and terminals."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import tomllib
+import weakref
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
+import numpy as np
 import pytest
+from bits_and_calls import Cli
 from click.testing import CliRunner, Result
 from rich.text import Text
 
+import trajstore
+from trajstore.cli import start, stop_signals
 from trajstore.cli.main import main
 from trajstore.cli.output import (
     AnalysisProgress,
+    BytesProgress,
     PlainConsole,
     PlainTable,
     in_command,
     print_json,
-    printable,
 )
+from trajstore.cli.stop_signals import StopRequest
 from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED, TIERS
 
@@ -55,10 +66,50 @@ def test_alone_it_says_what_to_type_first() -> None:
     assert "trajstore record --preset gatsby" in result.output
 
 
-def test_a_mistyped_command_gets_the_nearest_name() -> None:
-    result = CliRunner().invoke(main, ["what_if", "gatsby.zarr"])
-    assert result.exit_code == 2
-    assert "There is no command 'what_if' (did you mean 'what-if'?)." in result.stderr
+MISTYPED = {
+    "what_if gatsby.zarr": "what-if",
+    # options
+    "record --prest gatsby": "--preset",
+    "report gatsby.zarr --out r.html": "--output",
+    # presets, texts
+    "record --preset gatsbi": "gatsby",
+    "fetch gpt-2": "gpt2",
+    # fields, and what is in them
+    "record --dry-run --preset gatsby --set optimizer.weigth_decay=1": "weight_decay",
+    "record --dry-run --preset gatsby --set lr=3": "optimizer.lr",
+    "record --dry-run --preset gatsby --set schedule.name=cosin": "cosine",
+    "record --preset gatsby --device gpu": "cuda",
+    # variables, tokens
+    "export gatsby.zarr --variables W,gard -o g.safetensors": "grad",
+    "export gatsby.zarr --select token=ded -o g.safetensors": "dead",
+    # runs
+    "verify gatsy.zarr": "gatsby.zarr",
+    # quantities, their options, lattices, populations
+    "analyze gatsby.zarr frezee": "freeze",
+    "analyze gatsby.zarr freeze --set latice=bfloat16": "lattice",
+    "analyze gatsby.zarr freeze --lattice bflaot16": "bfloat16",
+    "analyze gatsby.zarr freeze --population 'rare=token_cout < 3'": "token_count",
+    # figures, formats, layouts
+    "plot gatsby.zarr heatmpa -o g.png": "heatmap",
+    "export gatsby.zarr --format hdf -o g.h5": "hdf5",
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("call", MISTYPED)
+def test_a_mistyped_name_of_any_kind_gets_a_suggestion(
+    call: str, example_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example_run.parent)
+    done = CliRunner().invoke(main, shlex.split(call), prog_name="trajstore")
+    assert done.exit_code == 2
+    _, asked, told = done.stderr.lower().partition("did you mean")
+    assert asked
+    assert f"'{MISTYPED[call]}'" in told
+    assert [entry.name for entry in example_run.parent.iterdir()] == [example_run.name]
+
+
+def test_an_unlike_command_gets_no_suggestion() -> None:
     assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).stderr
     assert CliRunner().invoke(main, ["--no-such-option"]).exit_code == 2
 
@@ -70,16 +121,6 @@ def test_a_shell_completes_commands(shell: str) -> None:
     done = CliRunner().invoke(main, [], prog_name="trajstore", env=environment)
     assert "fetch" in done.output
     assert "verify" not in done.output
-
-
-def test_ctrl_c_is_a_sentence_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    command = SimpleNamespace(load=lambda: click.Command("work", callback=interrupted))
-    monkeypatch.setitem(main._entry_points, "work", command)  # type: ignore[attr-defined]
-    result = CliRunner().invoke(main, ["work"])
-    assert (result.exit_code, result.stderr) == (130, "trajstore: stopped by Ctrl-C\n")
 
 
 def test_a_missing_run_is_one_sentence_and_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -96,30 +137,8 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == '{\n  "a": [\n    null,\n    1.5\n  ],\n  "b": null\n}\n'
 
 
-def test_the_promised_names_are_there() -> None:
-    """Scripts rely on these: options may be added, but none removed."""
-    promised = {
-        "record": "--preset --config --set --steps --corpus --tokenizer --device --seed "
-        "--variables --every --tokens --memory --dry-run --resume --overwrite --fsync --output",
-        "fork": "--at --set --steps --output",
-        "info": "--json",
-        "summary": "--json",
-        "analyze": "--output --scheduler --json",
-        "export": "--format --layout --output --select --variables",
-        "import": "--output",
-        "verify": "--replay --json",
-        "repair": "--dry-run",
-        "compare": "--json",
-        "fetch": "",
-    }
-    assert promised.keys() <= COMMANDS.keys()
-    for name, flags in promised.items():
-        known = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
-        assert set(flags.split()) <= known, name
-
-
 def test_each_of_at_most_150_options_is_used_by_a_test() -> None:
-    tests = [file for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)]
+    tests = (ROOT / "tests").rglob("test_*.py")
     texts = [{*re.findall(r"[\w-]+", file.read_text())} for file in tests]
     options = [
         (name, {*option.opts, *option.secondary_opts})
@@ -204,9 +223,11 @@ def test_another_package_adds_a_command_and_an_accessor(site: Path, example_run:
     assert again == shown
 
 
-def test_a_command_that_cannot_be_imported_leaves_the_others(
+def test_a_command_that_cannot_be_imported_leaves_the_others_and_none_is_replaced(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with next(site.glob("*.dist-info/entry_points.txt")).open("a") as file:
+        file.write("\n[trajstore.commands]\nverify = loudest:loudest\n")
     with (site / "loudest.py").open("a") as file:
         file.write("\nimport a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(site)
@@ -218,33 +239,19 @@ def test_a_command_that_cannot_be_imported_leaves_the_others(
     assert "loudest cannot be imported: No module named 'a_package_that" in done.stderr
 
 
-def test_no_package_replaces_a_command_of_trajstore(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (info,) = site.glob("*.dist-info")
-    (info / "entry_points.txt").write_text("[trajstore.commands]\nverify = loudest:loudest\n")
-    monkeypatch.syspath_prepend(site)
-    assert re.search(r"^  verify +Read", call("--help").stdout, re.M)
-
-
-HOSTILE = "\x1b[31mred\x1b]0;t [bold]<b>[/bold] :smile: \u202e\ud800\x9b"
-
-
-def test_what_a_terminal_would_obey_is_escaped_and_the_rest_stays() -> None:
-    assert printable("plain <é> 漢 ›") == "plain <é> 漢 ›"
-    assert printable("\x07\x9b\u202e\u200b\ud800") == r"\x07\x9b\u202e\u200b\ud800"
-    assert printable("a\nb\r") == r"a\nb\r"
+HOSTILE = "\x1b[31mred\x1b]0;t [bold]<é>[/bold] :smile: \u202e\ud800\x9b\u200b漢"
+ESCAPED = r"\x1b[31mred\x1b]0;t [bold]<é>[/bold] :smile: \u202e\ud800\x9b\u200b漢"
 
 
 @pytest.mark.parametrize("shown", [HOSTILE, Text(HOSTILE), Text(HOSTILE, "bold")])
-def test_a_console_and_its_tables_show_texts_as_they_are(shown: str | Text) -> None:
+def test_what_a_terminal_would_obey_is_escaped_and_the_rest_stays(shown: str | Text) -> None:
     written = io.StringIO()
     console = PlainConsole(file=written, width=200)
     table = PlainTable("name")
     table.add_row(shown)
     console.print(shown)
     console.print(table)
-    assert written.getvalue().count(printable(HOSTILE)) == 2
+    assert written.getvalue().count(ESCAPED) == 2
     assert "\x1b" not in written.getvalue()
 
 
@@ -274,6 +281,136 @@ def test_a_command_prints_options_in_place_of_arguments() -> None:
 
 
 def test_an_address_without_a_scheduler_is_reported() -> None:
-    pytest.importorskip("distributed")
     with pytest.raises(InvalidArgument, match="no dask scheduler answers at tcp://"):
         AnalysisProgress("tcp://127.0.0.1:1", timeout=0.1)
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_during_the_imports_is_a_sentence_and_little_is_imported_before() -> None:
+    code = f"""
+import sys, signal
+sys.path.insert(0, {str(Path(trajstore.__file__).parents[1])!r})
+import trajstore.cli.start
+print([name for name in ("typing", "contextlib", "threading", "click") if name in sys.modules])
+class Interrupted:
+    def __getattr__(self, name):
+        sys.stdout.flush()
+        signal.raise_signal(signal.SIGINT)
+sys.modules["trajstore.cli.main"] = Interrupted()
+trajstore.cli.start.main()
+"""
+    bare = [sys.executable, "-S", "-E", "-c", code]  # without what the environment imports
+    done = subprocess.run(bare, capture_output=True, text=True, timeout=60)
+    printed = (done.returncode, done.stdout, done.stderr)
+    assert printed == (130, "[]\n", "trajstore: stopped by Ctrl-C\n")
+
+
+Run = tuple[Path, dict[str, np.ndarray]]
+
+
+def printed(words: str, encoding: str, monkeypatch: pytest.MonkeyPatch, rc: int = 2) -> str:
+    """Run a command whose output has that encoding; return standard output and error."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "argv", ["trajstore", *shlex.split(words)])
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        start.main()
+    assert ended.value.code in (0, rc)
+    written: Any = [stream.detach().getvalue() for stream in (out, err)]
+    return b"".join(written).decode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("before", "during"),
+    [
+        (signal.default_int_handler, [stop_signals._stop, signal.default_int_handler]),
+        (signal.SIG_IGN, [signal.SIG_IGN, signal.SIG_IGN]),  # it stays ignored
+    ],
+)
+def test_a_working_command_gets_a_keyboard_interrupt(
+    before: Any, during: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def work() -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        stop_signals.working()
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, before)
+    command = SimpleNamespace(load=lambda: click.Command("work", callback=work))
+    monkeypatch.setitem(main._entry_points, "work", command)  # type: ignore[attr-defined]
+    assert printed("work", "ascii", monkeypatch, 130) == "trajstore: stopped by Ctrl-C\n"
+    assert seen == during
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_results_helps_and_errors_can_be_printed(
+    encoding: str, small_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = small_run
+    for name in main._entry_points:  # type: ignore[attr-defined]
+        assert printed(f"{name} --help", encoding, monkeypatch).startswith("Usage: trajstore")
+    np.save(path.parent / "W.npy", np.zeros((3, 4, 2), "float32"))
+    shown = {
+        words: printed(words.format(path), encoding, monkeypatch)
+        for words in (
+            "info {0}", "info {0} {0}", "info --json {0}", "verify {0}",
+            "summary {0}", "analyze {0} norm", "import {0}/../W.npy --dry-run", "info no-漢.zarr",
+        )
+    }  # fmt: skip
+    times = "x" if encoding == "ascii" else "×"
+    assert f"11 {times} 10 {times} 6" in shown["info {0}"]
+    assert f"3{times}4{times}2" in shown["import {0}/../W.npy --dry-run"]
+    assert r"there is no run at no-\u6f22.zarr" in shown["info no-漢.zarr"]
+    one, other = "漢…▁█—é".encode(encoding, "trajstore.similar"), r"\u6f22~_#-"
+    assert one == (other + r"\xe9" if encoding == "ascii" else other + "é").encode(encoding)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {other: signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)}
+    with StopRequest(), pytest.raises(SystemExit) as error:  # nothing is done yet
+        signal.raise_signal(number)
+    assert error.value.code == 128 + number
+    with StopRequest() as stop:
+        stop.begin()
+        assert not stop()
+        assert stop.number is None
+        signal.raise_signal(number)
+        assert stop()
+        assert stop.number == number
+        assert stop.exit_code == 128 + number
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert {other: signal.getsignal(other) for other in before} == before
+    assert "a second signal stops at once" in capfd.readouterr().err
+
+
+def test_sigterm_leaves_nothing(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch, trajstore_cli: Cli
+) -> None:
+    """The signal comes when the file is half written, within a callback that loses exceptions."""
+    show = BytesProgress.show
+
+    def interrupted(bar: BytesProgress, done: int, total: int) -> None:
+        class Gone:
+            pass
+
+        gone = Gone()
+        weakref.finalize(gone, signal.raise_signal, signal.SIGTERM)
+        del gone
+        show(bar, done, total)
+
+    monkeypatch.setattr(BytesProgress, "show", interrupted)
+    run, _ = small_run
+    trajstore_cli("export", run, "-o", run.with_name("f.h5"), rc=128 + signal.SIGTERM)
+    assert list(run.parent.iterdir()) == [run]

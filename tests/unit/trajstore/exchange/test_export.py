@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
 import numpy as np
 import pytest
+import tensorstore
 import xarray as xr
 from disk import Disk
 from exchange_runs import assert_same_run, write_run
@@ -138,7 +141,6 @@ def test_an_interruption_leaves_nothing_and_no_rows_are_an_export(
 
 
 def test_hdf5_keeps_float32_that_is_bfloat16(path: Path, tmp_path: Path) -> None:
-    pytest.importorskip("h5py")
     ds = trajstore.open_run(path).load()[["W", "loss"]]
     ds.W.attrs["native_dtype"] = "float32"
     trajstore.export(ds, tmp_path / "f.h5", format="hdf5")
@@ -157,6 +159,28 @@ def test_what_is_exported_and_imported_survives_a_loss_of_power(
     trajstore.import_file(tmp_path / "safetensors" / "f", tmp_path / "new" / "run.zarr")
     assert disk.survives(tmp_path / "new" / "run.zarr", below=tmp_path)
     assert disk.early == []
+
+
+@pytest.mark.nightly
+def test_a_write_that_fails_names_the_file(path: Path, tmp_path: Path) -> None:
+    """In a process, as HDF5 crashed at its end."""
+    code = (
+        "import resource, sys\n"
+        "from click.testing import CliRunner\n"
+        "from trajstore.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "for file in sys.argv[2:]:\n"
+        "    done = CliRunner().invoke(main, ['export', sys.argv[1], '-o', file])\n"
+        "    print(done.exit_code, ' '.join(done.stderr.split()))\n"
+    )
+    files = [str(tmp_path / name) for name in ("f.safetensors", "f.zarr", "f.h5")]
+    # The limit also holds for the modules that Python compiles: without -B they would be cut.
+    words = [sys.executable, "-B", "-c", code, str(path), *files]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    for line, file in zip(done.stdout.splitlines(), files, strict=True):
+        assert line.startswith("1 ")
+        assert f"the operating system reported an error {file}: File too large" in line
+    assert list(tmp_path.iterdir()) == [path]
 
 
 CODECS = {"transpose", "bytes", "blosc", "zstd", "vlen-utf8"}
@@ -180,7 +204,6 @@ def test_an_export_to_zarr_has_codecs_and_types_of_plain_zarr(
     assert not {"trajstore_format", "runs", "fingerprint"} & set(metadata["attributes"])
     trajstore.export(ds.isel(step=[]), tmp_path / "none.zarr", format="zarr")
     assert xr.open_zarr(tmp_path / "none.zarr").W.shape == (0, *ds.W.shape[1:])
-    tensorstore = pytest.importorskip("tensorstore")
     store = tensorstore.open(
         {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "W")}}
     ).result()
@@ -278,7 +301,8 @@ def test_variables_keep_the_order_of_the_schema(source: TiledRun) -> None:
 
 @pytest.mark.torch
 def test_tensors_have_every_bit_and_own_their_memory(small_run: SmallRun) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     path, bits = small_run
     made = trajstore.to_torch(path)
     assert made["step"].tolist() == list(range(0, 21, 2))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import zlib
 from pathlib import Path
 from typing import Any
 
+import h5py
 import ml_dtypes
 import numpy as np
 import pytest
+from bits_and_calls import nightly_but
 from exchange_runs import ALL, write_run
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -21,6 +24,7 @@ from trajstore.exchange.import_file import preview_import
 from trajstore.exchange.layouts import LAYOUTS, MASKS, NAMES, as_toml, layout_of
 from trajstore.exchange.usual_names import named
 
+ROOT = Path(__file__).parents[4]
 ROWS, TOKENS = 11, 7
 DEAD, LIVE = [0, 3, 6], [1, 2, 4, 5]
 CONFIG = {
@@ -74,7 +78,6 @@ def loaded(path: Path) -> dict[str, Any]:
     """Arrays, and the numbers of HDF5."""
     if path.read_bytes()[:4] != b"\x89HDF":
         return dict(load_file(path))
-    h5py = pytest.importorskip("h5py")
     with h5py.File(path) as f:
         return {key: each[()] for key, each in f.items()} | dict(f.attrs)
 
@@ -146,67 +149,14 @@ def assert_marks(layout: str, file: dict[str, Any], tokens: list[int]) -> None:
         assert file.get("token", np.arange(TOKENS)).tolist() == tokens
 
 
-def rows(dtype: str, run: str = "") -> str:
-    arrays = " ".join(f"{run}{name}" for name in "embeddings grads momentum variance".split())
-    others = f"{dtype} 2: {run}logits | {dtype} 1: {run}losses"
-    return f"int64 1: {run}recorded_steps | {dtype} 3: {arrays} | {others}"
-
-
-IDS = "int64 1: dead_token_ids live_token_ids | float32 0: init_sigma"
-RATES = "float32 0: learning_rate weight_decay adam_beta1 adam_beta2"
-LIL = f"{IDS} | {RATES} | int32 0: init_method_code"
-FIRST = f"{IDS} learning_rate weight_decay | int64 1: recorded_steps | float32 3:"
-COUNTED = f"{RATES} init_scale | int64 0: n_live n_dead"
-FLANNEL = f"bfloat16 4: W | bfloat16 2: losses | bool 0: recorded_W recorded_losses | {COUNTED} "
-FLANNEL += "n_runs n_steps vocab_size hidden_dim"
-OTHERS = "bool 0: recorded_grads recorded_momentum recorded_variance"
-THIMBLE = f"float32 0: adam_epsilon | float32 1: losses | {COUNTED} vocab_size hidden_dim n_layers"
-THIMBLE += " n_heads num_steps batch_size seed"
-MARKED = f"{THIMBLE} | bool 1: live_mask dead_mask | int64 1: live_ids dead_ids"
-ALL_W = "W grad_W momentum_W variance_W"
-OF_DEAD = "uint16 3: W | float32 1: loss | bool 1: dead_mask | int64 1: dead_indices"
-UNTIED = "embeddings_E embeddings_W grads_E grads_W momentum_E momentum_W variance_E variance_W"
-THEIR_FILES = {
-    "14.1a 14.1g 14.2a": f"{FIRST} grads deltas",
-    "14.1b 14.1c 14.1d 14.1e 14.1f": f"{FIRST} dead_grads dead_deltas live_grads live_deltas",
-    "15.1a 15.1b 1.9b 1.9c 1.9d": f"{LIL} | {rows('float32')}",
-    "13.1a 13.1b": f"{LIL} | {rows('bfloat16')}",
-    "1.12c 1.12d 1.12f": f"{rows('bfloat16')} | {RATES} init_scale | int64 0: n_trained "
-    "n_untrained",
-    "flannel-1": f"{COUNTED} | {rows('bfloat16')}",
-    "flannel-2": f"{COUNTED} | int64 1: recorded_steps | bool 0: tied_weights | bfloat16 2: logits "
-    f"| bfloat16 1: losses | bfloat16 3: {UNTIED}",
-    "flannel-3": f"{COUNTED} n_runs base_seed n_steps | {rows('bfloat16', 'run_0_')} | "
-    f"{rows('bfloat16', 'run_1_')}",
-    "flannel-4": f"{FLANNEL} base_seed | {OTHERS} recorded_logits",
-    "flannel-5": f"{FLANNEL} fixed_seed | {OTHERS} recorded_logits | float32 1: init_scales",
-    "flannel-6 flannel-6b": f"{FLANNEL} init_seed base_train_seed | bfloat16 2: W_initial",
-    "flannel-7": f"{FLANNEL} init_seed train_seed batch_size | bfloat16 2: W_initial | {OTHERS} "
-    "| bfloat16 4: grad_W | float32 4: momentum_W variance_W",
-    "thimble-1": f"{THIMBLE} | bfloat16 3: W grad_W | float32 3: momentum_W variance_W",
-    "thimble-2": f"{THIMBLE} | float32 3: {ALL_W}",
-    "thimble-3": f"{THIMBLE} | bfloat16 3: {ALL_W}",
-    "thimble-4 thimble-5": f"{MARKED} | bfloat16 3: {ALL_W}",
-    "thimble-6": f"{MARKED} | float16 3: {ALL_W}",
-    "thimble-7": f"{MARKED} | uint16 3: {ALL_W}",
-    "thimble-8": f"{OF_DEAD} | float32 3: g m v",
-    "thimble-9": OF_DEAD,
-    "crucible-1": f"{OF_DEAD} | float32 3: delta_W_prime | float32 2: centroid "
-    "| int32 1: last_motion_step",
-    "crucible-2": f"{OF_DEAD} | float32 3: g m v delta_W_prime | int32 1: last_motion_step",
-    "crucible-3 crucible-4": f"{OF_DEAD} | float32 2: h_mean",
-}
-"""Type, rank and names of the arrays in files of the notebooks, as their last versions save them.
-Flannel 5 has `init_scales` only."""
+THEIR_FILES = tomllib.loads((ROOT / "tests" / "data" / "notebook_files.toml").read_text())["files"]
 
 
 def forms_of(layout: str) -> dict[str, str]:
     """Type and rank of each array in the files of the notebooks with this layout."""
-    for names, lines in THEIR_FILES.items():
-        if layout in {NAMES[name] for name in names.split()}:
-            parts = [line.partition(":") for line in lines.split(" | ")]
-            left = ["init_scale"] if layout == "flannel-5" else []
-            return {key: form for form, _, keys in parts for key in keys.split() if key not in left}
+    for files in THEIR_FILES:
+        if layout in {NAMES[name] for name in files["notebooks"]}:
+            return {key: form for form, keys in files["arrays"].items() for key in keys}
     return {}
 
 
@@ -218,18 +168,25 @@ CHOSEN = {"flannel-5": [1, 2], "flannel-6": [0, 1], "flannel-7": [1, 3]}
 """Runs that one file holds, by what they have in common: a seed, the initial W."""
 
 
+QUICK = (
+    "14.1a-split", "15.1a", "1.12a", "flannel-2", "flannel-3", "flannel-5", "flannel-7",
+    "thimble-6", "thimble-7", "crucible-2",
+)  # fmt: skip
+"""One layout for each way in which they differ."""
+
+
 def key_of(layout: str, key: str, at: int) -> str:
     """Key of an array of one of several runs."""
     runs = LAYOUTS[layout].runs
     return {"keys": f"run_{at}_{key}", "matrices": f"{key}_{'EW'[at]}"}.get(str(runs), key)
 
 
-@pytest.mark.parametrize("name", [name for name, one in LAYOUTS.items() if one.columns])
+@pytest.mark.parametrize(
+    "name", nightly_but([name for name, one in LAYOUTS.items() if one.columns], *QUICK)
+)
 def test_every_layout_goes_out_and_comes_back(runs: list[Known], tmp_path: Path, name: str) -> None:
     """Also from a file of a notebook, which does not name its layout."""
     layout = LAYOUTS[name]
-    if layout.format == "hdf5":
-        pytest.importorskip("h5py")
     chosen = [runs[at] for at in CHOSEN.get(name, [0, 3] if layout.runs else [0])]
     for number, (selection, selected, tokens) in enumerate(SELECTIONS):
         # The first row of 14.1a-split is step 1.
@@ -338,7 +295,6 @@ def test_float32_weights_are_rounded_only_audibly(tmp_path: Path) -> None:
 
 
 def test_chunks_and_attributes_of_hdf5(run: Known, tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     for layout, rows, gzip in (
         ("native", 1, None), ("thimble-6", 1, "gzip"), ("thimble-7", ROWS, None)
     ):  # fmt: skip
@@ -354,7 +310,6 @@ def test_chunks_and_attributes_of_hdf5(run: Known, tmp_path: Path) -> None:
 
 
 def test_compressed_rows_are_equal_under_every_budget(run: Known, tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     path, values = run
     own = tmp_path / "own.toml"
     own.write_text(
@@ -551,8 +506,8 @@ def test_the_table_of_layouts(tmp_path: Path) -> None:
         assert layout_of(str(tmp_path / "own.toml")).arrays == layout.arrays, name
     text = (Path(layouts.__file__).with_name("layouts.toml")).read_text("utf-8")
     assert {*LAYOUTS} - {*re.findall(r'^# .+\.\n\["(.+?)"\]$', text, re.MULTILINE)} == set()
-    for names in THEIR_FILES:
-        assert len({NAMES[name] for name in names.split()}) == 1, names
+    for files in THEIR_FILES:
+        assert len({NAMES[name] for name in files["notebooks"]}) == 1, files["notebooks"]
 
 
 def test_sgd_has_moments_of_zero_as_their_files_had(run: Known, tmp_path: Path) -> None:

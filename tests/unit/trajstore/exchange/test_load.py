@@ -1,8 +1,7 @@
-"""Imports of files by the names of their arrays."""
+"""Imports: files by the names of their arrays, options, targets, limits, types of the values."""
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from itertools import combinations
 from pathlib import Path
@@ -11,13 +10,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from exchange_runs import FORMATS, Truth, assert_same_run, imported, stored, truth, write, write_run
+from exchange_runs import FORMATS, Truth, imported, stored, truth, write
+from safetensors.numpy import save_file
 
 import trajstore
-from trajstore.errors import FormatError, InvalidArgument, RunExists
-from trajstore.exchange.file_rows import checked_labels, true_steps
+from trajstore.errors import FormatError, InvalidArgument, RunExists, RunNotFound
+from trajstore.exchange.file_rows import check_size, checked_labels, true_steps
 from trajstore.exchange.layouts import layout_of
 from trajstore.exchange.usual_names import ARRAY_KINDS, SCALARS, named
+from trajstore.formats.array_file import check_expansion
 from trajstore.schema import EVERYTHING, INTEGERS, MODEL, OF_EXAMPLES, VARIABLES
 
 KNOWN = truth()
@@ -363,29 +364,6 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
     assert "dead_ids lists no token of the rows" in done.notes
 
 
-def test_a_preview_equals_the_import(tmp_path: Path) -> None:
-    from trajstore.exchange.import_file import preview_import
-
-    arrays = {"W": series("W", "uint16"), "dead_mask": KNOWN.dead, "centroid": np.zeros((6, 3))}
-    file = write(tmp_path / "file", "npz", arrays)
-    seen = preview_import(file)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    done = trajstore.import_file(file, tmp_path / "run.zarr")
-    assert seen == dataclasses.replace(done, path=None)
-    assert seen.dead == len(DEAD)
-    kinds = {line.name: (line.kind, line.why) for line in seen.table}
-    assert kinds["W"] == ("W", "bits of bfloat16")
-    assert kinds["centroid"] == ("", "unknown name")
-
-
-def test_a_run_of_cells_comes_back(tmp_path: Path) -> None:
-    write_run(tmp_path / "a.zarr", {"cells": "bfloat16", "loss": "float32"}, rows=5, tokens=4,
-              hidden=3)  # fmt: skip
-    trajstore.export(tmp_path / "a.zarr", tmp_path / "f", format="hdf5")
-    trajstore.import_file(tmp_path / "f", tmp_path / "b.zarr")
-    assert_same_run(tmp_path / "a.zarr", tmp_path / "b.zarr")
-
-
 def test_no_name_has_two_roles() -> None:
     for table in (ARRAY_KINDS, SCALARS):
         for one, other in combinations(table.values(), 2):
@@ -403,11 +381,9 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("key", "parsed"),
     [
-        ("embedding_history", ("W", None, None, "all")),
         ("embeddings_E", ("W", None, "E", "all")),
         ("lm_head.weight", ("W", None, "W", "all")),
         ("model_state_dict.transformer.wte.weight", ("W", None, "E", "all")),
-        ("run_12_momentum_W", ("exp_avg", 12, "W", "all")),
         ("run3/grad_W_history", ("grad", 3, "W", "all")),
         ("untrained_deltas", ("delta", None, None, "dead")),
         ("V", ("exp_avg_sq", None, None, "all")),
@@ -464,3 +440,174 @@ def test_other_labels_are_taken_as_they_are(labels: str) -> None:
 def test_impossible_labels_are_refused(labels: Any, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         checked_labels("f", "at", np.array(labels))
+
+
+W = KNOWN.values["W"]
+FINE = (W * 1.2345).astype("f2")  # float16 that no bfloat16 holds
+FINE[0] = 0
+
+
+RECORDED = {
+    "embeddings": series("W"), "grads": series("grad"), "variance": series("exp_avg_sq"),
+    "logits": series("logits"), "losses": KNOWN.values["loss"] * 1.2345,
+    "recorded_steps": KNOWN.steps, "dead_token_ids": DEAD,
+    "live_token_ids": np.flatnonzero(~KNOWN.dead), "adam_beta1": np.float32(0.9),
+    "adam_beta2": np.float32(0.999), "init_sigma": np.float32(1e-5), "init_method_code": 0,
+}  # fmt: skip
+"""A file of the recorder of 15.1a, without momentum and the learning rate."""
+
+
+def test_an_import_adds_no_values(tmp_path: Path) -> None:
+    ds, done = imported(tmp_path, RECORDED, "safetensors")
+    assert set(ds.data_vars) == {"W", "grad", "exp_avg_sq", "logits", "loss"}
+    assert set(ds.coords) == {"step", "token", "is_dead"}
+    assert ds.is_dead.values.tolist() == KNOWN.dead.tolist()
+    assert ds.attrs["optimizer"] == {"hyperparameters": {"betas": [0.9, 0.999]}}
+    assert ds.attrs["config"] == {"initialization": {"sigma": 1e-5, "dtype": "float32"}}
+    assert any("does not hold momentum" in note for note in done.notes)
+    assert ds.attrs["imported"]["notes"] == list(done.notes)
+    for name in ("grad", "logits", "loss"):
+        assert np.isnan(ds[name].values[0]).all()
+    assert (done.variables["grad"], done.variables["loss"]) == ("bfloat16", "float32")
+
+
+def test_float32_is_bfloat16_only_where_every_value_is(tmp_path: Path) -> None:
+    ones = np.ones((6, 7, 3), "f4")
+    ones[-1, -1, -1] = np.nextafter(np.float32(1), np.float32(2))
+    ds, done = imported(tmp_path, {"W": ones})
+    assert done.variables == {"W": "float32"}
+    assert (ds.W.values == ones).all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("14.1a", r"layout 14\.1a requires deltas"),
+        ("native", "layout native requires step, token"),
+        ("hdf5", "layout hdf5 is for hdf5 files"),
+        ("15", "no layout '15'"),
+    ],
+)
+def test_a_forced_layout_names_the_missing_keys(tmp_path: Path, layout: str, message: str) -> None:
+    with pytest.raises((FormatError, InvalidArgument), match=message):
+        imported(tmp_path, RECORDED, "safetensors", layout=layout)
+
+
+def test_options_are_refused_for_a_native_file(tmp_path: Path) -> None:
+    arrays = {"step": np.arange(2), "token": np.arange(3), "W": np.zeros((2, 3, 1), "f4")}
+    save_file(arrays, tmp_path / "f", metadata={"format": "trajstore"})
+    save_file({"dead_ids": np.array([1])}, tmp_path / "masks")
+    options: dict[str, Any] = {"map": {"ignore": "W"}, "bits": "bfloat16", "first_row": 0}
+    options |= {"labels": {"steps": "0:12"}, "masks": tmp_path / "masks"}
+    named = "map, bits, labels, masks, first_row"
+    with pytest.raises(InvalidArgument, match=f"layout native.* {named} would have no effect"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", **options)
+    assert not (tmp_path / "run.zarr").exists()
+    trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+
+
+def test_targets_and_sources_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="no file"):
+        trajstore.import_file(tmp_path / "none", tmp_path / "run.zarr")
+    whole = {"W": series("W"), "loss": series("loss")}
+    file = write(tmp_path / "f", "npz", whole)
+    trajstore.import_file(file, tmp_path / "run.zarr")
+    with pytest.raises(RunExists, match="already exists"):
+        trajstore.import_file(file, tmp_path / "run.zarr")
+    write(file, "npz", {"W": series("W")})
+    trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
+    assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    # A failure leaves what was there as it was.
+    write(file, "npz", whole)
+    for name in ("run.zarr", "new.zarr"):
+        with pytest.raises(KeyboardInterrupt):
+            trajstore.import_file(file, tmp_path / name, overwrite=True, on_progress=interrupt)
+    write(file, "npz", {"loss": series("loss")})
+    with pytest.raises(FormatError):
+        trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
+    assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "run.zarr"]
+
+
+def test_rows_and_memory_are_bounded_before_anything_is_read() -> None:
+    file = Path("x.h5")
+    check_size(file, "W", (1 << 22, 2, 2), "float32", 1 << 20)
+    with pytest.raises(FormatError, match=r"W has 4,194,305 rows, .* at most 4,194,304"):
+        check_size(file, "W", ((1 << 22) + 1, 2, 2), "float32", 1 << 20)
+    with pytest.raises(InvalidArgument, match=r"rows of 4 MiB; .* memory='13MiB'"):
+        check_size(file, "W", (1, 1 << 10, 1 << 10), "float32", 12 << 20)
+    check_size(file, "W", (1, 1 << 10, 1 << 10), "float32", 13 << 20)
+
+
+def test_what_would_be_far_larger_when_decompressed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.npz"
+    file.write_bytes(bytes(1 << 20))
+    check_expansion(file, 1 << 30)
+    with pytest.raises(FormatError, match=r"x\.npz has 1 MiB.* expand to 2 GiB.* without compress"):
+        check_expansion(file, 2 << 30)
+    file.write_bytes(bytes(11 << 20))
+    check_expansion(file, 2 << 30)
+
+
+def test_a_table_of_tokens_is_not_read_whatever_its_size(tmp_path: Path) -> None:
+    ids = np.zeros((8 << 20) + 1, "u1")
+    np.savez(tmp_path / "x.npz", W=np.zeros((3, 4, 2), "f4"), dead_ids=ids)
+    with pytest.raises(FormatError, match=r"has shape \(8388609,\)"):
+        trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
+
+
+def test_very_many_tiny_rows_are_few_blocks(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(5_000, 32, 8)).astype("f4")
+    np.savez(tmp_path / "x.npz", W=rows)
+    done = trajstore.import_file(tmp_path / "x.npz", tmp_path / "run.zarr")
+    ds = trajstore.open_run(done.path)
+    assert ds.attrs["block_rows"] == 2048
+    assert (ds.W.values == rows).all()
+    assert trajstore.verify(done.path).clean
+    given = trajstore.import_file(tmp_path / "x.npz", tmp_path / "other.zarr", block_rows=64)
+    assert trajstore.open_run(given.path).attrs["block_rows"] == 64
+
+
+def test_a_note_says_which_variables_could_be_bits(tmp_path: Path) -> None:
+    _, done = imported(tmp_path, {"W": W.astype("f2"), "v": FINE, "m": np.zeros_like(FINE)})
+    (note,) = [note for note in done.notes if "bits=" in note]
+    assert note.startswith("W, exp_avg: float16")
+    assert "; bits={'W': 'bfloat16', 'exp_avg': 'bfloat16'} stores" in note
+    _, done = imported(tmp_path, {"W": W.astype("f2")})
+    assert any("; bits='bfloat16' stores" in note for note in done.notes)
+    ds, done = imported(tmp_path, {"W": W.astype("f2")}, bits="bfloat16")
+    assert done.variables == {"W": "bfloat16"}
+    assert any(note.startswith("W: float16 in the file, bfloat16 in") for note in done.notes)
+    assert ds.W.values.tobytes() == W.astype("f2").astype("f4").tobytes()
+
+
+def test_bits_in_one_array_and_numbers_in_another(tmp_path: Path) -> None:
+    half = FINE.copy()
+    arrays = {"W": stored(W, "uint16"), "m": half.view("u2"), "v": W, "g": stored(W, "float16")}
+    arrays["g"][0] = 0
+    ds, _ = imported(tmp_path, arrays, bits={"m": "float16", "grad": "float16", "*": "bfloat16"})
+    types = {name: ds[name].attrs["native_dtype"] for name in ds.data_vars}
+    assert types == {
+        "W": "bfloat16", "grad": "float16", "exp_avg": "float16", "exp_avg_sq": "bfloat16"
+    }  # fmt: skip
+    assert (ds.exp_avg.values == half.astype("f4")).all()
+    assert (ds.W.values == W).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ({"W": "bfloat16"}, "bits={'W': '…'} applies to uint16 and float16, but W is float32"),
+        ({"loss": "bfloat16"}, "bits={'loss': '…'} .* but the file holds no loss"),
+        ({"W": "float8"}, "got bits 'float8'"),
+        # Of all, it would make other numbers of the second moment.
+        ("bfloat16", "value of exp_avg is .* not every value of exp_avg_sq"),
+    ],
+)
+def test_bits_of_other_types_are_refused(tmp_path: Path, bits: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        imported(tmp_path, {"W": W, "m": W.astype("f2"), "v": FINE}, bits=bits)

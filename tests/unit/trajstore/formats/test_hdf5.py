@@ -8,16 +8,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from exchange_runs import assert_same_run
 
 import trajstore
-from trajstore.errors import FormatError, InvalidArgument, MissingExtra
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.formats.hdf5 import Hdf5File
-
-h5py = pytest.importorskip("h5py")
-
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 ROWS, TOKENS, HIDDEN = 9, 5, 3
@@ -59,15 +57,6 @@ def test_an_export_of_an_older_version_is_a_whole_run(small_run: SmallRun, tmp_p
     done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
     assert (done.layout, done.notes) == ("hdf5", ())
     assert_same_run(small_run[0], tmp_path / "back.zarr")
-
-
-def test_an_export_without_h5py_leaves_nothing(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(MissingExtra, match="the extra hdf5"):
-        trajstore.export(small_run[0], tmp_path / "f.h5", format="hdf5")
-    assert [path.name for path in tmp_path.iterdir()] == [small_run[0].name]
 
 
 WRONG: dict[str, dict[str, Any]] = {

@@ -31,22 +31,17 @@ def test_tensors_in_dictionaries(tmp_path: Path, in_zip: bool) -> None:
         assert (file.read("W", 0, 2, 1) == expected[1, 0:2]).all()
 
 
-def test_a_checkpoint_is_one_row(tmp_path: Path) -> None:
+def test_a_checkpoint_is_one_row_and_a_tied_unembedding_counts_once(tmp_path: Path) -> None:
     W = torch.randn(5, 4).to(torch.bfloat16)
-    content = {"step": 7, "model_state_dict": {"w": W}, "optimizer_state_dict": {}}
-    torch.save(content, tmp_path / "f.pt")
-    trajstore.import_file(tmp_path / "f.pt", tmp_path / "run.zarr")
-    ds = trajstore.open_run(tmp_path / "run.zarr").load()
-    assert ds.step.values.tolist() == [7]
-    assert (ds.W.values[0] == W.float().numpy()).all()
-
-
-def test_a_tied_unembedding_counts_once(tmp_path: Path) -> None:
-    W = torch.randn(5, 4)
     for other, paths in ((W, ["run.zarr"]), (W + 1, ["run.E.zarr", "run.W.zarr"])):
-        torch.save({"transformer.wte.weight": W, "lm_head.weight": other}, tmp_path / "f.pt")
+        model = {"transformer.wte.weight": W, "lm_head.weight": other}
+        content = {"step": 7, "model_state_dict": model, "optimizer_state_dict": {}}
+        torch.save(content, tmp_path / "f.pt")
         done = trajstore.import_file(tmp_path / "f.pt", tmp_path / "run.zarr", overwrite=True)
         assert [one.path.name for one in (done, *done.others)] == paths
+        ds = trajstore.open_run(done.path)
+        assert ds.step.values.tolist() == [7]
+        assert (ds.W.values[0] == W.float().numpy()).all()
 
 
 def test_lists_that_grew_by_one_entry_a_step(tmp_path: Path) -> None:

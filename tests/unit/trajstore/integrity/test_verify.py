@@ -14,9 +14,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
+from altered_runs import rewrite
+from bits_and_calls import Cli
 from checkpoints import write_checkpoint
-from click.testing import CliRunner
 from damage import (
     all_of,
     attribute,
@@ -35,13 +37,11 @@ from damage import (
 from disk import stand_in
 from golden_runs import unpack
 
-from trajstore import RunWriter, export, open_run, repair, verify
-from trajstore.cli.main import main
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.integrity import metadata_checks as inspection
 from trajstore.integrity.verify import Verification, check_checkpoints
-from trajstore.store.storage.remote_path import checkpoint_folder
 
 
 def only(found: Verification) -> Any:
@@ -66,7 +66,9 @@ def test_a_sound_run_is_clean_and_all_of_it_was_read(run: Path) -> None:
     json.dumps(found.facts())
 
 
-def test_a_zip_file_is_checked_as_its_content(run: Path, tmp_path: Path) -> None:
+def test_a_zip_file_is_checked_as_its_content(
+    run: Path, tmp_path: Path, trajstore_cli: Cli
+) -> None:
     packed = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", run))
     sound, found = verify(run), verify(packed)
     assert found.clean
@@ -76,7 +78,7 @@ def test_a_zip_file_is_checked_as_its_content(run: Path, tmp_path: Path) -> None
         for key, data in contents(run).items():
             file.writestr(key, data)
     assert only(verify(packed)).path == packed / "W" / "c.1.0.0"
-    assert CliRunner().invoke(main, ["verify", str(packed)]).exit_code == 1
+    trajstore_cli("verify", packed, rc=1)
     with zipfile.ZipFile(packed, "a") as file:
         file.writestr("W/large", b"")
         file.filelist[-1].file_size = 1 << 60
@@ -125,30 +127,20 @@ def test_every_chunk_and_the_label_are_checked_and_named(run: Path) -> None:
             flip(path, bit)
 
 
-@pytest.mark.parametrize(
-    ("change", "message", "span"),
-    [
-        (lambda i, n: (b"", [i[0], i[1], (2**64 - 1, 2**64 - 1)]), "chunk 2 is not stored", None),
-        (lambda i, n: (b"", [i[0], i[1], (i[2][0], 10**9)]), "chunk 2 ends beyond", None),
-        (lambda i, n: (b"1234", i), "belong to no chunk", lambda i, n: (n, n + 4)),
-        (
-            lambda i, n: (b"", [i[0], i[0], i[2]]),
-            "belong to two chunks",
-            lambda i, n: (0, i[0][1]),
-        ),
-    ],
-)
-def test_chunks_must_cover_the_shard(
-    run: Path, change: Callable[..., Any], message: str, span: Callable[..., Any] | None
-) -> None:
+def test_chunks_must_cover_the_shard(run: Path) -> None:
     path, index = shard_index(run, "W", 1)
-    end = sum(index[-1])
-    more, changed = change(index, end)
-    write_shard(run, "W", 1, path.read_bytes()[:end] + more, changed)
-    found = [problem for problem in verify(run).problems if message in problem.message]
-    assert [(problem.array, problem.block) for problem in found] == [("W", 1)]
-    if span is not None:
-        assert (found[0].first_byte, found[0].stop_byte) == span(index, end)
+    end, data = sum(index[-1]), path.read_bytes()
+    for more, changed, message, span in (
+        (b"", [*index[:2], (2**64 - 1, 2**64 - 1)], "chunk 2 is not stored", None),
+        (b"", [*index[:2], (index[2][0], 10**9)], "chunk 2 ends beyond", None),
+        (b"1234", index, "belong to no chunk", (end, end + 4)),
+        (b"", [index[0], index[0], index[2]], "belong to two chunks", (0, index[0][1])),
+    ):
+        write_shard(run, "W", 1, data[:end] + more, changed)
+        found = [problem for problem in verify(run).problems if message in problem.message]
+        assert [(problem.array, problem.block) for problem in found] == [("W", 1)]
+        assert span in (None, (found[0].first_byte, found[0].stop_byte))
+        write(path, data)
 
 
 def test_values_that_are_not_of_the_native_type_are_found(tmp_path: Path) -> None:
@@ -298,36 +290,25 @@ def test_rows_stay_while_a_shard_or_one_of_its_chunks_cannot_be_read(
     assert times(run) == before
 
 
-def of_others(folder: Path) -> Path:
-    """A Zarr of another program, which has the names of a run."""
-    group = zarr.create_group(folder)
-    for name, shape in {"step": (3,), "token": (2,), "W": (3, 2, 2)}.items():
-        dims = ("step", "token", "hidden") if name == "W" else (name,)
-        group.create_array(name, data=np.zeros(shape, "i4"), dimension_names=dims)
-    return folder
-
-
-def of_an_analysis(folder: Path, run: Path) -> Path:
-    """A result: coordinates of the run, and `step` with its copy of the root."""
-    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("W", "grad", "exp_avg", "loss"))
-    metadata = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    write(folder / "zarr.json", json.dumps(metadata).encode())
-    return folder
-
-
 def test_what_is_no_run_is_an_error_and_stays(tmp_path: Path, run: Path) -> None:
     (tmp_path / "empty").mkdir()
-    export(run, tmp_path / "exported.zarr", format="zarr")
-    made = of_others(tmp_path / "others.zarr"), of_an_analysis(tmp_path / "result.zarr", run)
-    for folder in made:
-        without_root = shutil.copytree(folder, tmp_path / f"rootless-{folder.name}")
+    # A Zarr of another program, which has the names of a run.
+    W = ("step", "token", "hidden"), np.zeros((3, 2, 2), "i4")
+    others = xr.Dataset({"W": W, "step": np.arange(3), "token": np.arange(2)})
+    others.to_zarr(tmp_path / "others.zarr", consolidated=False)
+    # The result of an analysis: coordinates of the run, and `step` with its copy of the root.
+    series = shutil.ignore_patterns("W", "grad", "exp_avg", "loss")
+    shutil.copytree(run, tmp_path / "result.zarr", ignore=series)
+    metadata = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    (tmp_path / "result.zarr" / "zarr.json").write_text(json.dumps(metadata))
+    for name in ("others.zarr", "result.zarr"):
+        without_root = shutil.copytree(tmp_path / name, tmp_path / f"rootless-{name}")
         (without_root / "zarr.json").unlink()
     before = contents(tmp_path)
     for check in (verify, repair):
         for name, told in (
             ("", r"name one of .*run\.zarr"),
             ("empty", r"is not a run: it has no zarr\.json"),
-            ("exported.zarr", "is a Zarr group, but not a run"),
             ("others.zarr", "no trajstore_format"),
             ("result.zarr", "no trajstore_format"),
             ("rootless-others.zarr", "is not a run"),
@@ -389,11 +370,6 @@ def messages(path: Path) -> list[str]:
     return [problem.message for problem in found]
 
 
-def test_checkpoints_are_in_a_folder_beside_the_run() -> None:
-    assert checkpoint_folder(Path("/a/b.c.zarr")) == Path("/a/b.c.ckpt")
-    assert checkpoint_folder(Path("/a/b.c")) == Path("/a/b.c.ckpt")
-
-
 def test_a_broken_tensor_is_named_with_its_bytes(checkpoint: Path) -> None:
     name = "random.state"
     with SafetensorsFile(checkpoint) as file:
@@ -421,7 +397,13 @@ def test_tensors_must_be_as_described(
 
 
 def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
-    """Anywhere: in the length, the header, its padding, the description and the tensors."""
+    """Anywhere: in the length, the header, its padding, the description and the tensors.
+
+    Files of somebody else are no checkpoints.
+    """
+    for name in ("model.safetensors", "step-7.safetensors", "my-step-00000007"):
+        (checkpoint.parent / name).write_bytes(b"mine")
+    assert messages(checkpoint) == []
     size = 8 * checkpoint.stat().st_size
     for bit in random.Random(5).sample(range(size), 150):
         flip(checkpoint, bit)
@@ -436,12 +418,6 @@ def test_a_file_without_its_end_or_a_description_is_no_checkpoint(checkpoint: Pa
     header = json.dumps({"__metadata__": {}}).encode()
     checkpoint.write_bytes(len(header).to_bytes(8, "little") + header)
     assert "description" in messages(checkpoint)[0]
-
-
-def test_files_of_somebody_else_are_no_checkpoints(checkpoint: Path) -> None:
-    for name in ("model.safetensors", "step-7.safetensors", "my-step-00000007"):
-        (checkpoint.parent / name).write_bytes(b"mine")
-    assert messages(checkpoint) == []
 
 
 def test_a_checkpoint_that_vanishes_during_the_check_is_ignored(checkpoint: Path) -> None:
@@ -496,3 +472,84 @@ def test_cells_are_those_of_W(tmp_path: Path) -> None:
         "cells: 2 values are not W rounded to bfloat16, the first at step 3 of token 7"
     )
     assert problem.remedy == "none"
+
+
+def test_the_common_name_of_two_matrices(trajstore_cli: Cli, tmp_path: Path) -> None:
+    paths = [tmp_path / f"pair.{name}.zarr" for name in ("E", "W")]
+    for path in paths:
+        attributes = {"recording": {"parameter": path.suffixes[0][1:]}}
+        with RunWriter.create(
+            path, token=range(3), hidden=2, variables={"W": "float32"}, attributes=attributes
+        ) as writer:
+            writer.append(0, W=np.zeros((3, 2), np.float32))
+    pair = tmp_path / "pair.zarr"
+    facts = json.loads(trajstore_cli("verify", pair, "--json").stdout)
+    assert {name: one["clean"] for name, one in facts.items()} == {str(p): True for p in paths}
+    (paths[0] / "W" / "zarr.json").unlink()
+    lines = trajstore_cli("verify", pair, rc=1).stdout.splitlines()
+    assert "pair.E.zarr: 1 problem" in "".join(lines)
+    assert lines[-1].startswith("pair.W.zarr: sound")
+    (paths[0] / "zarr.json").unlink()
+    assert f"similar names: {paths[0]}, {paths[1]}" in trajstore_cli("verify", pair, rc=2).stderr
+
+
+def test_the_commands_show_damage_and_repair_it(trajstore_cli: Cli, run: Path) -> None:
+    done = trajstore_cli("verify", run).stdout
+    assert done.startswith("run.zarr: sound; checked 11 rows in 15 shards, 37 chunks, ")
+    assert done.count("\n") == 1
+    assert trajstore_cli("repair", run).stdout == "run.zarr is sound; nothing to repair.\n"
+
+    path, index = shard_index(run, "W", 2)
+    offset, length = index[1]
+    flip(path, 8 * offset + 500)
+    (run / "grad" / "zarr.json").unlink()
+    done = trajstore_cli("verify", run, "--replay", rc=1).stdout
+    row = next(line for line in done.splitlines() if line.strip().startswith("W "))
+    assert row.split()[:4] == ["W", "2", f"{offset}–{offset + length}", "run.zarr/W/c.2.0.0"]
+    assert "run.zarr: 2 problems" in done
+    assert f"would do: trajstore repair {run} --dry-run\n" in done
+    assert f"trajstore export {run} --format run --fill-damaged -o COPY.zarr\n" in done
+    assert "Replay skipped: the run is damaged" in done
+    facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
+    assert [problem["array"] for problem in facts["problems"]] == ["grad", "W"]
+    assert facts["problems"][1]["first_byte"] == offset
+    assert facts["replay"] is None
+
+    before = contents(run)
+    done = trajstore_cli("repair", run, "--dry-run").stdout
+    assert done.startswith(
+        "Damaged: W, steps 8 to 10. Whole: step, grad, exp_avg, loss.\n"
+        "Repair:\n  3 of 11 rows are dropped, from row 8 on"
+    )
+    assert "grad/zarr.json is rewritten" in done
+    copy = f"  trajstore export {run} --format run"
+    assert f"{copy} --fill-damaged -o COPY.zarr\n" in done
+    assert f"{copy} --variables" not in done  # a run needs W
+    assert f"cp -r {run} {run}.copy\n" in done
+    assert done.endswith(f"To repair, run: trajstore repair {run}\n")
+    copied = trajstore_cli(*copy.split()[1:], "--fill-damaged", "-o", run.with_name("copy.zarr"))
+    assert "W holds NaN in place of damaged values" in copied.stdout
+    assert contents(run) == before
+    planned, _, rest = done.partition("To keep more")
+    assert rest
+    assert trajstore_cli("repair", run).stdout == f"{planned}run.zarr is repaired.\n"
+    assert "interrupted, 8 rows" in trajstore_cli("info", run).stdout
+    flip(run / "token_text" / "c.0", 99)
+    done = trajstore_cli("repair", run, rc=1).stdout
+    assert "Cannot be repaired" in done
+    assert "token_text, block 0" in done
+    assert "Repair:" not in done
+
+
+@pytest.mark.torch
+def test_a_replay_finds_one_altered_bit_whose_checksum_fits(
+    trajstore_cli: Cli, tmp_path: Path
+) -> None:
+    from trainings import tiny_run
+
+    run = tiny_run(tmp_path / "run.zarr", count=3)
+    assert "Replayed 3 of 3 steps" in trajstore_cli("verify", run, "--replay").stdout
+    rewrite(run, "W", (3, 2, 1))
+    facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
+    assert facts["clean"] is True
+    assert facts["replay"]["variables"]["W"]["first"] == {"step": 3, "token": 2, "hidden": 1}

@@ -20,8 +20,6 @@ from trajstore.integrity import array_checks
 from trajstore.integrity.repair import Repair
 from trajstore.store.storage.remote_path import RemotePath
 
-pytest.importorskip("obstore")
-
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> str:
@@ -79,12 +77,6 @@ def test_damage_at_an_address_is_found_and_repaired_as_in_a_folder(
     assert {path.name for path in far.parent.iterdir()} == {"run.zarr"}  # no lock
 
 
-def test_an_address_without_a_run_is_an_error(address: str) -> None:
-    for function in (verify, repair):
-        with pytest.raises(RunNotFound, match=f"there is no run at {address}"):
-            function(address)
-
-
 def test_a_checkpoint_is_checked_there(address: str, run: Path) -> None:
     far = copied_to(run, address)
     checkpoint = far.with_name("run.ckpt") / "step-00000003.safetensors"
@@ -115,7 +107,10 @@ def test_a_shard_that_is_replaced_meanwhile_is_read_again(
     assert replaced
 
 
-def test_a_run_that_is_recorded(address: str) -> None:
+def test_a_run_that_is_not_there_and_one_that_is_recorded(address: str) -> None:
+    for function in (verify, repair):
+        with pytest.raises(RunNotFound, match=f"there is no run at {address}"):
+            function(address)
     with RunWriter.create(
         address, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=2
     ) as writer:

@@ -1,4 +1,4 @@
-"""The run that these tests damage."""
+"""The run that tests damage."""
 
 from __future__ import annotations
 
