@@ -26,8 +26,8 @@ from trainings import (
     OwnModel,
     Recorded,
     gpt2,
-    record_gpt2,
     same,
+    tiny_run,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,29 +53,28 @@ from trajstore.trainers import (
 from trajstore.trainers.rounded_optimizer import RoundedAdamW
 
 
-def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any) -> None:
-    first, before = None, torch.get_rng_state()
-    for step, model in models(recorded.path):
-        first = first or model
-        assert model is first
-        assert same(dict(model.state_dict()), dict(recorded.models[step])), step
-        assert model.lm_head.weight is model.transformer.wte.weight
-        assert not model.training
-        model.train()  # undone at the next step, like the gradient
-        model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
-        model.half()
+def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any, own: Any) -> None:
+    random = torch.get_rng_state()
+    for run, constructor in ((recorded, None), (own, OwnModel)):
+        first = None
+        for step, model in models(run.path, constructor=constructor):
+            first = first or model
+            assert model is first
+            assert same(dict(model.state_dict()), dict(run.models[step])), step
+            assert not model.training
+            parameters = [*model.parameters()]
+            assert [p.requires_grad for p in parameters] == [
+                p.requires_grad for p in run.model.parameters()
+            ]
+            assert all(p.grad is None for p in parameters)
+            model.train()  # undone at the next step, like the gradient
+            sum(p.sum() for p in parameters if p.requires_grad).backward()
+            model.half()  # replaces the buffers
+        assert step == RECORDED_STEPS
     assert [step for step, _ in models(recorded.path, [5, 1])] == [1, 5]
-    assert step == RECORDED_STEPS
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_buffers_and_flags_of_an_own_model(own: Any) -> None:
-    for step, model in models(own.path, constructor=OwnModel):
-        assert same(dict(model.state_dict()), dict(own.models[step])), step
-        assert model.normalization.num_batches_tracked == step
-        assert model.normalization.weight.grad is None
-        assert [p.requires_grad for p in model.fixed.parameters()] == [False, False]
-        model.half()  # replaces the buffers
+    model = model_at(recorded.path, 1)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_buffers_that_do_not_change_have_the_type_of_the_training(tmp_path: Any) -> None:
@@ -133,13 +132,13 @@ def test_another_version_of_transformers_is_named(
 
 def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) -> None:
     run = sample_run(tmp_path / "run.zarr")
-    part = record_gpt2(tmp_path, variables=("W", "params_grad"))
+    part = tiny_run(tmp_path / "part.zarr", count=1, variables=("W", "params_grad"))
     step: Any
     for path, step, kind, message in (
         (recorded.path, 9, StepNotFound, "no row of step 9; the nearest: 6"),
         (recorded.path, "1", InvalidArgument, "got step='1', expected a whole number"),
         (run, 1, VariableNotRecorded, "not hold all parameters.*tier everything"),
-        (part.path, 1, VariableNotRecorded, "not hold all parameters"),
+        (part, 1, VariableNotRecorded, "not hold all parameters"),
     ):
         with pytest.raises(kind, match=message):
             model_at(path, step)
@@ -268,7 +267,7 @@ def test_a_resume_compares_the_whole_state(accumulated: Path) -> None:
 FEW = ("W", "params", "params_lr")
 
 
-def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any) -> None:
+def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any, own: Any) -> None:
     model = model_at(recorded.path, 3)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -280,13 +279,7 @@ def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any) -> N
     found = optimizer_state_at(recorded.path, 0)
     assert found["state"] == {}
     assert [group["lr"] for group in found["param_groups"]] == [0.01 * 0.9, 0.02 * 0.9]
-
-
-def test_parameters_count_their_own_steps(own: Any) -> None:
-    found = optimizer_state_at(own.path, 5)
-    assert same(found, own.optimizers[5])
-    assert {float(values["step"]) for values in found["state"].values()} == {3.0, 5.0}
-    assert len(found["state"]) == len([p for p in OwnModel().parameters() if p.requires_grad])
+    assert same(optimizer_state_at(own.path, 5), own.optimizers[5])  # counts of each parameter
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -341,7 +334,7 @@ TYPES = {
 
 
 class Model(torch.nn.Module):
-    """bfloat16 weights, float32 normalization, a layer without gradient in even steps."""
+    """bfloat16 weights and float32 normalization; some steps have gradients of one type only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,8 +343,9 @@ class Model(torch.nn.Module):
         self.late = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
         self.fixed = torch.nn.Parameter(torch.rand(3).half(), requires_grad=False)
 
-    def forward(self, ids: Any, *, whole: bool) -> Any:
-        hidden = self.norm(self.embedding(ids))
+    def forward(self, ids: Any, *, normed: bool, whole: bool) -> Any:
+        hidden = self.embedding(ids)
+        hidden = self.norm(hidden) if normed else hidden
         return (self.late(hidden) if whole else hidden) @ self.embedding.weight.T
 
 
@@ -362,46 +356,49 @@ def built() -> tuple[Any, Any]:
     return model, RoundedAdamW([{"params": matrices}, norms], lr=0.05, state_dtype="float32")
 
 
-def train(recorded: Recorded, first: int = 0) -> list[dict[str, Any]]:
-    """Train with a gradient scaler; return the unscaled gradients of each step."""
+def train(recorded: Recorded, first: int = 0) -> tuple[list[dict[str, Any]], list[float]]:
+    """Train with a gradient scaler; return the unscaled gradients of each step, and their norm."""
     model, optimizer = recorded.model, recorded.optimizer
-    gradients = []
+    gradients, norms = [], []
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     with capture(
         model, optimizer, recorded.path, variables="everything", encoding="compact", scaler=scaler,
-        parameter="embedding.weight", resume=first > 0, first_step=first,
+        parameter="embedding.weight", max_grad_norm=0.05, resume=first > 0, first_step=first,
     ) as recorder:  # fmt: skip
         recorded.keep()
         for step in range(first, MIXED_STEPS):
             ids = (torch.arange(10).reshape(2, 5) * (step + 1)) % 11
-            logits = model(ids, whole=step % 2 == 1).float()
+            logits = model(ids, normed=step not in (0, 2), whole=step % 2 == 0).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
             scaler.scale(loss).backward()
             recorder.observe(loss=loss)
             scaler.unscale_(optimizer)
             gradients.append({n: copy.deepcopy(p.grad) for n, p in model.named_parameters()})
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             recorded.keep()
-    return gradients
+    return gradients, norms
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, list[dict[str, Any]]]:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     torch.manual_seed(2)
     model, optimizer = built()
     path = tmp_path_factory.mktemp("mixed") / "run.zarr"
     recorded = Recorded(path=path, model=model, optimizer=optimizer)
-    return recorded, train(recorded)
+    return recorded, *train(recorded)
 
 
 def test_every_tensor_of_a_step_has_its_own_type(mixed: Any) -> None:
-    recorded, gradients = mixed
+    recorded, gradients, norms = mixed
     ds = open_run(recorded.path)
     vectors = ("params", "params_grad", "params_exp_avg", "params_exp_avg_sq")
     assert {ds[name].attrs["native_dtype"] for name in vectors} == {"float32"}
     assert not verify(recorded.path).problems
+    assert (ds.grad_norm[1:].values.tolist(), ds.grad_norm.native_dtype) == (norms, "float32")
+    assert (ds.clip_coef[1:] < 1).all()
     for step in range(MIXED_STEPS + 1):
         model = model_at(recorded.path, step, constructor=Model)
         assert same(dict(model.state_dict()), dict(recorded.models[step]))
@@ -417,7 +414,7 @@ def test_every_tensor_of_a_step_has_its_own_type(mixed: Any) -> None:
 
 
 def test_the_encoding_compact_computes_no_vectors_of_several_types(mixed: Any) -> None:
-    recorded, _ = mixed
+    recorded, *_ = mixed
     facts, notes = information(recorded.path), []
     kinds = {name: array["kind"] for name, array in facts["arrays"].items()}
     assert (kinds["W"], kinds["params"]) == ("computed", "delta")
@@ -427,37 +424,9 @@ def test_the_encoding_compact_computes_no_vectors_of_several_types(mixed: Any) -
 
 
 def test_a_loop_continues_with_the_types_of_the_run(mixed: Any, tmp_path: Path) -> None:
-    recorded, _ = mixed
+    recorded, *_ = mixed
     path = Path(shutil.copytree(recorded.path, tmp_path / "run.zarr"))
     model, optimizer = built()
     assert restore(path, model, optimizer, step=3) == 3
     train(Recorded(path=path, model=model, optimizer=optimizer), first=3)
     same_values(recorded.path, path)
-
-
-def test_a_step_may_have_gradients_of_one_type_only(tmp_path: Path) -> None:
-    """They are unscaled in this type; the vector of all has another one."""
-    model, optimizer = built()
-    norms, gradients, narrow = [], [], (model.embedding.weight, model.late.weight)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
-    with capture(
-        model, optimizer, tmp_path / "run.zarr", variables="everything", scaler=scaler,
-        parameter="embedding.weight", max_grad_norm=0.05,
-    ) as recorder:  # fmt: skip
-        for both in (False, True, False):
-            loss = sum(p.float().square().sum() for p in narrow)
-            loss = loss + model.norm.weight.sum() if both else loss
-            scaler.scale(loss).backward()
-            recorder.observe(loss=loss)
-            scaler.unscale_(optimizer)
-            gradients.append(model.late.weight.grad.float().numpy().copy())
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    ds = open_run(tmp_path / "run.zarr")
-    found = ds.traj.parameter("late.weight").grad[1:].values
-    np.testing.assert_array_equal(found.reshape(3, 4, 4), gradients)
-    assert ds.grad_norm[1:].values.tolist() == norms
-    assert ds.grad_norm.native_dtype == "float32"
-    assert (ds.clip_coef[1:] < 1).all()
