@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from altered_runs import change_attributes
-from click.testing import CliRunner
+from bits_and_calls import Cli
 from damage import contents
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -32,7 +32,6 @@ from trainings import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trajstore import open_run, sample_run, verify
-from trajstore.cli.main import main
 from trajstore.errors import (
     InvalidArgument,
     NothingToResume,
@@ -109,25 +108,20 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
             model_at(path, 1, constructor=constructor)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers", "message"),
-    [
-        ("GPT2LMHeadModel", 3, r"no transformer.h.2.*99.0.*{version}: install"),
-        ("GPT9", 2, r"GPT9.*{version} does not have.*99.0"),
-        ("Trainer", 2, r"Trainer.*{version} does not have.*99.0"),
-    ],
-)
-def test_another_version_of_transformers_is_named(
-    kind: str, layers: int, message: str, recorded: Any, tmp_path: Path
-) -> None:
-    def change(root: dict[str, Any]) -> None:
-        root["model_config"].update({"class": kind, "transformers": "99.0"})
-        root["model_config"]["config"]["n_layer"] = layers
-
+def test_another_version_of_transformers_is_named(recorded: Any, tmp_path: Path) -> None:
     run = Path(shutil.copytree(recorded.path, tmp_path / "run"))
-    change_attributes(run, change)
-    with pytest.raises(InvalidArgument, match=message.format(version=transformers.__version__)):
-        model_at(run, 1)
+    version = transformers.__version__
+    for kind, layers, message in (
+        ("GPT2LMHeadModel", 3, rf"no transformer.h.2.*99.0.*{version}: install"),
+        ("GPT9", 2, rf"GPT9.*{version} does not have.*99.0"),
+        ("Trainer", 2, rf"Trainer.*{version} does not have.*99.0"),
+    ):
+        model = json.loads((run / "zarr.json").read_text())["attributes"]["model_config"]
+        model |= {"class": kind, "transformers": "99.0"}
+        model["config"]["n_layer"] = layers
+        change_attributes(run, lambda root, model=model: root.update(model_config=model))
+        with pytest.raises(InvalidArgument, match=message):
+            model_at(run, 1)
 
 
 def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) -> None:
@@ -150,52 +144,56 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
 
 
 def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
-    recorded: Any, tmp_path: Path
+    recorded: Any, tmp_path: Path, trajstore_cli: Cli
 ) -> None:
-    found = checkout(recorded.path, tmp_path / "step", step=4, optimizer=True)
-    model = AutoModelForCausalLM.from_pretrained(found.path)
+    folder = tmp_path / "step"
+    found = checkout(recorded.path, folder, step=4, optimizer=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert same(dict(model.state_dict()), dict(recorded.models[4]))
     assert model.generation_config.eos_token_id is None
     text = "a 'b' , c .\n\t" + "".join(map(chr, range(128)))
-    tokenizer = AutoTokenizer.from_pretrained(found.path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer(text)["input_ids"] == [*text.encode()]
     assert tokenizer.decode([*text.encode()]) == text
     with pytest.raises(Exception, match="UNK"):
         tokenizer("é")
-    assert same(torch.load(found.path / "optimizer.pt"), recorded.optimizers[4])
+    assert same(torch.load(folder / "optimizer.pt"), recorded.optimizers[4])
     assert (found.tokenizer, found.notes) == ("ascii", ())
     with pytest.raises(RunExists, match="already exists"):
-        checkout(recorded.path, tmp_path / "step", step=4)
+        checkout(recorded.path, folder, step=4)
+    trajstore_cli("checkout", recorded.path, "--at", 4, "-o", folder, "--overwrite")
+    assert not (folder / "optimizer.pt").exists()
+    (folder / "config.json").unlink()
+    with pytest.raises(RunExists, match="is not a checkout and is not overwritten; choose another"):
+        checkout(recorded.path, folder, step=4, overwrite=True)
 
 
-def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_load(
+    own: Any, tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    folder = tmp_path / "step"
     with pytest.raises(InvalidArgument, match=r"give constructor=…"):
-        checkout(own.path, tmp_path / "step", step=4)
+        checkout(own.path, folder, step=4)
     assert [*tmp_path.iterdir()] == []
-    checkout(own.path, tmp_path / "step", step=3, constructor=OwnModel)
-    command = ["checkout", str(own.path), "--at", "4", "-o", str(tmp_path / "step"), "--overwrite"]
-    build = f"{inspect.getsourcefile(OwnModel)}:OwnModel"
-    done = CliRunner().invoke(main, [*command, "--constructor", build])
-    assert "Wrote" in done.stdout
-    assert "model.pt of step 4" in done.stdout
-    model = OwnModel()
-    model.load_state_dict(torch.load(tmp_path / "step" / "model.pt"))
-    assert same(dict(model.state_dict()), dict(own.models[4]))
+    checkout(own.path, folder, step=3, constructor=OwnModel)
+    how = ("--constructor", f"{inspect.getsourcefile(OwnModel)}:OwnModel", "--overwrite")
+    said = trajstore_cli("checkout", own.path, "--at", 4, "-o", folder, *how).stdout
+    assert "Wrote" in said
+    assert "model.pt of step 4" in said
+    assert same(torch.load(folder / "model.pt"), dict(own.models[4]))
 
 
 @pytest.mark.parametrize("name", ["step.PTH", "step.safetensors"])
 def test_the_weights_of_a_step_in_a_file(
-    name: str, own: Any, recorded: Any, tmp_path: Path
+    name: str, own: Any, recorded: Any, tmp_path: Path, trajstore_cli: Cli
 ) -> None:
-    told = shutil.copytree(recorded.path, tmp_path / "told.zarr")
-    CliRunner().invoke(main, ["annotate", str(told), "--tokenizer", "ascii"])
-    facts = json.loads((told / "zarr.json").read_text())
-    facts["attributes"]["config"] = {"data": {"target_offset": 2}}
-    (told / "zarr.json").write_text(json.dumps(facts))
+    told = Path(shutil.copytree(recorded.path, tmp_path / "told.zarr"))
+    trajstore_cli("annotate", told, "--tokenizer", "ascii")
+    change_attributes(told, lambda root: root.update(config={"data": {"target_offset": 2}}))
     file = tmp_path / name
     assert checkout(own.path, file, step=4, constructor=OwnModel).strict
-    words = ["checkout", str(own.path), "--at", "4", "-o", str(file), "--overwrite"]
-    assert ", strict=False)" in CliRunner().invoke(main, words).stdout
+    words = ("checkout", own.path, "--at", 4, "-o", file, "--overwrite")
+    assert ", strict=False)" in trajstore_cli(*words).stdout
     for run, kept, model, strict in (
         (own.path, own.models[4], OwnModel(), False),  # with buffers
         (told, recorded.models[4], gpt2(), True),  # with tied weights

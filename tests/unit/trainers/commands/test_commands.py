@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xarray as xr
 from click.testing import CliRunner
 
 from trajstore import RunWriter
@@ -156,31 +155,3 @@ def test_options_that_do_not_belong_together(
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
         check_options(function, {**NOTHING, **options})
-
-
-@pytest.mark.torch
-def test_the_commands_evaluate_and_check_out_a_run(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    from trainings import record_gpt2
-
-    run = record_gpt2(tmp_path).path
-
-    def call(*words: Any, rc: int = 0) -> str:
-        done = CliRunner().invoke(main, [*map(str, words)])
-        assert done.exit_code == rc, done.output
-        return " ".join(done.output.split())
-
-    texts, folder = tmp_path / "texts.zarr", tmp_path / "folder"
-    how = ["--prompt", "th", "--length", 3, "--every", 3]
-    said = call("evaluate", run, "generation", *how, "-o", texts)
-    assert "generation of 3 steps, 3 of them new" in said
-    assert xr.open_zarr(texts)["step"].values.tolist() == [0, 3, 6]
-    call("checkout", run, "--at", 2, "--optimizer", "-o", folder)
-    files = {"config.json", "model.safetensors", "optimizer.pt", "tokenizer.json"}
-    assert {path.name for path in folder.iterdir()} >= files
-    again = ["checkout", run, "--at", 4, "-o", folder, "--overwrite"]
-    call(*again)
-    assert not (folder / "optimizer.pt").exists()
-    (folder / "config.json").unlink()
-    said = call(*again, rc=2)
-    assert "is not a checkout and is not overwritten; choose another path" in said
