@@ -50,25 +50,13 @@ def bird(**model: Any) -> Any:
     )
 
 
-def test_the_embedded_text_is_as_the_notebooks_saw_it() -> None:
-    text = embedded_text()
-    assert (len(text), len(set(text))) == (265_905, 77)
-    # Always the same bytes: others would change every recorded run.
-    assert hashlib.sha256(text).hexdigest().startswith("3472d1a5f05f323c")
+def test_the_embedded_text_and_ids_are_as_the_notebooks_saw_them() -> None:
+    """Always the same bytes: a stand-in that drifts would change every recorded run."""
+    assert hashlib.sha256(embedded_text()).hexdigest().startswith("3472d1a5f05f323c")
     corpus = load_corpus(preset("gatsby"))
     assert (corpus.counts() == 0).sum() == 51
     assert corpus.tokenizer == {"name": "ascii"}
-
-
-def test_the_embedded_ids_are_as_many_and_as_skewed() -> None:
     ids = id_stream(50_257, 30_590)
-    counts = np.bincount(ids, minlength=50_257)
-    assert (ids.size, np.count_nonzero(counts)) == (475_160, 30_590)
-    ranked = np.sort(counts)[::-1]
-    assert 0.02 < ranked[0] / ids.size < 0.06
-    ratios = ranked[[10, 100, 1000]] * (np.array([10, 100, 1000]) + 3.7)
-    assert ratios.max() / ratios.min() < 1.3  # Zipf: frequency times rank is level
-    # The same everywhere and always: a stand-in that drifts would change every recorded run.
     assert hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest().startswith("a8f37617c0af0c91")
     assert (np.bincount(id_stream(10_000, 6_301), minlength=10_000) == 0).sum() == 3_699
     assert id_stream(5, 5).size == 475_160

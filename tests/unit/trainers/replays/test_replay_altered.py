@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from altered_runs import change_attributes, flip, flipped
-from trainings import HIDDEN, VOCAB, scaled_run, tiny_run
+from trainings import VOCAB, scaled_run, tiny_run
 
 from trajstore.trainers import replay
 from trajstore.trainers.rounded_optimizer import RoundedAdamW
@@ -63,7 +63,7 @@ def test_an_altered_input_shows_in_its_step_alone(
         (finding,) = replay(recorded).findings
     assert (finding.kind, finding.step) == ("mismatch", step)
     if variable == "lr":
-        assert finding.tokens > VOCAB // 2
+        assert finding.values > finding.tokens > VOCAB // 2
     else:
         assert (finding.token, finding.hidden) == (3, 1)
 
@@ -76,23 +76,6 @@ def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
     (gap,) = result.unreplayed
     assert (gap.first, gap.last) == (5, 5)
     assert "its learning rate is too large" in gap.reason
-
-
-@pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
-def test_a_seam_is_named_once(tier: str, tmp_path: Path) -> None:
-    def stitch(model: Any, number: int) -> None:
-        if number == 4:
-            with torch.no_grad():
-                model.embedding.weight.mul_(1.01)
-
-    path = tiny_run(tmp_path / "run.zarr", between=stitch, variables=tier)
-    change_attributes(path, lambda root: root.update(notes=[]))  # as if no recorder had seen it
-    result = replay(path)
-    (finding,) = result.findings
-    assert (finding.kind, finding.variable, finding.step) == ("mismatch", "W", 6)
-    assert finding.tokens == VOCAB
-    assert finding.values > 0.9 * VOCAB * HIDDEN
-    assert result.variables["W"].ulps > 100
 
 
 def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: Path) -> None:
@@ -162,15 +145,6 @@ def test_an_altered_array_accounts_for_what_is_made_of_it(summarized: Path) -> N
     with flipped(summarized, "W", (3, 1, 2), 12):
         found = replay(summarized)
     assert [finding.kind for finding in found.findings] == ["mismatch", "mismatch"]
-
-
-def test_a_gradient_that_is_rounded_away_shows_in_its_length(summarized: Path) -> None:
-    # Tokens that never occur have gradients that Adam's epsilon swallows; any step sees the rest.
-    with flipped(summarized, "grad", (5, 1, 2), 0):
-        found = replay(summarized)
-    assert not found.clean
-    assert found.findings[0].step == 5
-    assert found.variables["grad_token_norm"].differing == 1
 
 
 @pytest.mark.parametrize("name", ["clip_coef", "grad_norm"])
