@@ -11,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import independent_trainings as trainings
@@ -156,20 +157,11 @@ def test_the_docs_have_a_script_for_each_way_to_train() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            # Lightning warns about its logger, and about few batches.
-            name,
-            marks=[pytest.mark.filterwarnings("ignore::UserWarning")] * (name == "lightning"),
-        )
-        for name in SCRIPTS
-    ],
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lightning":
         pytest.importorskip("lightning")
+        warnings.simplefilter("ignore", UserWarning)  # of its logger, and of few batches
     assert len([line for line in SCRIPTS[name].splitlines() if line.strip()]) < 25
     script = tmp_path / "train.py"
     script.write_text((SCRIPTS["loop"] if name == "accelerate" else "") + SCRIPTS[name])

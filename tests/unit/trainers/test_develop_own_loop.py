@@ -131,15 +131,9 @@ def test_threads_and_modes_are_the_recorded_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [
-        ("keyframes/params/c.1.0", FormatError),
-        ("keyframes/W/c.1.0.0", FormatError),
-        ("keyframes/params_exp_avg/c.1.0", FormatError),
-        ("params_digest/c.1.0", FormatError),
-        ("params_digest/c.2.0", RecordingError),
-        ("inputs/c.2.0", FormatError),
-    ],
-)
+    [("keyframes/W/c.1.0.0", FormatError), ("keyframes/params_exp_avg/c.1.0", FormatError),
+     ("params_digest/c.2.0", RecordingError), ("inputs/c.2.0", FormatError)],
+)  # fmt: skip
 def test_a_flipped_bit_is_named(name: str, error: type[Exception], run: Path) -> None:
     flip(run / name, 8 * 30 + 3)
     with pytest.raises(error, match=rf"{name}.*the checksum does not match"):

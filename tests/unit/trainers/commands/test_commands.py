@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from bits_and_calls import Cli
 
 from trajstore import RunWriter
-from trajstore.cli.main import main
 from trajstore.cli.output import PlainConsole
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.model_commands import check_options
@@ -50,42 +49,27 @@ def test_both_runs_of_untied_weights_are_named(capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
 
 
-SLOW = (
-    "trajstore.trainers.config",
-    "trajstore.trainers.presets",
-    "trajstore.trainers.runs.record",
-    "trajstore.trainers.runs.fork",
-    "trajstore.trainers.counterfactuals.what_if",
-    "trajstore.trainers.recording.options",
-    "trajstore.trainers.texts",
-)
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_what_exists_is_refused_before_a_slow_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajstore_cli: Cli
+) -> None:
     path = tmp_path / "run.zarr"
     told = {"is_dead": [True], "token_text": ["a"]}
     with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}, **told) as run:
         run.append(step=0, W=np.zeros((1, 1), "float32"))
-    for name in SLOW:
-        monkeypatch.setitem(sys.modules, name, None)  # an import fails
-    return path
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
+    for slow in (
+        "config", "presets", "runs.record", "runs.fork", "counterfactuals.what_if",
+        "recording.options", "texts",
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, f"trajstore.trainers.{slow}", None)  # an import fails
+    for command, message in (
         ("record --preset gatsby -o {run}", "already exists"),
         ("fork {run} --at 1 -o {run}", "already exists"),
         ("what-if {run} -o {run}", "already exists"),
         ("annotate {run} --masks no-such-file", "already has is_dead"),
         ("annotate {run} --tokenizer no-such-folder", "already has token_text"),
-    ],
-)
-def test_what_exists_is_refused_first(run: Path, command: str, message: str) -> None:
-    result = CliRunner().invoke(main, command.format(run=run).split())
-    assert result.exit_code == 2
-    assert message in result.stderr.replace("\n", " ")
+    ):
+        said = trajstore_cli(*command.format(run=path).split(), rc=2).stderr
+        assert message in said.replace("\n", " ")
 
 
 def recorder(step: int) -> Any:
@@ -118,23 +102,19 @@ def test_the_bar_of_a_recording_can_be_read(width: int) -> None:
 
 
 def test_time_and_pace_are_counted_from_the_first_step() -> None:
-    now = 100.0
+    now, ids = 100.0, np.zeros(3, "i4")
+    corpus: Any = SimpleNamespace(
+        counts=lambda: ids, name="x", size=3, ids=ids, vocab_size=3, sha256="0" * 64
+    )
     shown = RecordingProgress(3, clock=lambda: now)
     assert (shown.seconds, shown.rate) == (None, None)
-    shown.show_corpus(corpus())
+    shown.show_corpus(corpus)
     now = 110.0
     shown.show_step(recorder(1))
     assert (shown.seconds, shown.rate) == (10, None)
     now = 112.0
     shown.show_step(recorder(3))
     assert (shown.seconds, shown.rate) == (12, 1)
-
-
-def corpus() -> Any:
-    ids = np.zeros(3, "i4")
-    return SimpleNamespace(
-        counts=lambda: ids, name="x", size=3, ids=ids, vocab_size=3, sha256="0" * 64
-    )
 
 
 NOTHING = dict.fromkeys(("text", "prompt", "against", "length", "tokenizer"))

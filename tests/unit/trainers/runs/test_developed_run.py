@@ -10,13 +10,12 @@ import pytest
 import torch
 import xarray as xr
 from altered_runs import rewrite
-from click.testing import CliRunner
+from bits_and_calls import Cli
 from damage import contents, flip
 from small_trainings import same_values, small_config, stop_after
 from trainings import Accumulated, same
 
-from trajstore import RunWriter, open_run, verify
-from trajstore.cli.main import main
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.cli.run_commands import print_proof
 from trajstore.errors import (
     InvalidArgument,
@@ -178,7 +177,7 @@ def test_a_damaged_keyframe_is_seen_named_and_dropped_by_a_repair(copied: Path) 
         model_at(copied, 4)
     (copied / "keyframes/params/c.1.0").unlink()
     assert len(verify(copied).problems) == 2
-    assert CliRunner().invoke(main, ["repair", str(copied)]).exit_code == 0
+    repair(copied)
     assert verify(copied).clean
     assert open_run(copied / "keyframes").step.values.tolist() == [0]
 
@@ -196,32 +195,32 @@ def test_a_proof_finds_an_altered_row(copied: Path) -> None:
     assert (found.proven, found.differing) == (2, 1)
 
 
-def test_the_command_develops_steps(copied: Path, text: Path, tmp_path: Path) -> None:
+def test_the_command_develops_steps(
+    copied: Path, text: Path, tmp_path: Path, trajstore_cli: Cli
+) -> None:
     part = tmp_path / "part.zarr"
-    words, chosen = ["develop", str(copied), "-o", str(part)], ["--select", "step=4:6"]
 
-    def run(*options: str) -> str:
-        return " ".join(CliRunner().invoke(main, [*words, *chosen, *options]).output.split())
+    def develop(*options: Any, rc: int = 0) -> str:
+        said = trajstore_cli("develop", copied, "-o", part, *options, rc=rc).output
+        return " ".join(said.split())
 
-    said = run("--corpus", str(text))
+    steps = ("--select", "step=4:6")
+    said = develop(*steps, "--corpus", text)
     assert f"{part}: 2 steps, developed from the keyframe of step 3" in said
     assert open_run(part).step.values.tolist() == [4, 5]
-    assert "already exists" in run()
+    assert "already exists" in develop(*steps, rc=2)
     rewrite(copied, "logits", (5, 7))
-    assert "give --allow-different" in run("--overwrite")
-    said = run("--overwrite", "--allow-different")
+    said = develop(*steps, "--overwrite", "--allow-different")
     assert "the steps differ from the recorded ones: at step 5" in said
-    other = str(checkout(copied, tmp_path / "step", step=3).path)
-    assert "give the recorded one: --tokenizer" in run("--overwrite", "--tokenizer", other)
-    chosen.clear()
-    assert "give --select step=FIRST:STOP" in run()
+    other = checkout(copied, tmp_path / "step", step=3).path
+    said = develop(*steps, "--overwrite", "--tokenizer", other, rc=2)
+    assert "give the recorded one: --tokenizer" in said
+    assert "give --select step=FIRST:STOP" in develop("--overwrite", rc=2)
 
 
-def test_a_copy_without_keyframes_says_so(copied: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        main, ["export", str(copied), "--format", "run", "-o", str(tmp_path / "copy.zarr")]
-    )
-    assert "the copy has no keyframes" in result.output
+def test_a_copy_without_keyframes_says_so(run: Path, tmp_path: Path, trajstore_cli: Cli) -> None:
+    said = trajstore_cli("export", run, "--format", "run", "-o", tmp_path / "copy.zarr").output
+    assert "the copy has no keyframes" in said
 
 
 # Proven steps ------------------------------------------------------------------------------------
@@ -273,14 +272,12 @@ def test_what_cannot_be_proven_is_listed(whole: Path, tmp_path: Path) -> None:
     assert "before the run was forked" in reason.reason
 
 
-def test_options_of_the_proof_need_it() -> None:
+def test_options_of_the_proof_need_it(trajstore_cli: Cli) -> None:
     for options, message in (
         (["--gradients"], "--gradients needs --replay"),
         (["--replay", "--select", "step=0:4"], "--select needs --gradients"),
     ):
-        result = CliRunner().invoke(main, ["verify", "run.zarr", *options])
-        assert result.exit_code == 2
-        assert message in result.stderr
+        assert message in trajstore_cli("verify", "run.zarr", *options, rc=2).stderr
 
 
 def test_runs_without_the_state_are_refused(text: Path, tmp_path: Path) -> None:
