@@ -15,7 +15,7 @@ from damage import contents, flip
 from small_trainings import same_values, small_config, stop_after
 from trainings import Accumulated, same
 
-from trajstore import RunWriter, open_run, repair, verify
+from trajstore import RunWriter, open_run, verify
 from trajstore.cli.run_commands import print_proof
 from trajstore.errors import (
     InvalidArgument,
@@ -167,7 +167,9 @@ def test_a_stopped_run_continues_from_its_last_keyframe(
     assert verify(path).clean
 
 
-def test_a_damaged_keyframe_is_seen_named_and_dropped_by_a_repair(copied: Path) -> None:
+def test_a_damaged_keyframe_is_seen_named_and_dropped_by_a_repair(
+    copied: Path, trajstore_cli: Cli
+) -> None:
     assert verify(copied).clean
     name = "keyframes/params_exp_avg/c.1.0"
     flip(copied / name, 8 * 30 + 3)
@@ -177,7 +179,7 @@ def test_a_damaged_keyframe_is_seen_named_and_dropped_by_a_repair(copied: Path) 
         model_at(copied, 4)
     (copied / "keyframes/params/c.1.0").unlink()
     assert len(verify(copied).problems) == 2
-    repair(copied)
+    trajstore_cli("repair", copied)
     assert verify(copied).clean
     assert open_run(copied / "keyframes").step.values.tolist() == [0]
 
@@ -213,7 +215,7 @@ def test_the_command_develops_steps(
     said = develop(*steps, "--overwrite", "--allow-different")
     assert "the steps differ from the recorded ones: at step 5" in said
     other = checkout(copied, tmp_path / "step", step=3).path
-    said = develop(*steps, "--overwrite", "--tokenizer", other, rc=2)
+    said = develop(*steps, "--overwrite", "--tokenizer", other, rc=1)
     assert "give the recorded one: --tokenizer" in said
     assert "give --select step=FIRST:STOP" in develop("--overwrite", rc=2)
 
