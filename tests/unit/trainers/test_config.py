@@ -52,6 +52,8 @@ def test_the_presets_are_the_notebooks() -> None:
     assert bird.model_copy(update={"training": longer.training}) == longer
     assert (bird.model.vocab_size, bird.optimizer.weight_decay) == (50_257, 0)
     assert preset("gatsby-gradients").recording.variables[:2] == ("W", "grad")
+    tokens = [preset(name).recording.tokens for name in ("thimble", "crucible")]
+    assert tokens == ["all", "dead"]
     with pytest.raises(InvalidArgument, match="wordybird-1b"):
         preset("wordybird-9")
 
