@@ -45,9 +45,3 @@ def extend(run: RunWriter, steps: range, seed: int = 0) -> None:
     pending = run._blocks._last
     if pending is not None:
         pending.result()
-
-
-def norms(steps: range, seed: int = 0) -> dict[str, np.ndarray]:
-    """Mean gradient norm of each population."""
-    of_all = [np.sqrt(np.square(values(step, seed)["grad"], dtype="f8").sum(-1)) for step in steps]
-    return {"dead": np.array(of_all)[:, DEAD].mean(-1), "live": np.array(of_all)[:, ~DEAD].mean(-1)}

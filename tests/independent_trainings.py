@@ -1,8 +1,8 @@
 """Training programs of plain torch and transformers, which import nothing of trajstore.
 
 ``python independent_trainings.py FOLDER TOTAL STEP...`` trains TOTAL steps of each case on the
-token ids ``FOLDER/CASE.npy``, and saves the state dicts of model and optimizer after each STEP as
-``FOLDER/CASE/STEP.pt``. The presets have small batches.
+token ids ``FOLDER/ids.npy``, and saves the state dicts of model and optimizer after each STEP as
+``FOLDER/CASE-STEP.pt``. The presets have small batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,16 +117,18 @@ def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
 CASES: dict[str, Callable[..., None]] = {"gatsby": gatsby, "gatsby-adam": gatsby_adam}
 
 
-def save(folder: str, steps: set[int], step: int, model: Any, optimizer: Any) -> None:
-    """Save the states after a step, if it is one of the steps."""
-    if step in steps:
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(states, f"{folder}/{step}.pt")
+def main(folder: str, total: str, *steps: str) -> None:
+    """Train each case, and save the states after some steps."""
+    for case, train in CASES.items():
+
+        def save(step: int, model: Any, optimizer: Any, case: str = case) -> None:
+            if str(step) in steps:
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(states, f"{folder}/{case}-{step}.pt")
+
+        train(np.load(f"{folder}/ids.npy"), int(total), save)
+    assert not any(name.partition(".")[0] == "trajstore" for name in sys.modules)
 
 
 if __name__ == "__main__":
-    folder, total, *steps = sys.argv[1:]
-    for case, train in CASES.items():
-        keep = partial(save, f"{folder}/{case}", set(map(int, steps)))
-        train(np.load(f"{folder}/{case}.npy"), int(total), keep)
-    assert not any(name.partition(".")[0] == "trajstore" for name in sys.modules)
+    main(*sys.argv[1:])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import xarray as xr
 from bits_and_calls import nightly_but
-from trainings import TinyModel, batches
+from trainings import SmallGPT, TinyModel, batches
 
 from trajstore import open_run
 from trajstore.trainers import (
@@ -124,47 +124,30 @@ def test_a_product_is_rounded_once(kind: Any) -> None:
     assert torch.equal(both, (c.double() + a.double() @ b.double()).to(kind))
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_backward_passes_follow_the_same_rule(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(TinyModel, torch.bfloat16), (TinyModel, torch.float16), (SmallGPT, torch.bfloat16)],
+)
+def test_backward_passes_and_attention_follow_the_same_rule(make: Any, kind: Any) -> None:
     torch.manual_seed(0)
-    model = TinyModel()
+    model = make()
     native, wide = (gradients(model, enabled, kind) for enabled in (False, True))
     for name, gradient in native.items():
         scale = gradient.abs().max()
         assert (wide[name] - gradient).abs().max() <= 8 * torch.finfo(kind).eps * scale, name
 
 
-def test_attention_follows_the_same_rule() -> None:
-    torch.manual_seed(0)
-    parts = [torch.randn(2, 2, 9, 8).bfloat16().requires_grad_() for _ in range(3)]
-
-    def attend() -> list[Any]:
-        attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        return [attended, *torch.autograd.grad(attended.float().sum(), parts)]
-
-    native = attend()
-    with float32_products():
-        wide = attend()
-    for one, other in zip(native, wide, strict=True):
-        assert other.dtype == torch.bfloat16
-        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
-
-
 def test_inference_mode_follows_the_same_rule() -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(256, 512, dtype=torch.bfloat16)
     states, heads = torch.randn(64, 256).bfloat16(), torch.randn(1, 4, 64, 32).bfloat16()
-
-    def computed() -> list[Any]:
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return [layer(states), states @ layer.weight.T, attend(heads, heads, heads)]
-
-    with float32_products(), torch.no_grad():
-        expected = computed()
-    with float32_products(), torch.inference_mode():
-        found = computed()
-    for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one, other)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with float32_products(), mode():
+            computed = layer(states), states @ layer.weight.T, attend(heads, heads, heads)
+        found.append(computed)
+    assert all(map(torch.equal, *found))
 
 
 def test_compiled_models_are_the_same_inside(tiny: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from altered_runs import change_attributes
-from click.testing import CliRunner
+from bits_and_calls import Cli
 from damage import contents
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -26,13 +26,12 @@ from trainings import (
     OwnModel,
     Recorded,
     gpt2,
-    record_gpt2,
     same,
+    tiny_run,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trajstore import open_run, sample_run, verify
-from trajstore.cli.main import main
 from trajstore.errors import (
     InvalidArgument,
     NothingToResume,
@@ -53,29 +52,28 @@ from trajstore.trainers import (
 from trajstore.trainers.rounded_optimizer import RoundedAdamW
 
 
-def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any) -> None:
-    first, before = None, torch.get_rng_state()
-    for step, model in models(recorded.path):
-        first = first or model
-        assert model is first
-        assert same(dict(model.state_dict()), dict(recorded.models[step])), step
-        assert model.lm_head.weight is model.transformer.wte.weight
-        assert not model.training
-        model.train()  # undone at the next step, like the gradient
-        model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
-        model.half()
+def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any, own: Any) -> None:
+    random = torch.get_rng_state()
+    for run, constructor in ((recorded, None), (own, OwnModel)):
+        first = None
+        for step, model in models(run.path, constructor=constructor):
+            first = first or model
+            assert model is first
+            assert same(dict(model.state_dict()), dict(run.models[step])), step
+            assert not model.training
+            parameters = [*model.parameters()]
+            assert [p.requires_grad for p in parameters] == [
+                p.requires_grad for p in run.model.parameters()
+            ]
+            assert all(p.grad is None for p in parameters)
+            model.train()  # undone at the next step, like the gradient
+            sum(p.sum() for p in parameters if p.requires_grad).backward()
+            model.half()  # replaces the buffers
+        assert step == RECORDED_STEPS
     assert [step for step, _ in models(recorded.path, [5, 1])] == [1, 5]
-    assert step == RECORDED_STEPS
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_buffers_and_flags_of_an_own_model(own: Any) -> None:
-    for step, model in models(own.path, constructor=OwnModel):
-        assert same(dict(model.state_dict()), dict(own.models[step])), step
-        assert model.normalization.num_batches_tracked == step
-        assert model.normalization.weight.grad is None
-        assert [p.requires_grad for p in model.fixed.parameters()] == [False, False]
-        model.half()  # replaces the buffers
+    model = model_at(recorded.path, 1)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_buffers_that_do_not_change_have_the_type_of_the_training(tmp_path: Any) -> None:
@@ -110,36 +108,31 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
             model_at(path, 1, constructor=constructor)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers", "message"),
-    [
-        ("GPT2LMHeadModel", 3, r"no transformer.h.2.*99.0.*{version}: install"),
-        ("GPT9", 2, r"GPT9.*{version} does not have.*99.0"),
-        ("Trainer", 2, r"Trainer.*{version} does not have.*99.0"),
-    ],
-)
-def test_another_version_of_transformers_is_named(
-    kind: str, layers: int, message: str, recorded: Any, tmp_path: Path
-) -> None:
-    def change(root: dict[str, Any]) -> None:
-        root["model_config"].update({"class": kind, "transformers": "99.0"})
-        root["model_config"]["config"]["n_layer"] = layers
-
+def test_another_version_of_transformers_is_named(recorded: Any, tmp_path: Path) -> None:
     run = Path(shutil.copytree(recorded.path, tmp_path / "run"))
-    change_attributes(run, change)
-    with pytest.raises(InvalidArgument, match=message.format(version=transformers.__version__)):
-        model_at(run, 1)
+    version = transformers.__version__
+    for kind, layers, message in (
+        ("GPT2LMHeadModel", 3, rf"no transformer.h.2.*99.0.*{version}: install"),
+        ("GPT9", 2, rf"GPT9.*{version} does not have.*99.0"),
+        ("Trainer", 2, rf"Trainer.*{version} does not have.*99.0"),
+    ):
+        model = json.loads((run / "zarr.json").read_text())["attributes"]["model_config"]
+        model |= {"class": kind, "transformers": "99.0"}
+        model["config"]["n_layer"] = layers
+        change_attributes(run, lambda root, model=model: root.update(model_config=model))
+        with pytest.raises(InvalidArgument, match=message):
+            model_at(run, 1)
 
 
 def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) -> None:
     run = sample_run(tmp_path / "run.zarr")
-    part = record_gpt2(tmp_path, variables=("W", "params_grad"))
+    part = tiny_run(tmp_path / "part.zarr", count=1, variables=("W", "params_grad"))
     step: Any
     for path, step, kind, message in (
         (recorded.path, 9, StepNotFound, "no row of step 9; the nearest: 6"),
         (recorded.path, "1", InvalidArgument, "got step='1', expected a whole number"),
         (run, 1, VariableNotRecorded, "not hold all parameters.*tier everything"),
-        (part.path, 1, VariableNotRecorded, "not hold all parameters"),
+        (part, 1, VariableNotRecorded, "not hold all parameters"),
     ):
         with pytest.raises(kind, match=message):
             model_at(path, step)
@@ -151,52 +144,56 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
 
 
 def test_transformers_loads_the_model_the_tokenizer_and_the_optimizer(
-    recorded: Any, tmp_path: Path
+    recorded: Any, tmp_path: Path, trajstore_cli: Cli
 ) -> None:
-    found = checkout(recorded.path, tmp_path / "step", step=4, optimizer=True)
-    model = AutoModelForCausalLM.from_pretrained(found.path)
+    folder = tmp_path / "step"
+    found = checkout(recorded.path, folder, step=4, optimizer=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert same(dict(model.state_dict()), dict(recorded.models[4]))
     assert model.generation_config.eos_token_id is None
     text = "a 'b' , c .\n\t" + "".join(map(chr, range(128)))
-    tokenizer = AutoTokenizer.from_pretrained(found.path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer(text)["input_ids"] == [*text.encode()]
     assert tokenizer.decode([*text.encode()]) == text
     with pytest.raises(Exception, match="UNK"):
         tokenizer("é")
-    assert same(torch.load(found.path / "optimizer.pt"), recorded.optimizers[4])
+    assert same(torch.load(folder / "optimizer.pt"), recorded.optimizers[4])
     assert (found.tokenizer, found.notes) == ("ascii", ())
     with pytest.raises(RunExists, match="already exists"):
-        checkout(recorded.path, tmp_path / "step", step=4)
+        checkout(recorded.path, folder, step=4)
+    trajstore_cli("checkout", recorded.path, "--at", 4, "-o", folder, "--overwrite")
+    assert not (folder / "optimizer.pt").exists()
+    (folder / "config.json").unlink()
+    with pytest.raises(RunExists, match="is not a checkout and is not overwritten; choose another"):
+        checkout(recorded.path, folder, step=4, overwrite=True)
 
 
-def test_a_model_that_transformers_cannot_load(own: Any, tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_load(
+    own: Any, tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    folder = tmp_path / "step"
     with pytest.raises(InvalidArgument, match=r"give constructor=…"):
-        checkout(own.path, tmp_path / "step", step=4)
+        checkout(own.path, folder, step=4)
     assert [*tmp_path.iterdir()] == []
-    checkout(own.path, tmp_path / "step", step=3, constructor=OwnModel)
-    command = ["checkout", str(own.path), "--at", "4", "-o", str(tmp_path / "step"), "--overwrite"]
-    build = f"{inspect.getsourcefile(OwnModel)}:OwnModel"
-    done = CliRunner().invoke(main, [*command, "--constructor", build])
-    assert "Wrote" in done.stdout
-    assert "model.pt of step 4" in done.stdout
-    model = OwnModel()
-    model.load_state_dict(torch.load(tmp_path / "step" / "model.pt"))
-    assert same(dict(model.state_dict()), dict(own.models[4]))
+    checkout(own.path, folder, step=3, constructor=OwnModel)
+    how = ("--constructor", f"{inspect.getsourcefile(OwnModel)}:OwnModel", "--overwrite")
+    said = trajstore_cli("checkout", own.path, "--at", 4, "-o", folder, *how).stdout
+    assert "Wrote" in said
+    assert "model.pt of step 4" in said
+    assert same(torch.load(folder / "model.pt"), dict(own.models[4]))
 
 
 @pytest.mark.parametrize("name", ["step.PTH", "step.safetensors"])
 def test_the_weights_of_a_step_in_a_file(
-    name: str, own: Any, recorded: Any, tmp_path: Path
+    name: str, own: Any, recorded: Any, tmp_path: Path, trajstore_cli: Cli
 ) -> None:
-    told = shutil.copytree(recorded.path, tmp_path / "told.zarr")
-    CliRunner().invoke(main, ["annotate", str(told), "--tokenizer", "ascii"])
-    facts = json.loads((told / "zarr.json").read_text())
-    facts["attributes"]["config"] = {"data": {"target_offset": 2}}
-    (told / "zarr.json").write_text(json.dumps(facts))
+    told = Path(shutil.copytree(recorded.path, tmp_path / "told.zarr"))
+    trajstore_cli("annotate", told, "--tokenizer", "ascii")
+    change_attributes(told, lambda root: root.update(config={"data": {"target_offset": 2}}))
     file = tmp_path / name
     assert checkout(own.path, file, step=4, constructor=OwnModel).strict
-    words = ["checkout", str(own.path), "--at", "4", "-o", str(file), "--overwrite"]
-    assert ", strict=False)" in CliRunner().invoke(main, words).stdout
+    words = ("checkout", own.path, "--at", 4, "-o", file, "--overwrite")
+    assert ", strict=False)" in trajstore_cli(*words).stdout
     for run, kept, model, strict in (
         (own.path, own.models[4], OwnModel(), False),  # with buffers
         (told, recorded.models[4], gpt2(), True),  # with tied weights
@@ -268,7 +265,7 @@ def test_a_resume_compares_the_whole_state(accumulated: Path) -> None:
 FEW = ("W", "params", "params_lr")
 
 
-def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any) -> None:
+def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any, own: Any) -> None:
     model = model_at(recorded.path, 3)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -280,13 +277,7 @@ def test_the_state_at_a_step_is_that_of_torch_which_loads_it(recorded: Any) -> N
     found = optimizer_state_at(recorded.path, 0)
     assert found["state"] == {}
     assert [group["lr"] for group in found["param_groups"]] == [0.01 * 0.9, 0.02 * 0.9]
-
-
-def test_parameters_count_their_own_steps(own: Any) -> None:
-    found = optimizer_state_at(own.path, 5)
-    assert same(found, own.optimizers[5])
-    assert {float(values["step"]) for values in found["state"].values()} == {3.0, 5.0}
-    assert len(found["state"]) == len([p for p in OwnModel().parameters() if p.requires_grad])
+    assert same(optimizer_state_at(own.path, 5), own.optimizers[5])  # counts of each parameter
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -341,7 +332,7 @@ TYPES = {
 
 
 class Model(torch.nn.Module):
-    """bfloat16 weights, float32 normalization, a layer without gradient in even steps."""
+    """bfloat16 weights and float32 normalization; some steps have gradients of one type only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,8 +341,9 @@ class Model(torch.nn.Module):
         self.late = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
         self.fixed = torch.nn.Parameter(torch.rand(3).half(), requires_grad=False)
 
-    def forward(self, ids: Any, *, whole: bool) -> Any:
-        hidden = self.norm(self.embedding(ids))
+    def forward(self, ids: Any, *, normed: bool, whole: bool) -> Any:
+        hidden = self.embedding(ids)
+        hidden = self.norm(hidden) if normed else hidden
         return (self.late(hidden) if whole else hidden) @ self.embedding.weight.T
 
 
@@ -362,46 +354,49 @@ def built() -> tuple[Any, Any]:
     return model, RoundedAdamW([{"params": matrices}, norms], lr=0.05, state_dtype="float32")
 
 
-def train(recorded: Recorded, first: int = 0) -> list[dict[str, Any]]:
-    """Train with a gradient scaler; return the unscaled gradients of each step."""
+def train(recorded: Recorded, first: int = 0) -> tuple[list[dict[str, Any]], list[float]]:
+    """Train with a gradient scaler; return the unscaled gradients of each step, and their norm."""
     model, optimizer = recorded.model, recorded.optimizer
-    gradients = []
+    gradients, norms = [], []
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     with capture(
         model, optimizer, recorded.path, variables="everything", encoding="compact", scaler=scaler,
-        parameter="embedding.weight", resume=first > 0, first_step=first,
+        parameter="embedding.weight", max_grad_norm=0.05, resume=first > 0, first_step=first,
     ) as recorder:  # fmt: skip
         recorded.keep()
         for step in range(first, MIXED_STEPS):
             ids = (torch.arange(10).reshape(2, 5) * (step + 1)) % 11
-            logits = model(ids, whole=step % 2 == 1).float()
+            logits = model(ids, normed=step not in (0, 2), whole=step % 2 == 0).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
             scaler.scale(loss).backward()
             recorder.observe(loss=loss)
             scaler.unscale_(optimizer)
             gradients.append({n: copy.deepcopy(p.grad) for n, p in model.named_parameters()})
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             recorded.keep()
-    return gradients
+    return gradients, norms
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, list[dict[str, Any]]]:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     torch.manual_seed(2)
     model, optimizer = built()
     path = tmp_path_factory.mktemp("mixed") / "run.zarr"
     recorded = Recorded(path=path, model=model, optimizer=optimizer)
-    return recorded, train(recorded)
+    return recorded, *train(recorded)
 
 
 def test_every_tensor_of_a_step_has_its_own_type(mixed: Any) -> None:
-    recorded, gradients = mixed
+    recorded, gradients, norms = mixed
     ds = open_run(recorded.path)
     vectors = ("params", "params_grad", "params_exp_avg", "params_exp_avg_sq")
     assert {ds[name].attrs["native_dtype"] for name in vectors} == {"float32"}
     assert not verify(recorded.path).problems
+    assert (ds.grad_norm[1:].values.tolist(), ds.grad_norm.native_dtype) == (norms, "float32")
+    assert (ds.clip_coef[1:] < 1).all()
     for step in range(MIXED_STEPS + 1):
         model = model_at(recorded.path, step, constructor=Model)
         assert same(dict(model.state_dict()), dict(recorded.models[step]))
@@ -417,7 +412,7 @@ def test_every_tensor_of_a_step_has_its_own_type(mixed: Any) -> None:
 
 
 def test_the_encoding_compact_computes_no_vectors_of_several_types(mixed: Any) -> None:
-    recorded, _ = mixed
+    recorded, *_ = mixed
     facts, notes = information(recorded.path), []
     kinds = {name: array["kind"] for name, array in facts["arrays"].items()}
     assert (kinds["W"], kinds["params"]) == ("computed", "delta")
@@ -427,37 +422,9 @@ def test_the_encoding_compact_computes_no_vectors_of_several_types(mixed: Any) -
 
 
 def test_a_loop_continues_with_the_types_of_the_run(mixed: Any, tmp_path: Path) -> None:
-    recorded, _ = mixed
+    recorded, *_ = mixed
     path = Path(shutil.copytree(recorded.path, tmp_path / "run.zarr"))
     model, optimizer = built()
     assert restore(path, model, optimizer, step=3) == 3
     train(Recorded(path=path, model=model, optimizer=optimizer), first=3)
     same_values(recorded.path, path)
-
-
-def test_a_step_may_have_gradients_of_one_type_only(tmp_path: Path) -> None:
-    """They are unscaled in this type; the vector of all has another one."""
-    model, optimizer = built()
-    norms, gradients, narrow = [], [], (model.embedding.weight, model.late.weight)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
-    with capture(
-        model, optimizer, tmp_path / "run.zarr", variables="everything", scaler=scaler,
-        parameter="embedding.weight", max_grad_norm=0.05,
-    ) as recorder:  # fmt: skip
-        for both in (False, True, False):
-            loss = sum(p.float().square().sum() for p in narrow)
-            loss = loss + model.norm.weight.sum() if both else loss
-            scaler.scale(loss).backward()
-            recorder.observe(loss=loss)
-            scaler.unscale_(optimizer)
-            gradients.append(model.late.weight.grad.float().numpy().copy())
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    ds = open_run(tmp_path / "run.zarr")
-    found = ds.traj.parameter("late.weight").grad[1:].values
-    np.testing.assert_array_equal(found.reshape(3, 4, 4), gradients)
-    assert ds.grad_norm[1:].values.tolist() == norms
-    assert ds.grad_norm.native_dtype == "float32"
-    assert (ds.clip_coef[1:] < 1).all()

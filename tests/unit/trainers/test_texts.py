@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("pooch")
 from object_stores import web_server
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -52,25 +50,13 @@ def bird(**model: Any) -> Any:
     )
 
 
-def test_the_embedded_text_is_as_the_notebooks_saw_it() -> None:
-    text = embedded_text()
-    assert (len(text), len(set(text))) == (265_905, 77)
-    # Always the same bytes: others would change every recorded run.
-    assert hashlib.sha256(text).hexdigest().startswith("3472d1a5f05f323c")
+def test_the_embedded_text_and_ids_are_as_the_notebooks_saw_them() -> None:
+    """Always the same bytes: a stand-in that drifts would change every recorded run."""
+    assert hashlib.sha256(embedded_text()).hexdigest().startswith("3472d1a5f05f323c")
     corpus = load_corpus(preset("gatsby"))
     assert (corpus.counts() == 0).sum() == 51
     assert corpus.tokenizer == {"name": "ascii"}
-
-
-def test_the_embedded_ids_are_as_many_and_as_skewed() -> None:
     ids = id_stream(50_257, 30_590)
-    counts = np.bincount(ids, minlength=50_257)
-    assert (ids.size, np.count_nonzero(counts)) == (475_160, 30_590)
-    ranked = np.sort(counts)[::-1]
-    assert 0.02 < ranked[0] / ids.size < 0.06
-    ratios = ranked[[10, 100, 1000]] * (np.array([10, 100, 1000]) + 3.7)
-    assert ratios.max() / ratios.min() < 1.3  # Zipf: frequency times rank is level
-    # The same everywhere and always: a stand-in that drifts would change every recorded run.
     assert hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest().startswith("a8f37617c0af0c91")
     assert (np.bincount(id_stream(10_000, 6_301), minlength=10_000) == 0).sum() == 3_699
     assert id_stream(5, 5).size == 475_160
@@ -171,44 +157,27 @@ BOOK = (
 CLEAN = 'In my "younger" years--vulnerable ones--my father gave me\nsome advice: cafe.\n'
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address at which it is served."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    with web_server(folder) as (address, _):
-        yield folder, address
-
-
-def test_a_book_over_http(site: tuple[Path, str], cache: Path) -> None:
-    folder, address = site
-    (folder / "book.txt").write_bytes(BOOK.encode())
-    fetched = fetch("gatsby", source=f"{address}/book.txt")
-    assert fetched.path == cached("gatsby") == cache / "gatsby.txt"
-    assert fetched.path.read_text() == CLEAN
-    assert fetched.sha256 == hashlib.sha256(CLEAN.encode()).hexdigest()
-    assert json.loads((cache / "gatsby.json").read_text())["source"] == f"{address}/book.txt"
+def test_a_book_over_http_stays_when_another_download_fails(tmp_path: Path, cache: Path) -> None:
+    book = tmp_path / "site" / "book.txt"
+    book.parent.mkdir()
+    book.write_bytes(BOOK.encode())
+    assert fetch("gatsby", source=str(book)).size == len(CLEAN)
+    with web_server(book.parent) as (address, _):
+        fetched = fetch("gatsby", source=f"{address}/book.txt")
+        assert fetched.path == cached("gatsby") == cache / "gatsby.txt"
+        assert fetched.path.read_text() == CLEAN
+        assert fetched.sha256 == hashlib.sha256(CLEAN.encode()).hexdigest()
+        source = json.loads((cache / "gatsby.json").read_text())["source"]
+        assert source == f"{address}/book.txt"
+        with pytest.raises(CorpusError, match="cannot download"):
+            fetch("gatsby", source=f"{address}/nothing.txt")
+        with pytest.raises(CorpusError, match="expected 00; nothing was kept"):
+            fetch("gatsby", source=source, sha256="00")
+        book.write_text("<html>Not found, but politely</html>")
+        with pytest.raises(CorpusError, match="not a plain text of Project Gutenberg"):
+            fetch("gatsby", source=source)
     assert sorted(p.name for p in cache.iterdir()) == ["gatsby.json", "gatsby.txt"]
-
-
-def test_a_failed_download_keeps_what_was_there(site: tuple[Path, str], cache: Path) -> None:
-    folder, address = site
-    (folder / "book.txt").write_bytes(BOOK.encode())
-    fetch("gatsby", source=f"{address}/book.txt")
-    with pytest.raises(CorpusError, match="cannot download"):
-        fetch("gatsby", source=f"{address}/nothing.txt")
-    with pytest.raises(CorpusError, match="expected 00; nothing was kept"):
-        fetch("gatsby", source=f"{address}/book.txt", sha256="00")
-    (folder / "book.txt").write_text("<html>Not found, but politely</html>")
-    with pytest.raises(CorpusError, match="not a plain text of Project Gutenberg"):
-        fetch("gatsby", source=f"{address}/book.txt")
     assert (cache / "gatsby.txt").read_text() == CLEAN
-
-
-def test_a_book_from_disk(tmp_path: Path) -> None:
-    file = tmp_path / "book.txt"
-    file.write_bytes(BOOK.encode())
-    assert fetch("gatsby", source=str(file)).size == len(CLEAN)
     with pytest.raises(CorpusError, match="characters without an ASCII form here: ☃"):
         clean_book(BOOK.replace("advice", "☃"))
 
@@ -216,7 +185,6 @@ def test_a_book_from_disk(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_two_mebibytes_of_a_data_set(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     folder = tmp_path / "web"
     folder.mkdir()
     document = "Ünïcode words, and more of them. " * 40
@@ -227,10 +195,9 @@ def test_two_mebibytes_of_a_data_set(tmp_path: Path) -> None:
     data = fetched.path.read_bytes()
     assert 2_097_149 < len(data) <= 2_097_152
     assert data.decode().startswith(f"0: {document}\n1: ")
-    with pytest.raises(CorpusError, match="cannot read the data set"):
-        fetch("fineweb", source=str(tmp_path / "nowhere"))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not SHARED.exists(), reason="the real tokenizer is not at hand")
 def test_a_tokenizer_from_disk_and_its_hash() -> None:
     fetched = fetch("gpt2", source=str(SHARED / "gpt2"))
@@ -243,11 +210,15 @@ def test_a_tokenizer_from_disk_and_its_hash() -> None:
     assert again.sha256 == fetched.sha256
 
 
-def test_names_that_cannot_be_fetched() -> None:
+def test_what_cannot_be_fetched() -> None:
     with pytest.raises(InvalidArgument, match="choose from gatsby, fineweb, gpt2"):
         fetch("llama")
-    with pytest.raises(CorpusError, match="cannot get the tokenizer"):
-        fetch("gpt2", source="/nowhere/at/all")
+    for name, message in (
+        ("gpt2", "cannot get the tokenizer"),
+        ("fineweb", "cannot read the data"),
+    ):
+        with pytest.raises(CorpusError, match=message):
+            fetch(name, source="/nowhere/at/all")
 
 
 @pytest.mark.parametrize("name", ["gatsby", "gpt2", "fineweb"])

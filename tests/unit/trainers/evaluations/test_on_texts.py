@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from bits_and_calls import Cli
 from no_float64 import on_mps
 from trainings import OwnModel, gpt2
 
@@ -167,11 +168,18 @@ def test_the_last_depth_of_the_lens_is_the_output(recorded: Any, last_model: Any
     assert texts[0, 0] == names[first]
 
 
-def test_generation_is_that_of_transformers(recorded: Any, last_model: Any) -> None:
+def test_generation_is_that_of_transformers(
+    recorded: Any, last_model: Any, trajstore_cli: Cli, tmp_path: Path
+) -> None:
     found = generation(recorded.path, "th", length=6)(last_model, 6)["generation"]
     ids = torch.tensor([[*b"th"]])
     expected = last_model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
     assert found == bytes(expected[0, 2:].tolist()).decode()
+    how = ("--prompt", "th", "--length", 6, "--every", 3, "-o", tmp_path / "texts.zarr")
+    said = trajstore_cli("evaluate", recorded.path, "generation", *how).output
+    assert "generation of 3 steps, 3 of them new" in " ".join(said.split())
+    texts = xr.open_zarr(tmp_path / "texts.zarr").generation
+    assert (texts.step.values.tolist(), texts.values[-1]) == ([0, 3, 6], found)
 
 
 def test_texts_prompts_and_models_that_cannot_be_evaluated(

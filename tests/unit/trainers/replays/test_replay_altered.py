@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from altered_runs import change_attributes, flip, flipped
-from trainings import HIDDEN, VOCAB, scaled_run, tiny_run
+from trainings import VOCAB, scaled_run, tiny_run
 
 from trajstore.trainers import replay
 from trajstore.trainers.rounded_optimizer import RoundedAdamW
@@ -53,20 +53,19 @@ def test_an_altered_value_of_other_types(dtype: Any, tmp_path: Path) -> None:
     assert named(replay(path).findings[0])[1:4] == ("W", 7, 3)
 
 
-@pytest.mark.parametrize(("variable", "row", "step"), [("W", 0, 1), ("grad", 9, 9)])
-def test_an_altered_input_shows_in_its_step(
-    variable: str, row: int, step: int, recorded: Path
+@pytest.mark.parametrize(
+    ("variable", "where", "step"), [("W", (0, 3, 1), 1), ("grad", (9, 3, 1), 9), ("lr", (5,), 5)]
+)
+def test_an_altered_input_shows_in_its_step_alone(
+    variable: str, where: tuple[int, ...], step: int, recorded: Path
 ) -> None:
-    with flipped(recorded, variable, (row, 3, 1), 12):
+    with flipped(recorded, variable, where, 50 if variable == "lr" else 12):
         (finding,) = replay(recorded).findings
-    assert (finding.kind, finding.step, finding.token, finding.hidden) == ("mismatch", step, 3, 1)
-
-
-def test_an_altered_rate_concerns_its_step_alone(recorded: Path) -> None:
-    with flipped(recorded, "lr", (5,), 50):
-        (finding,) = replay(recorded).findings
-    assert (finding.kind, finding.step) == ("mismatch", 5)
-    assert finding.tokens > VOCAB // 2
+    assert (finding.kind, finding.step) == ("mismatch", step)
+    if variable == "lr":
+        assert finding.values > finding.tokens > VOCAB // 2
+    else:
+        assert (finding.token, finding.hidden) == (3, 1)
 
 
 def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
@@ -77,23 +76,6 @@ def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
     (gap,) = result.unreplayed
     assert (gap.first, gap.last) == (5, 5)
     assert "its learning rate is too large" in gap.reason
-
-
-@pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
-def test_a_seam_is_named_once(tier: str, tmp_path: Path) -> None:
-    def stitch(model: Any, number: int) -> None:
-        if number == 4:
-            with torch.no_grad():
-                model.embedding.weight.mul_(1.01)
-
-    path = tiny_run(tmp_path / "run.zarr", between=stitch, variables=tier)
-    change_attributes(path, lambda root: root.update(notes=[]))  # as if no recorder had seen it
-    result = replay(path)
-    (finding,) = result.findings
-    assert (finding.kind, finding.variable, finding.step) == ("mismatch", "W", 6)
-    assert finding.tokens == VOCAB
-    assert finding.values > 0.9 * VOCAB * HIDDEN
-    assert result.variables["W"].ulps > 100
 
 
 def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: Path) -> None:
@@ -165,15 +147,6 @@ def test_an_altered_array_accounts_for_what_is_made_of_it(summarized: Path) -> N
     assert [finding.kind for finding in found.findings] == ["mismatch", "mismatch"]
 
 
-def test_a_gradient_that_is_rounded_away_shows_in_its_length(summarized: Path) -> None:
-    # Tokens that never occur have gradients that Adam's epsilon swallows; any step sees the rest.
-    with flipped(summarized, "grad", (5, 1, 2), 0):
-        found = replay(summarized)
-    assert not found.clean
-    assert found.findings[0].step == 5
-    assert found.variables["grad_token_norm"].differing == 1
-
-
 @pytest.mark.parametrize("name", ["clip_coef", "grad_norm"])
 def test_clipping_is_held_against_the_norm(name: str, summarized: Path) -> None:
     with flipped(summarized, name, (4,), 5):
@@ -210,10 +183,6 @@ def test_settings_that_are_lost_or_changed_are_reported(tmp_path: Path) -> None:
     for change, reason in (
         (lambda root: root["recording"].pop("vocabulary"),
          "number of tokens of the parameter is not recorded"),
-        (lambda root: settings(root).pop("state_dtype"),
-         "does not record the optimizer's state_dtype"),
-        (lambda root: settings(root).update(state_dtype="int8"),
-         "state_dtype is 'int8', expected one of"),
         (lambda root: settings(root).update(state_dtype="bfloat16"),
          "exp_avg is float32, but the recorded optimizer keeps it in bfloat16"),
     ):  # fmt: skip

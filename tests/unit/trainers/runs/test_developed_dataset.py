@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import xarray as xr
-
-pytest.importorskip("transformers")
 from altered_runs import change_attributes, rewrite
 from damage import flip
 from process_group import processes

@@ -148,13 +148,19 @@ def listed(path: Path) -> list[tuple[int, int]]:
     return [(entry["step"], entry["config"]["training"]["steps"]) for entry in segments]
 
 
-def test_the_configuration_of_each_segment_is_recorded(extended: Path) -> None:
+def test_the_configuration_of_each_segment_is_recorded_and_cut_with_the_run(
+    extended: Path, text: Path, tmp_path: Path
+) -> None:
     assert listed(extended) == [(0, 3), (3, 5), (5, 7)]
     assert recorded_config(extended).training.steps == 7
-    assert [recorded_config(extended, after=step).training.steps for step in (0, 2, 3, 5)] == [
-        3, 3, 5, 7,
-    ]  # fmt: skip
+    of_steps = [recorded_config(extended, after=step).training.steps for step in (0, 2, 3, 5)]
+    assert of_steps == [3, 3, 5, 7]
     assert verify(extended).clean
+    path = Path(shutil.copytree(extended, tmp_path / "run.zarr"))
+    RunWriter.resume(path, rows=5).close("interrupted")
+    extend(path, 6, corpus=text)
+    assert listed(path) == [(0, 3), (3, 5), (4, 6)]
+    same_values(extended, path, until=4)
 
 
 def test_a_fork_repeats_every_segment_until_there(
@@ -168,16 +174,6 @@ def test_a_fork_repeats_every_segment_until_there(
     assert listed(other) == [(0, 3), (3, 5), (4, 5)]
     assert any("for as many, give training.steps=7" in note for note in notes)
     assert verify(other).clean
-
-
-def test_a_run_that_is_cut_keeps_only_what_holds(
-    extended: Path, text: Path, tmp_path: Path
-) -> None:
-    path = Path(shutil.copytree(extended, tmp_path / "run.zarr"))
-    RunWriter.resume(path, rows=5).close("interrupted")
-    extend(path, 6, corpus=text)
-    assert listed(path) == [(0, 3), (3, 5), (4, 6)]
-    same_values(extended, path, until=4)
 
 
 def test_where_training_again_differs_the_fork_has_what_was_trained(
