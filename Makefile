@@ -47,6 +47,15 @@ fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each 
 	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_damaged_runs.py -k metadata_are_errors
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
 
+.PHONY: loops
+loops: .venv  ## Judge recordings of 601 training loops, and of 1,000 random ones; minutes
+	TRAJSTORE_LOOPS=1000 $(BIN)/python -m pytest -q -m '' tests/loops
+
+.PHONY: states
+states: .venv  ## Compare states at four steps, and replays of each optimizer in each form of a run; minutes
+	TRAJSTORE_STATES=4 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_states.py \
+		tests/property/test_optimizer_steps.py
+
 .PHONY: objects
 objects: .venv  ## Record 1,000 steps of Gatsby to S3 on loopback with faults; kill, resume, verify
 	TRAJSTORE_OBJECTS=1000 $(BIN)/python -m pytest -q -s -m '' tests/integration/test_object_stores.py -k survives_its_death

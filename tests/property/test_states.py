@@ -3,12 +3,15 @@
 A state stands in a [C]heckpoint, a [K]eyframe, a [R]ow of everything, or nowhere: then [T]raining
 from the start reaches it again. A dot is a cell that cannot be; the short tests have those in
 capitals, and share few straight runs.
+
+``TRAJSTORE_STATES=4`` tries each cell at up to so many steps instead of one (`make states`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -84,13 +87,16 @@ LOOPS: dict[str, type[Loop]] = {
 }  # fmt: skip
 
 
+DRAWS = int(os.environ.get("TRAJSTORE_STATES", "1"))
+
+
 def cells() -> list[Any]:
-    """The valid cells, each with two steps; of the short ones, the first."""
+    """The valid cells, each with one step or more; of the short ones, the first."""
     found = []
     for line in TABLE.strip().splitlines()[1:]:
         program, door, *letters = line.split()
         for (column, _), letter in zip(itertools.product(LOOPS, range(4)), letters, strict=True):
-            for draw in range(2 if letter != "." else 0):
+            for draw in range(DRAWS if letter != "." else 0):
                 marks = [] if letter.isupper() and not draw else [pytest.mark.nightly]
                 cell = (program, door, letter.upper(), column, draw)
                 found.append(pytest.param(*cell, marks=marks, id="-".join(map(str, cell))))
@@ -293,7 +299,7 @@ def test_a_state_is_that_of_the_straight_run(
     # Of float16, 1, 4 and 5 are skipped; a run that stops before a step is taken does not exist.
     steps: Sequence[int] = range(1 + (column == SCALED and door == "resume"), STEPS - 1)
     if door == "develop" and column != SCALED:
-        steps = ((4,), (0, STEPS))[draw]
+        steps = (0, 4, STEPS)
     step = random.Random(f"{program}{door}{source}{column}{draw}").choice(steps)
     kind: Callable[..., Any] = Preset if program == "preset" else Program
     getattr(kind(straight, source, column, tmp_path), door.replace("-", "_"))(step)
