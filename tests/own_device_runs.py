@@ -1,8 +1,8 @@
-"""Recordings on an accelerator of our own, in a process that is one branch of the recorder.
+"""Recordings on an accelerator of our own, one process for each branch of the recorder.
 
-``python tests/own_device_runs.py BRANCH FOLDER`` compares the rows with copies that the training
-made. It prints as JSON how often each configuration waited for the device in a step, more than
-without the recorder, and the bytes of the device and of pinned memory that are left.
+``python tests/own_device_runs.py FOLDER`` compares the rows with copies that the training made.
+BRANCH.json in the folder then tells how often each configuration waited for the device in a step,
+more than without the recorder, and the bytes of the device and of pinned memory that are left.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import own_device
 import torch
 
+BRANCHES = ("plain", "cuda", "mps")
 STEPS, WARM, RESTORED = 6, 3, 4
 SMALL_NORM = 0.05
 EVERYTHING = {"variables": "everything"}
@@ -183,7 +185,7 @@ def keep_state(lists: Any, model: Any, optimizer: Any, options: dict[str, Any]) 
         lists.add(params=torch.cat(others))
 
 
-def main(branch: str, folder: Path) -> None:
+def measure(branch: str, folder: Path) -> None:
     device = own_device.load()
     if branch != "plain":
         own_device.run_branch(branch)
@@ -204,15 +206,28 @@ def main(branch: str, folder: Path) -> None:
     for name, settings in CONFIGURATIONS.items():
         if branch == "mps" and "scaled" in settings:
             continue  # torch's GradScaler itself needs float64
-        print(name, file=sys.stderr)
+        print(branch, name, file=sys.stderr)
         gc.collect()
         before = device.device_bytes(), device.pinned_bytes()
         waits = waits_of(folder / f"{branch} {name}.zarr", **settings)
         gc.collect()
         left = device.device_bytes() - before[0], device.pinned_bytes() - before[1]
         results[name] = [waits, *left]
-    print(json.dumps(results))
+    (folder / f"{branch}.json").write_text(json.dumps(results))
+
+
+def main(folder: Path) -> None:
+    """Measure the branches: a process can have one such device, and one of these recorders."""
+    from transformers import Trainer  # noqa: F401 – for seconds, and once
+
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=measure, args=(branch, folder)) for branch in BRANCHES]
+    for process in processes:  # the first builds the device, and the others wait for it
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
