@@ -36,10 +36,13 @@ SIZES = [
     f"training.steps={STEPS}",
     "recording.block_rows=4",
 ]
-CHECKPOINTS = ["recording.checkpoint_every=4", "recording.commit_every=0"]
 BY_TIME = ["recording.commit_every=0.001"]
 EVERYTHING = ["recording.variables=['everything']", "recording.commit_every=0"]
-COMPACT = [*CHECKPOINTS, "recording.encoding=compact"]
+COMPACT = [
+    "recording.checkpoint_every=4",
+    "recording.commit_every=0",
+    "recording.encoding=compact",
+]
 SEEDS = int(os.environ.get("TRAJSTORE_KILLS", "1"))
 TIMES = 4 if "TRAJSTORE_KILLS" in os.environ else 2  # that one training is killed
 TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
@@ -105,13 +108,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ("preset", "changes"),
     # One preset trains with the Trainer, the other in a loop of ours.
     [
-        ("gatsby", CHECKPOINTS),
         ("gatsby", COMPACT),
         ("gatsby", []),
         ("gatsby-adam", BY_TIME),
         ("gatsby-adam", EVERYTHING),
     ],
-    ids=["by steps", "compact", "without checkpoints", "by time", "from the last row"],
+    ids=["by steps, compact", "without checkpoints", "by time", "from the last row"],
 )
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_killed_training_ends_as_if_it_had_not_been(

@@ -54,14 +54,14 @@ from trajstore.trainers import (
 TABLE = """
                   plain    micro-batches  scaled or autocast  two optimizers
 preset   resume   C k r t  c k R t        c K r t             . . . .
-preset   fork     c k r T  c k R t        c K r t             . . . .
+preset   fork     c k r T  c k R t        c k r t             . . . .
 preset   restore  . k r .  . K r .        . k r .             . . . .
 preset   develop  . k . .  . K . .        . k . .             . . . .
 preset   prove    . k r .  . k R .        . k r .             . . . .
-preset   what-if  c k r T  c k r t        c K r t             . . . .
+preset   what-if  c k r T  c k r t        c k r t             . . . .
 loop     resume   . K r .  . k R .        . . . .             . K r .
-loop     restore  . k r .  . k R .        . K r .             . K r .
-loop     develop  . K . .  . k . .        . K . .             . K . .
+loop     restore  . k r .  . k R .        . K r .             . k r .
+loop     develop  . K . .  . k . .        . K . .             . k . .
 loop     what-if  . k r t  . k R t        . k r t             . K r t
 """
 """Why the others cannot be: a preset has one optimizer, and no dropout (the loops have). `restore`,
