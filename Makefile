@@ -49,6 +49,15 @@ fuzz: $(READY)  ## Import 100,000 damaged files, open 5,000 damaged runs with ea
 	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_damaged_runs.py -k metadata_are_errors
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange.py
 
+.PHONY: loops
+loops: $(READY)  ## Judge recordings of 601 training loops, and of 1,000 random ones; minutes
+	TRAJSTORE_LOOPS=1000 $(BIN)/python -m pytest -q -m '' tests/loops
+
+.PHONY: states
+states: $(READY)  ## Compare states at four steps, and replays of each optimizer in each form of a run; minutes
+	TRAJSTORE_STATES=4 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_states.py \
+		tests/property/test_optimizer_steps.py
+
 .PHONY: browser
 browser: $(READY)  ## Test the page of `trajstore explore` in Chromium, as `chromium`
 	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/unit/analysis/exploring -k browser

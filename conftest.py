@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -15,6 +16,9 @@ import pytest
 
 # Figures are drawn without a screen. Set later, matplotlib would close those of other tests.
 os.environ["MPLBACKEND"] = "agg"
+
+# Until all tests are collected: looking through all that is imported takes seconds.
+gc.disable()
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -49,6 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _imports_torch(path: Path) -> bool:
     in_tests = path.suffix == ".py" and path.is_relative_to(Path(__file__).parent / "tests")
     return in_tests and TORCH.search(path.read_text()) is not None
+
+
+def pytest_collection_finish() -> None:
+    """Hide imports from the garbage collector, which every Trainer calls at its start."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shutil
 import signal
@@ -38,16 +37,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """Choose the same products on every processor, and hide imports from the garbage collector.
-
-    Every Trainer calls it at its start.
-    """
+    """Choose the same products on every processor."""
     if "torch" in sys.modules:
         from trajstore.trainers import matrix_products
 
         matrix_products.native_is_slow = lambda kind: False
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

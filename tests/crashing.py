@@ -30,6 +30,10 @@ COMPACT_TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "lr": 
 SGD = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
 
 
+_PAUSE = 0.01 if "TRAJSTORE_KILLS" in os.environ else 0.05
+"""Seconds between two looks of a reader."""
+
+
 def encoding_of(path: Any) -> str:
     """Encoding of a new run."""
     return "compact" if path.name.endswith("compact.zarr") else "delta"
@@ -151,7 +155,7 @@ def poll(
     opens = most = 0
     cut = False
     while not problems:
-        last_look = stop.wait(0.01)  # and leave the processor to the writer
+        last_look = stop.wait(_PAUSE)  # and leave the processor to the writer
         if path.exists():
             folder = path.stat().st_ino
             try:

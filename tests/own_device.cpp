@@ -37,7 +37,7 @@ constexpr size_t kArena = size_t(4) << 30;
 constexpr int kPoison = 0xFB;  // NaN, or a large number, in each type of floating-point numbers
 
 std::atomic<bool> refuses_float64{false};
-std::atomic<int> longest_delay_us[2]{200, 200};  // of the first stream, and of the others
+constexpr unsigned kLongestDelay = 200;  // microseconds
 std::atomic<int64_t> waits{0}, device_bytes{0}, pinned_bytes{0};
 thread_local c10::StreamId current = 0;
 thread_local bool in_kernel = false;
@@ -65,7 +65,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 
 class Worker {
  public:
-  explicit Worker(unsigned id) : id_(id), random_(id) { std::thread([this] { run(); }).detach(); }
+  explicit Worker(unsigned id) : random_(id) { std::thread([this] { run(); }).detach(); }
 
   void add(std::function<void()> work) {
     { std::lock_guard<std::mutex> lock(mutex_); work_.push_back(std::move(work)); }
@@ -88,14 +88,12 @@ class Worker {
         work = std::move(work_.front());
         work_.pop_front();
       }
-      const int longest = longest_delay_us[id_ > 0];
-      if (longest > 0 && random_() % 4 == 0)
-        std::this_thread::sleep_for(std::chrono::microseconds(random_() % longest));
+      if (random_() % 4 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(random_() % kLongestDelay));
       work();
     }
   }
 
-  const unsigned id_;
   std::mt19937 random_;
   std::mutex mutex_;
   std::condition_variable added_;
@@ -443,7 +441,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kOwn, &device_memory());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("refuse_float64", [](bool value) { refuses_float64 = value; });
-  m.def("longest_delay_of_others", [](int microseconds) { longest_delay_us[1] = microseconds; });
   m.def("waits", [] { return waits.load(); });
   m.def("device_bytes", [] { return device_bytes.load(); });
   m.def("pinned_bytes", [] { return pinned_bytes.load(); });

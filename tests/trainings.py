@@ -140,7 +140,7 @@ class Lists:
         ds = xr.open_zarr(path, chunks=None)
         for name, rows in self.rows.items():
             wide = torch.float64 if rows[-1].dtype == torch.float64 else torch.float32
-            kept = torch.stack([row.to(wide) for row in rows]).numpy()
+            kept = torch.stack([row.to(wide) for row in rows]).cpu().numpy()
             stored = ds[name].values[-len(rows) :]
             unsigned = f"u{kept.itemsize}"
             both_nan = np.isnan(kept) & np.isnan(stored)

@@ -1,6 +1,6 @@
 """Damage of any kind: `verify` notices it or it changes nothing, and no command fails unnamed.
 
-`make flips` flips 300 bits instead of 60. ``TRAJSTORE_METADATA=5000`` tries that many runs with
+`make flips` flips 300 bits instead of 30. ``TRAJSTORE_METADATA=5000`` tries that many runs with
 damaged metadata files with each command instead of a few; with ``pytest -s`` each prints what came
 of it, as in ``benchmarks/results/metadata-fuzz.md``.
 """
@@ -56,7 +56,7 @@ from trajstore.codec.computed_rows import cache as computed
 from trajstore.errors import TrajstoreError
 from trajstore.store.writing.create import annotate_run
 
-FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "60"))
+FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "30"))
 
 
 def kinds(run: Path) -> dict[str, list[Path]]:
@@ -350,7 +350,7 @@ def damage_metadata(run: Path, rng: random.Random) -> None:
 
 # Commands that are tried on damaged metadata files; in a process of its own, for its memory.
 
-TRIES = int(os.environ.get("TRAJSTORE_METADATA", "40"))
+TRIES = int(os.environ.get("TRAJSTORE_METADATA", "20"))
 MOST_SECONDS = 10
 MOST_MEMORY = 100 << 20
 MOST_SPACE = 3 << 30

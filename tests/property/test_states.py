@@ -3,12 +3,15 @@
 A state stands in a [C]heckpoint, a [K]eyframe, a [R]ow of everything, or nowhere: then [T]raining
 from the start reaches it again. A dot is a cell that cannot be; the short tests have those in
 capitals, and share few straight runs.
+
+``TRAJSTORE_STATES=4`` tries each cell at up to so many steps instead of one (`make states`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -51,14 +54,14 @@ from trajstore.trainers import (
 TABLE = """
                   plain    micro-batches  scaled or autocast  two optimizers
 preset   resume   C k r t  c k R t        c K r t             . . . .
-preset   fork     c k r T  c k R t        c K r t             . . . .
+preset   fork     c k r T  c k R t        c k r t             . . . .
 preset   restore  . k r .  . K r .        . k r .             . . . .
 preset   develop  . k . .  . K . .        . k . .             . . . .
 preset   prove    . k r .  . k R .        . k r .             . . . .
-preset   what-if  c k r T  c k r t        c K r t             . . . .
+preset   what-if  c k r T  c k r t        c k r t             . . . .
 loop     resume   . K r .  . k R .        . . . .             . K r .
-loop     restore  . k r .  . k R .        . K r .             . K r .
-loop     develop  . K . .  . k . .        . K . .             . K . .
+loop     restore  . k r .  . k R .        . K r .             . k r .
+loop     develop  . K . .  . k . .        . K . .             . k . .
 loop     what-if  . k r t  . k R t        . k r t             . K r t
 """
 """Why the others cannot be: a preset has one optimizer, and no dropout (the loops have). `restore`,
@@ -84,13 +87,16 @@ LOOPS: dict[str, type[Loop]] = {
 }  # fmt: skip
 
 
+DRAWS = int(os.environ.get("TRAJSTORE_STATES", "1"))
+
+
 def cells() -> list[Any]:
-    """The valid cells, each with two steps; of the short ones, the first."""
+    """The valid cells, each with one step or more; of the short ones, the first."""
     found = []
     for line in TABLE.strip().splitlines()[1:]:
         program, door, *letters = line.split()
         for (column, _), letter in zip(itertools.product(LOOPS, range(4)), letters, strict=True):
-            for draw in range(2 if letter != "." else 0):
+            for draw in range(DRAWS if letter != "." else 0):
                 marks = [] if letter.isupper() and not draw else [pytest.mark.nightly]
                 cell = (program, door, letter.upper(), column, draw)
                 found.append(pytest.param(*cell, marks=marks, id="-".join(map(str, cell))))
@@ -293,7 +299,7 @@ def test_a_state_is_that_of_the_straight_run(
     # Of float16, 1, 4 and 5 are skipped; a run that stops before a step is taken does not exist.
     steps: Sequence[int] = range(1 + (column == SCALED and door == "resume"), STEPS - 1)
     if door == "develop" and column != SCALED:
-        steps = ((4,), (0, STEPS))[draw]
+        steps = (0, 4, STEPS)
     step = random.Random(f"{program}{door}{source}{column}{draw}").choice(steps)
     kind: Callable[..., Any] = Preset if program == "preset" else Program
     getattr(kind(straight, source, column, tmp_path), door.replace("-", "_"))(step)

@@ -252,7 +252,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     sources = ["".join(cell["source"]) for cell in cells]
     printed = '"training.steps=300"'
     assert printed in sources[0]
-    smaller = f'{printed}, "model.context=16", "training.batch_size=4"'
+    narrow = '"model.hidden=8", "model.layers=1", "model.context=16", "training.batch_size=4"'
+    smaller = f"{printed}, {narrow}"
     sources[0] = sources[0].replace(printed, smaller)
     names: dict[str, object] = {"__name__": "__main__"}
     for cell, source in zip(cells, sources, strict=True):

@@ -300,6 +300,12 @@ _NUMERIC = (
 """Facts on which the bits of a training run depend."""
 
 
+@functools.cache  # reading them takes as long as some steps
+def _versions() -> dict[str, str]:
+    """Versions of the optional packages that are installed."""
+    return {name: found for name in _OPTIONAL if (found := version_of(name))}
+
+
 def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return versions, machine, seed of torch's generator, and text.
 
@@ -313,7 +319,7 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: found for name in _OPTIONAL if (found := version_of(name))},
+        **_versions(),
         "zarr": zarr.__version__,
         "trajstore": __version__,
         "platform": platform.platform(),

@@ -62,7 +62,7 @@ def together(run):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ALONE[::4])
 def test_a_figure_shows_the_same_alone_and_with_all(name, run, together):
     assert sheet([run], name).data[name][0].identical(together.data[name][0])
 

@@ -215,7 +215,7 @@ def test_runs_that_cannot_be_developed(straight: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly  # a page of the documentation runs such code
-@pytest.mark.parametrize("kind", [Accumulated, Scaled, Pair])
+@pytest.mark.parametrize("kind", [Scaled, Pair])
 def test_an_own_loop_is_developed_with_a_new_model(kind: type[Loop], tmp_path: Path) -> None:
     def build() -> tuple[Any, ...]:
         loop = kind()
