@@ -47,10 +47,14 @@ def main() -> None:
     options = parser.parse_args()
     listed: list[Fault] = tomllib.loads(LIST.read_text())["fault"]
     faults = [fault for fault in listed if options.only in fault["name"] + fault["file"]]
+    if not faults:
+        sys.exit(f"--only: no name or file of a fault holds {options.only!r}; see {LIST.name}")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         copies = [_copy(Path(folder, str(number))) for number in range(options.jobs)]
         for fault in faults:
             _text_with(fault, copies[0])
+        if problem := _failures(["--collect-only", "-m", ""], copies[0], options.limit):
+            sys.exit(f"without a fault the tests cannot be collected:\n{problem[0]}")
         free: queue.Queue[Path] = queue.Queue()
         for copy in copies:
             free.put(copy)
