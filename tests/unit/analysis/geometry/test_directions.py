@@ -170,6 +170,7 @@ def test_pca(form: xr.Dataset, basis: str | int, population: str) -> None:
     np.testing.assert_allclose(got.basis_mean, vectors.mean(0), rtol=1e-12)
     basis_product = got.basis @ got.basis.T.rename(component="other")
     np.testing.assert_allclose(basis_product, np.eye(2), atol=1e-12)
+    assert (got.basis.max("hidden") >= -got.basis.min("hidden")).all(), "the largest is positive"
     scores = (W - vectors.mean(0)) @ got.basis.values.T
     np.testing.assert_allclose(got.scores, scores, rtol=1e-5, atol=1e-8)
     spread = (scores if basis == "all" else scores[[-1 if basis == "last" else 0]])[:, members]
