@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
+from drawn_figures import drawn, labels_of, notes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import StepPatch
 
@@ -20,18 +21,6 @@ from trajstore.analysis.figures.style import (
     REGIME_MEANINGS,
 )
 from trajstore.analysis.scan.scan import Scan
-
-
-def drawn(name, ds, **options):
-    return FIGURES[name](ds, Canvas().subplots(), **options)
-
-
-def notes(ax):
-    return ax.get_legend().get_title().get_text().replace("\n", " ")
-
-
-def labels_of(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 def check_lines(ax, *expected):
