@@ -16,7 +16,7 @@ import pytest
 import xarray as xr
 
 import trajstore.analysis.figures
-from trajstore import RunWriter, analysis, open_run, open_runs
+from trajstore import analysis, open_run
 from trajstore.analysis.accessor import Plots, TrajAccessor
 from trajstore.analysis.commands.plot import plot
 from trajstore.analysis.figures.figure import Drawing
@@ -117,40 +117,28 @@ def test_importing_analysis_does_not_import_zarr() -> None:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    rng = np.random.default_rng(1)
-    folder = tmp_path_factory.mktemp("runs")
-    for number, block_rows in enumerate((4, 3, 7)):
-        with RunWriter.create(
-            folder / f"{number}.zarr",
-            token=np.arange(6),
-            hidden=3,
-            variables={"W": "float32"},
-            is_dead=np.arange(6) < 2,
-            block_rows=block_rows,
-        ) as run:
-            for step in range(9):
-                run.append(step=step, W=rng.normal(size=(6, 3)).astype("float32"))
-    return open_runs(sorted(folder.iterdir()))
+def three(make_run) -> xr.Dataset:
+    rng, known = np.random.default_rng(1), {"native": "float32", "is_dead": np.arange(6) < 2}
+    runs = [
+        make_run(rng.normal(size=(9, 6, 3)).astype("f4"), chunks=(rows, 6, 3), **known)
+        for rows in (4, 3, 7)
+    ]
+    together = xr.concat(runs, "run", data_vars="all", coords="minimal", compat="override")
+    return together.assign_coords(run=["0", "1", "2"], token=np.arange(6))
 
 
-def test_against_its_definition_and_compare(three: xr.Dataset) -> None:
+def test_each_run_is_compared_with_the_first(three: xr.Dataset) -> None:
     got = analysis.divergence(three).compute()
-    W = three.W.values.astype("float64")
-    norms = np.sqrt(((W - W[0]) ** 2).sum(-1))
-    for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
-        part = got.sel(population=name)
-        expected = np.sqrt((norms[:, :, group] ** 2).sum(-1))
-        np.testing.assert_allclose(part.distance, expected, rtol=1e-13)
-        np.testing.assert_allclose(part.mean_distance, norms[:, :, group].mean(-1), rtol=1e-13)
-    first, second = each_run(three)[:2]
-    compared = analysis.compare(first, second).sel(variable="W")
-    whole = got.isel(run=1).sel(population="all")
-    np.testing.assert_allclose(whole.distance, compared.distance, rtol=1e-13)
-    assert whole.first_difference == compared.first_difference
+    first = each_run(three)[0]
+    for number, other in enumerate(each_run(three)):
+        found = got.isel(run=number, drop=True)
+        xr.testing.assert_equal(found, analysis.divergence(first, other).compute())
+        compared = analysis.compare(first, other).sel(variable="W")
+        distance = found.distance.sel(population="all")
+        np.testing.assert_allclose(distance, compared.distance, rtol=1e-13)
+        assert found.first_difference == compared.first_difference
     without = three.drop_vars("is_dead").traj.divergence()
     assert without.population.values.tolist() == ["all"]
-    assert analysis.divergence(first, first).first_difference == -1
 
 
 def test_two_runs_from_a_common_start(three: xr.Dataset) -> None:
@@ -172,10 +160,12 @@ def test_two_runs_from_a_common_start(three: xr.Dataset) -> None:
     before, after = one.W.values[1:], W[1:]
     differs = before.view("u4") != after.view("u4")
     square = (before.astype("f8") - after) ** 2
-    for name, group in {"dead": slice(0, 2), "live": slice(2, 6)}.items():
+    for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
         part = got.sel(population=name)
         distance = np.sqrt(square[:, group].sum((1, 2)))
         np.testing.assert_allclose(part.distance, distance, rtol=1e-13)
+        mean = np.sqrt(square[:, group].sum(2)).mean(1)
+        np.testing.assert_allclose(part.mean_distance, mean, rtol=1e-13)
         np.testing.assert_array_equal(part.differing, differs[:, group].mean((1, 2)))
     xr.testing.assert_identical(one.traj.divergence(other).compute(), got)
 

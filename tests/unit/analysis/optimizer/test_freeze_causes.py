@@ -59,6 +59,8 @@ def test_every_cause_is_found(story):
     expected[2, [2, 3, 4]] = "learning_rate"
     expected[4, [0, 2, 3, 4]] = "skipped"
     np.testing.assert_array_equal(found, expected)
+    after_a_gap = analysis.freeze_cause(story.isel(step=[0, 2, 3])).sel(token=6).values
+    assert names[after_a_gap].tolist() == ["unexplained", "learning_rate"]
 
 
 def test_what_moves_within_its_cell_is_below_cell(story):
@@ -83,12 +85,6 @@ def test_what_moves_within_its_cell_is_below_cell(story):
     assert (found[:, 2] == "below_cell").all()
     assert (found[:, 1] == "no_gradient").all()
     assert "below_cell" not in own
-
-
-def test_a_row_after_a_gap_cannot_be_explained(story):
-    names = np.array(analysis.CAUSES)
-    found = names[analysis.freeze_cause(story.isel(step=[0, 2, 3])).sel(token=6).values]
-    assert found.tolist() == ["unexplained", "learning_rate"]
 
 
 def test_moment_sizes_equal_a_plain_computation(make_run, walk):
@@ -212,10 +208,7 @@ def test_every_step_against_a_count_of_elements(run):
             expected = stays.mean() if known and not skipped else np.nan
             np.testing.assert_equal(found.values[row - 1, number], expected)
     assert 0 < found.sel(parameter="a").mean() < 1
-
-
-def test_steps_with_a_gap_are_unknown(run):
-    assert lost_by_parameter(run.isel(step=[0, 2]), [1]).isnull().all()
+    assert lost_by_parameter(run.isel(step=[0, 2]), [1]).isnull().all(), "after a gap"
 
 
 def test_the_summary_has_it_for_whole_runs_only(run):
