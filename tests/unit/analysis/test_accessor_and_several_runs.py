@@ -170,21 +170,6 @@ def test_two_runs_from_a_common_start(three: xr.Dataset) -> None:
     xr.testing.assert_identical(one.traj.divergence(other).compute(), got)
 
 
-def test_what_two_runs_must_share(three: xr.Dataset) -> None:
-    one, two = each_run(three)[:2]
-    for first, other, message in (
-        (three, one, "open all runs together"),
-        (one, None, r"open_runs\('runs"),
-        (one, two.isel(token=slice(0, 4)), "token has length 6 and 4"),
-        (one, two.assign_coords(is_dead=~two.is_dead), "different dead tokens"),
-        (one.isel(step=[0]), two.isel(step=[1]), "no common step"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            analysis.divergence(first, other)
-    with pytest.raises(VariableNotRecorded, match="W"):
-        three.drop_vars("W").traj.divergence()
-
-
 def test_the_results_are_those_of_each_run(three: xr.Dataset) -> None:
     one = each_run(three)[1].load()
     for name in ("freeze", "clusters"):
@@ -197,18 +182,6 @@ def test_the_results_are_those_of_each_run(three: xr.Dataset) -> None:
     xr.testing.assert_equal(got.load(), analysis.compute(one, names).load())
     bands = compute_named(three, ["speed"], by_population=True)
     assert bands["mean"].dims == ("run", "step", "population")
-
-
-def test_wrong_calls_with_several_runs_are_errors(three: xr.Dataset) -> None:
-    with pytest.raises(InvalidArgument, match="got several runs, expected one"):
-        analysis.speed(three)
-    with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
-        compute_named(three.isel(run=0), ["divergence"])
-    with pytest.raises(InvalidArgument, match="cannot be combined"):
-        compute_named(three, ["divergence", "speed"])
-    sizes = iter((3, 4, 5))
-    with pytest.raises(InvalidArgument, match="cannot be joined"):
-        three.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
 
 
 @pytest.fixture
@@ -297,17 +270,33 @@ def test_settings_that_differ_are_named(pair):
     assert analysis.compare(a, b).attrs["differing_settings"] == ["config.training.seed"]
 
 
-def test_mixed_runs_are_refused_with_what_differs(pair, make_run, walk):
-    a, b = pair
-    wider = make_run(walk(12, 6, 3)).assign_attrs(config={"model": {"hidden": 3}})
-    sizes = r"token has length 5 and 6; hidden has length 4 and 3; .* config.model.hidden"
-    for one, other, message in (
-        (a, wider, sizes),
-        (a, b.isel(token=slice(None, None, -1)), "4 of 5 ids along token differ"),
-        (a.isel(step=[0, 1]), b.isel(step=[5, 6]), "no common step"),
+def test_wrong_calls_with_several_runs_are_errors(three: xr.Dataset) -> None:
+    one, two = each_run(three)[:2]
+    wider = two.isel(token=slice(0, 5), hidden=[0]).assign_attrs(config={"model": {"hidden": 1}})
+    sizes = r"token has length 6 and 5; hidden has length 3 and 1; .* config.model.hidden"
+    turned, other_dead = (
+        two.isel(token=slice(None, None, -1)),
+        two.assign_coords(is_dead=~two.is_dead),
+    )
+    differing = iter((3, 4, 5))
+    for function, arguments, message in (
+        (analysis.divergence, (three, one), "open all runs together"),
+        (analysis.divergence, (one,), r"open_runs\('runs"),
+        (analysis.divergence, (one, two.isel(token=slice(0, 4))), "token has length 6 and 4"),
+        (analysis.divergence, (one, other_dead), "different dead tokens"),
+        (analysis.divergence, (one.isel(step=[0]), two.isel(step=[1])), "no common step"),
+        (analysis.compare, (one, wider), sizes),
+        (analysis.compare, (one, turned), "6 of 6 ids along token differ"),
+        (analysis.compare, (one.isel(step=[0, 1]), two.isel(step=[5, 6])), "no common step"),
+        (analysis.speed, (three,), "got several runs, expected one"),
+        (compute_named, (one, ["divergence"]), "got one run for divergence, expected several"),
+        (compute_named, (three, ["divergence", "speed"]), "cannot be combined"),
+        (three.traj.over_runs, (lambda run: run.step[: next(differing)],), "cannot be joined"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            analysis.compare(one, other)
+            function(*arguments)
+    with pytest.raises(VariableNotRecorded, match="W"):
+        three.drop_vars("W").traj.divergence()
 
 
 def test_runs_of_two_types_differ_in_either_order(pair):
