@@ -290,6 +290,8 @@ COUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": False}
         ("exact_moments", of_later_rows(without("exp_avg")), "step 5.*exp_avg is not recorded.*0"),
         ("exact_moments", of_later_rows(without("W"), with_optimizer("Adam", **COUPLED)), "res W"),
         ("moment_error adam_update", without("exp_avg_sq"), r"exp_avg_sq.*variables='matrix'"),
+        ("moment_plane", without("exp_avg"), "exp_avg"),
+        ("moment_plane", with_optimizer("AdamW", amsgrad=True), "amsgrad"),
         ("adam_update", lambda ds: ds.drop_attrs(), "attribute optimizer"),
         ("adam_update", with_optimizer("torch.optim.sgd.SGD"), r"sgd\.SGD.*RoundedAdamW"),
         ("adam_update", lambda ds: ds.assign_attrs(optimizer=BARE), "'Adam' lack betas, "),
