@@ -209,17 +209,12 @@ def test_where_runs_part_and_how_far_they_go(pair):
 
 
 def test_bits_count_not_values(make_run):
-    a = np.array([0x0000, 0x7FC0, 0x7F80, 0x3F80], np.uint16).reshape(1, 1, 4)
-    same = analysis.compare(make_run(a), make_run(a.copy())).compute()
-    assert same.first_difference.item() == -1
-    assert same.distance.item() == 0
-    zero, payload = a.copy(), a.copy()
-    zero[0, 0, 0] = 0x8000
-    payload[0, 0, 1] = 0x7FC1
-    assert analysis.compare(make_run(a), make_run(zero)).first_difference == 0
-    different = analysis.compare(make_run(a), make_run(payload))
-    assert different.first_difference == 0
-    assert np.isnan(different.distance).all()
+    a = np.array([[[0x0000, 0x7FC0, 0x7F80, 0x3F80]]], np.uint16)
+    zero, payload = [0x8000, 0, 0, 0], [0, 1, 0, 0]
+    for flipped, first, distance in ((0, -1, 0), (zero, 0, 0), (payload, 0, np.nan)):
+        got = analysis.compare(make_run(a), make_run(a ^ np.uint16(flipped))).compute()
+        assert got.first_difference.item() == first
+        np.testing.assert_equal(got.distance.item(), distance)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -239,10 +234,9 @@ def test_nan_in_the_first_row_of_a_later_run_is_no_difference(pair, swapped):
 def test_the_first_step_at_which_losses_differ_by_more_than_a_fraction(pair):
     a, b = pair
     b = b.assign(loss=a.loss * xr.where(b.step < 6, 1.005, 1.02))
-    assert analysis.compare(a, b, over=0.01).first_over == 6
-    assert analysis.compare(a, b, over=0.001).first_over == 1
-    got = analysis.compare(a, b, over=0.05)
-    assert got.first_over == -1
+    for over, first in ((0.01, 6), (0.001, 1), (0.05, -1)):
+        got = analysis.compare(a, b, over=over)
+        assert got.first_over == first
     assert np.isnan(got.loss_difference[0])
     np.testing.assert_allclose(got.loss_difference[6:], 0.02, rtol=1e-5)
     assert "loss_difference" not in analysis.compare(a, b)
