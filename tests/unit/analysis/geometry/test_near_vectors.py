@@ -272,12 +272,17 @@ def test_nearest_tokens(ds: xr.Dataset, k: int, population: str) -> None:
 
 def test_distances_of_many_and_of_those_that_products_cannot_tell_apart(make_run) -> None:
     rng = np.random.default_rng(1)
-    many = rng.permutation(np.cumsum(rng.integers(1, 9, 3000)))[:, None].astype(np.float64)
+    places = np.cumsum(rng.integers(1, 9, 3000)).astype(np.float64)
+    gaps = np.diff(places, prepend=-np.inf, append=np.inf)
+    order = rng.permutation(places.size)
     near = 1000 + rng.normal(0, 1e-9, (40, 4))
     near[0] = -1000  # the squares are large, and the mean is far away
-    for W in (many, near):
-        distances = analysis.nearest_distance(make_run(W[None], native="float64")).nearest_distance
-        np.testing.assert_allclose(distances[0], distances_by_hand(W), rtol=1e-12)
+    for W, expected in (
+        (places[order, None], np.minimum(gaps[:-1], gaps[1:])[order]),
+        (near, distances_by_hand(near)),
+    ):
+        got = analysis.nearest_distance(make_run(W[None], native="float64")).nearest_distance
+        np.testing.assert_allclose(got[0], expected, rtol=1e-12)
 
 
 def test_numbers_beyond_their_type(make_run) -> None:
