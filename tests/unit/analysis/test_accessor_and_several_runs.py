@@ -16,7 +16,7 @@ import pytest
 import xarray as xr
 
 import trajstore.analysis.figures
-from trajstore import RunWriter, analysis, open_run, open_runs
+from trajstore import analysis, open_run
 from trajstore.analysis.accessor import Plots, TrajAccessor
 from trajstore.analysis.commands.plot import plot
 from trajstore.analysis.figures.figure import Drawing
@@ -117,40 +117,28 @@ def test_importing_analysis_does_not_import_zarr() -> None:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    rng = np.random.default_rng(1)
-    folder = tmp_path_factory.mktemp("runs")
-    for number, block_rows in enumerate((4, 3, 7)):
-        with RunWriter.create(
-            folder / f"{number}.zarr",
-            token=np.arange(6),
-            hidden=3,
-            variables={"W": "float32"},
-            is_dead=np.arange(6) < 2,
-            block_rows=block_rows,
-        ) as run:
-            for step in range(9):
-                run.append(step=step, W=rng.normal(size=(6, 3)).astype("float32"))
-    return open_runs(sorted(folder.iterdir()))
+def three(make_run) -> xr.Dataset:
+    rng, known = np.random.default_rng(1), {"native": "float32", "is_dead": np.arange(6) < 2}
+    runs = [
+        make_run(rng.normal(size=(9, 6, 3)).astype("f4"), chunks=(rows, 6, 3), **known)
+        for rows in (4, 3, 7)
+    ]
+    together = xr.concat(runs, "run", data_vars="all", coords="minimal", compat="override")
+    return together.assign_coords(run=["0", "1", "2"], token=np.arange(6))
 
 
-def test_against_its_definition_and_compare(three: xr.Dataset) -> None:
+def test_each_run_is_compared_with_the_first(three: xr.Dataset) -> None:
     got = analysis.divergence(three).compute()
-    W = three.W.values.astype("float64")
-    norms = np.sqrt(((W - W[0]) ** 2).sum(-1))
-    for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
-        part = got.sel(population=name)
-        expected = np.sqrt((norms[:, :, group] ** 2).sum(-1))
-        np.testing.assert_allclose(part.distance, expected, rtol=1e-13)
-        np.testing.assert_allclose(part.mean_distance, norms[:, :, group].mean(-1), rtol=1e-13)
-    first, second = each_run(three)[:2]
-    compared = analysis.compare(first, second).sel(variable="W")
-    whole = got.isel(run=1).sel(population="all")
-    np.testing.assert_allclose(whole.distance, compared.distance, rtol=1e-13)
-    assert whole.first_difference == compared.first_difference
+    first = each_run(three)[0]
+    for number, other in enumerate(each_run(three)):
+        found = got.isel(run=number, drop=True)
+        xr.testing.assert_equal(found, analysis.divergence(first, other).compute())
+        compared = analysis.compare(first, other).sel(variable="W")
+        distance = found.distance.sel(population="all")
+        np.testing.assert_allclose(distance, compared.distance, rtol=1e-13)
+        assert found.first_difference == compared.first_difference
     without = three.drop_vars("is_dead").traj.divergence()
     assert without.population.values.tolist() == ["all"]
-    assert analysis.divergence(first, first).first_difference == -1
 
 
 def test_two_runs_from_a_common_start(three: xr.Dataset) -> None:
@@ -172,27 +160,14 @@ def test_two_runs_from_a_common_start(three: xr.Dataset) -> None:
     before, after = one.W.values[1:], W[1:]
     differs = before.view("u4") != after.view("u4")
     square = (before.astype("f8") - after) ** 2
-    for name, group in {"dead": slice(0, 2), "live": slice(2, 6)}.items():
+    for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
         part = got.sel(population=name)
         distance = np.sqrt(square[:, group].sum((1, 2)))
         np.testing.assert_allclose(part.distance, distance, rtol=1e-13)
+        mean = np.sqrt(square[:, group].sum(2)).mean(1)
+        np.testing.assert_allclose(part.mean_distance, mean, rtol=1e-13)
         np.testing.assert_array_equal(part.differing, differs[:, group].mean((1, 2)))
     xr.testing.assert_identical(one.traj.divergence(other).compute(), got)
-
-
-def test_what_two_runs_must_share(three: xr.Dataset) -> None:
-    one, two = each_run(three)[:2]
-    for first, other, message in (
-        (three, one, "open all runs together"),
-        (one, None, r"open_runs\('runs"),
-        (one, two.isel(token=slice(0, 4)), "token has length 6 and 4"),
-        (one, two.assign_coords(is_dead=~two.is_dead), "different dead tokens"),
-        (one.isel(step=[0]), two.isel(step=[1]), "no common step"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            analysis.divergence(first, other)
-    with pytest.raises(VariableNotRecorded, match="W"):
-        three.drop_vars("W").traj.divergence()
 
 
 def test_the_results_are_those_of_each_run(three: xr.Dataset) -> None:
@@ -207,18 +182,6 @@ def test_the_results_are_those_of_each_run(three: xr.Dataset) -> None:
     xr.testing.assert_equal(got.load(), analysis.compute(one, names).load())
     bands = compute_named(three, ["speed"], by_population=True)
     assert bands["mean"].dims == ("run", "step", "population")
-
-
-def test_wrong_calls_with_several_runs_are_errors(three: xr.Dataset) -> None:
-    with pytest.raises(InvalidArgument, match="got several runs, expected one"):
-        analysis.speed(three)
-    with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
-        compute_named(three.isel(run=0), ["divergence"])
-    with pytest.raises(InvalidArgument, match="cannot be combined"):
-        compute_named(three, ["divergence", "speed"])
-    sizes = iter((3, 4, 5))
-    with pytest.raises(InvalidArgument, match="cannot be joined"):
-        three.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
 
 
 @pytest.fixture
@@ -246,17 +209,12 @@ def test_where_runs_part_and_how_far_they_go(pair):
 
 
 def test_bits_count_not_values(make_run):
-    a = np.array([0x0000, 0x7FC0, 0x7F80, 0x3F80], np.uint16).reshape(1, 1, 4)
-    same = analysis.compare(make_run(a), make_run(a.copy())).compute()
-    assert same.first_difference.item() == -1
-    assert same.distance.item() == 0
-    zero, payload = a.copy(), a.copy()
-    zero[0, 0, 0] = 0x8000
-    payload[0, 0, 1] = 0x7FC1
-    assert analysis.compare(make_run(a), make_run(zero)).first_difference == 0
-    different = analysis.compare(make_run(a), make_run(payload))
-    assert different.first_difference == 0
-    assert np.isnan(different.distance).all()
+    a = np.array([[[0x0000, 0x7FC0, 0x7F80, 0x3F80]]], np.uint16)
+    zero, payload = [0x8000, 0, 0, 0], [0, 1, 0, 0]
+    for flipped, first, distance in ((0, -1, 0), (zero, 0, 0), (payload, 0, np.nan)):
+        got = analysis.compare(make_run(a), make_run(a ^ np.uint16(flipped))).compute()
+        assert got.first_difference.item() == first
+        np.testing.assert_equal(got.distance.item(), distance)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -276,10 +234,9 @@ def test_nan_in_the_first_row_of_a_later_run_is_no_difference(pair, swapped):
 def test_the_first_step_at_which_losses_differ_by_more_than_a_fraction(pair):
     a, b = pair
     b = b.assign(loss=a.loss * xr.where(b.step < 6, 1.005, 1.02))
-    assert analysis.compare(a, b, over=0.01).first_over == 6
-    assert analysis.compare(a, b, over=0.001).first_over == 1
-    got = analysis.compare(a, b, over=0.05)
-    assert got.first_over == -1
+    for over, first in ((0.01, 6), (0.001, 1), (0.05, -1)):
+        got = analysis.compare(a, b, over=over)
+        assert got.first_over == first
     assert np.isnan(got.loss_difference[0])
     np.testing.assert_allclose(got.loss_difference[6:], 0.02, rtol=1e-5)
     assert "loss_difference" not in analysis.compare(a, b)
@@ -307,17 +264,33 @@ def test_settings_that_differ_are_named(pair):
     assert analysis.compare(a, b).attrs["differing_settings"] == ["config.training.seed"]
 
 
-def test_mixed_runs_are_refused_with_what_differs(pair, make_run, walk):
-    a, b = pair
-    wider = make_run(walk(12, 6, 3)).assign_attrs(config={"model": {"hidden": 3}})
-    sizes = r"token has length 5 and 6; hidden has length 4 and 3; .* config.model.hidden"
-    for one, other, message in (
-        (a, wider, sizes),
-        (a, b.isel(token=slice(None, None, -1)), "4 of 5 ids along token differ"),
-        (a.isel(step=[0, 1]), b.isel(step=[5, 6]), "no common step"),
+def test_wrong_calls_with_several_runs_are_errors(three: xr.Dataset) -> None:
+    one, two = each_run(three)[:2]
+    wider = two.isel(token=slice(0, 5), hidden=[0]).assign_attrs(config={"model": {"hidden": 1}})
+    sizes = r"token has length 6 and 5; hidden has length 3 and 1; .* config.model.hidden"
+    turned, other_dead = (
+        two.isel(token=slice(None, None, -1)),
+        two.assign_coords(is_dead=~two.is_dead),
+    )
+    differing = iter((3, 4, 5))
+    for function, arguments, message in (
+        (analysis.divergence, (three, one), "open all runs together"),
+        (analysis.divergence, (one,), r"open_runs\('runs"),
+        (analysis.divergence, (one, two.isel(token=slice(0, 4))), "token has length 6 and 4"),
+        (analysis.divergence, (one, other_dead), "different dead tokens"),
+        (analysis.divergence, (one.isel(step=[0]), two.isel(step=[1])), "no common step"),
+        (analysis.compare, (one, wider), sizes),
+        (analysis.compare, (one, turned), "6 of 6 ids along token differ"),
+        (analysis.compare, (one.isel(step=[0, 1]), two.isel(step=[5, 6])), "no common step"),
+        (analysis.speed, (three,), "got several runs, expected one"),
+        (compute_named, (one, ["divergence"]), "got one run for divergence, expected several"),
+        (compute_named, (three, ["divergence", "speed"]), "cannot be combined"),
+        (three.traj.over_runs, (lambda run: run.step[: next(differing)],), "cannot be joined"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            analysis.compare(one, other)
+            function(*arguments)
+    with pytest.raises(VariableNotRecorded, match="W"):
+        three.drop_vars("W").traj.divergence()
 
 
 def test_runs_of_two_types_differ_in_either_order(pair):

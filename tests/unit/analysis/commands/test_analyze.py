@@ -142,16 +142,6 @@ def test_a_summary_leaves_out_a_population_without_tokens(
     assert "dead (" not in printed
 
 
-def test_a_run_of_one_step_has_one_line_of_each_gradient(
-    tmp_path: Path, trajstore_cli: Cli
-) -> None:
-    with begin(tmp_path / "run.zarr") as run:
-        extend(run, range(2))
-    printed = trajstore_cli("summary", run.path).stdout
-    assert printed.count("dead (2)      1 ") == 1
-    assert "Loss: 4.9000 at step 1\n" in printed
-
-
 def test_the_summary_names_the_notes_of_its_runs(tmp_path: Path, trajstore_cli: Cli) -> None:
     notes = [
         {"note": text, "first_step": 2, "last_step": 9, "count": count}
@@ -164,6 +154,8 @@ def test_the_summary_names_the_notes_of_its_runs(tmp_path: Path, trajstore_cli: 
     shown = trajstore_cli("summary", tmp_path / "a").output
     assert "Note: loss is a sum (3 steps, 2 to 9)." in shown
     assert "Note: lr is NaN (step 2)." in shown
+    assert shown.count("dead (2)      1 ") == 1, "one line of each gradient, as of one step"
+    assert "Loss: 4.9000 at step 1\n" in shown
     both = trajstore_cli("summary", tmp_path / "a", tmp_path / "b").output
     assert "Note: loss is a sum (2 runs)." in both
     assert f"Note: lr is NaN ({tmp_path / 'a'})." in both

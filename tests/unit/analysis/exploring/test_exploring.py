@@ -246,6 +246,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 @pytest.mark.nightly
 def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
+    from bokeh.models import Plot
+
     root = page._content.get_root()  # drawn, as for a browser
     page._player.value = 3
     assert "step 3 of 7, loss 4.7" in page._step.object
@@ -271,17 +273,9 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
         page._search.value_input = text
         page._search.enter_pressed = True
         assert "(6)" in page._token.object
-    check_the_axes_of_a_token(page, root)
-
-
-def check_the_axes_of_a_token(page: Page, root: Any) -> None:
-    """They follow the token."""
-    from bokeh.models import Plot
-
-    for at in (0, 5):  # the last one never changes
+    for at in (0, 5):  # the axes follow the token; the last one never changes
         page._choose(at)
-        for name in ("hop", "gradient"):
-            column = f"{name} of token"
+        for column in ("hop of token", "gradient of token"):
             values, figure = next(
                 (part.data_source.data[column], figure)
                 for figure in root.select({"type": Plot})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import parameter_table
+from drawn_figures import drawn, notes
 from matplotlib import rc_context
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
@@ -147,14 +148,6 @@ def test_wrong_options_and_outputs_write_no_film(run, tmp_path):
             with pytest.raises(InvalidArgument, match=message):
                 save_film(None, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-def drawn(name, ds, **options):
-    return FIGURES[name](ds, Canvas().subplots(), **options)
-
-
-def notes(ax):
-    return ax.get_legend().get_title().get_text().replace("\n", " ")
 
 
 def test_logits(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
+from drawn_figures import drawn, labels_of, notes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import StepPatch
 
@@ -20,18 +21,6 @@ from trajstore.analysis.figures.style import (
     REGIME_MEANINGS,
 )
 from trajstore.analysis.scan.scan import Scan
-
-
-def drawn(name, ds, **options):
-    return FIGURES[name](ds, Canvas().subplots(), **options)
-
-
-def notes(ax):
-    return ax.get_legend().get_title().get_text().replace("\n", " ")
-
-
-def labels_of(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 def check_lines(ax, *expected):
@@ -207,16 +196,6 @@ def test_freeze(lattice, run):
         assert lines[0].get_label() == f"{population} tokens: frozen ({share} at step 19)"
 
 
-def shaded(ax):
-    """First and last shaded step."""
-    handles, labels = ax.get_legend_handles_labels()
-    return [
-        (part.get_x(), part.get_x() + part.get_width())
-        for part, label in zip(handles, labels, strict=True)
-        if label.startswith("last 5 steps: ")
-    ]
-
-
 @pytest.mark.parametrize("kind", ["freeze", "last_motion", "lifecycle"])
 def test_the_steps_that_the_end_decides_are_shaded(kind, run):
     later = kind == "freeze"  # a token is frozen after its last motion
@@ -227,7 +206,10 @@ def test_the_steps_that_the_end_decides_are_shaded(kind, run):
         ({"steps": "4:20", "within": True}, [(14 + later, 19)]),
     ):
         ax = drawn(kind, run, min_unchanged=5, **options)
-        assert shaded(ax) == expected
+        legend = zip(*ax.get_legend_handles_labels(), strict=True)
+        shaded = [part for part, label in legend if label.startswith("last 5 steps: ")]
+        ends = [(part.get_x(), part.get_x() + part.get_width()) for part in shaded]
+        assert ends == expected
     assert ax.get_xlabel().endswith(" (computed from steps 4 to 19 alone)")
 
 
@@ -293,16 +275,6 @@ def test_a_heatmap_with_a_strip_of_dead_tokens(color, run):
     assert ax.get_ylim() == (0, 11)
 
 
-def heights(ax, steps):
-    """Of each stack at every step, from below."""
-    tops = [
-        dict.fromkeys(steps, 0.0)
-        | {x: max(y for at, y in layer.get_paths()[0].vertices if at == x) for x in steps}
-        for layer in ax.collections
-    ]
-    return np.array([[top[x] for x in steps] for top in tops])
-
-
 def test_regimes(run):
     counts = analysis.regimes(run).counts.sel(population="all").compute()
     there = [name for name in analysis.REGIMES if counts.sel(regime_name=name).any()]
@@ -311,8 +283,10 @@ def test_regimes(run):
     assert [label.partition(":")[0] for label in labels] == there
     assert REGIME_MEANINGS.keys() == REGIME_COLORS.keys() == {*analysis.REGIMES}
     expected = counts.sel(regime_name=there).values.T.cumsum(0)
-    assert (heights(ax, counts.step.values) >= expected).all()
-    np.testing.assert_array_equal(heights(ax, counts.step.values)[-1], 11)
+    for layer, tops in zip(ax.collections, expected, strict=True):
+        x, y = layer.get_paths()[0].vertices.T
+        assert (np.array([y[x == step].max() for step in counts.step.values]) >= tops).all()
+    assert y.max() == tops.min() == 11
     assert ax.get_ylim() == (0, 11)
 
 

@@ -270,22 +270,19 @@ def test_nearest_tokens(ds: xr.Dataset, k: int, population: str) -> None:
         np.testing.assert_array_equal(near.distance, [*apart[others], *[np.nan] * rest])
 
 
-def test_more_distances_than_fit_in_memory_at_once(make_run) -> None:
+def test_distances_of_many_and_of_those_that_products_cannot_tell_apart(make_run) -> None:
     rng = np.random.default_rng(1)
     places = np.cumsum(rng.integers(1, 9, 3000)).astype(np.float64)
     gaps = np.diff(places, prepend=-np.inf, append=np.inf)
     order = rng.permutation(places.size)
-    ds = make_run(places[None, order, None], native="float64")
-    distances = analysis.nearest_distance(ds).nearest_distance[0]
-    np.testing.assert_array_equal(distances, np.minimum(gaps[:-1], gaps[1:])[order])
-
-
-def test_the_nearest_of_many_that_products_cannot_tell_apart(make_run) -> None:
-    rng = np.random.default_rng(2)
-    W = (1000 + rng.normal(0, 1e-9, (1, 40, 4))).astype(np.float64)
-    W[0, 0] = -1000  # the squares are large, and the mean is far away
-    got = analysis.nearest_distance(make_run(W, native="float64")).compute()
-    np.testing.assert_allclose(got.nearest_distance[0], distances_by_hand(W[0]), rtol=1e-12)
+    near = 1000 + rng.normal(0, 1e-9, (40, 4))
+    near[0] = -1000  # the squares are large, and the mean is far away
+    for W, expected in (
+        (places[order, None], np.minimum(gaps[:-1], gaps[1:])[order]),
+        (near, distances_by_hand(near)),
+    ):
+        got = analysis.nearest_distance(make_run(W[None], native="float64")).nearest_distance
+        np.testing.assert_allclose(got[0], expected, rtol=1e-12)
 
 
 def test_numbers_beyond_their_type(make_run) -> None:

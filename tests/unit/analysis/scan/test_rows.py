@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from bits_and_calls import nightly_but
 from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis
-from trajstore.analysis.scan.block_tasks import fold
 from trajstore.analysis.scan.rows import measure_pairs, measure_rows, on_lattice, regime_of_hops
 from trajstore.errors import InvalidArgument
 from trajstore.values import norms
@@ -129,30 +127,6 @@ def test_the_stored_summary_is_of_the_own_lattice_only(make_run, walk):
         assert analysis.freeze(lied, lattice=other).equals(analysis.freeze(ds, lattice=other))
         got = analysis.lattice_displacement(lied, ord=1, lattice=other)
         assert got.equals(analysis.lattice_displacement(ds, ord=1, lattice=other))
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_state_passes_through_all_rows_of_each_token(prepared: bool) -> None:
-    values, rows = np.arange(14).reshape(7, 2), np.arange(7)
-
-    def chosen(block, row, *, least):  # type: ignore[no-untyped-def]
-        return [(row[at, 0, 0], now) for at, now in enumerate(block) if now[0] >= least]
-
-    def follow(state, *given, **options):  # type: ignore[no-untyped-def]
-        return [*(state or []), *(given[0] if prepared else chosen(*given, **options))]
-
-    found = fold(
-        follow,
-        da.from_array(values, chunks=(3, 1)),
-        rows,
-        finish=lambda state: np.array([[len(state)], state[0][1], state[-1][1] * state[-1][0]]),
-        sizes=(3,),
-        dtype=np.int64,
-        prepare=chosen if prepared else None,
-        least=4,
-    )
-    assert found.chunks == ((3,), (1, 1))
-    assert found.compute().tolist() == [[5, 5], [4, 5], [12 * 6, 13 * 6]]
 
 
 @pytest.mark.parametrize(

@@ -30,24 +30,18 @@ from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 ROWS, TOKENS, HIDDEN = 14, 6, 5
 
 
-def both(start: int = 0) -> tuple[xr.Dataset, xr.Dataset]:
+@pytest.fixture
+def both(make_run) -> tuple[xr.Dataset, xr.Dataset]:
     """A run with W, on a grid on which differences and their sums are exact, and one of delta."""
     rng = np.random.default_rng(0)
     steps = rng.integers(-9, 9, (ROWS, TOKENS, HIDDEN)) / 256
     steps[5:, 0] = 0  # token 0 is unchanged from row 5 on, token 1 for some rows
     steps[3:8, 1] = 0
     W = (1 + np.cumsum(steps, axis=0)).astype("f4")
-    dims = ("step", "token", "hidden")
-    coords = {
-        "step": np.arange(start, start + ROWS), "token": np.arange(TOKENS) * 3,
-        "is_dead": ("token", np.arange(TOKENS) % 2 == 0),
-    }  # fmt: skip
-    grad = xr.DataArray(rng.normal(size=W.shape).astype("f4"), dims=dims)
-    delta = np.diff(W, axis=0, prepend=W[:1])
-    delta[0] = np.nan  # the change to the first row is not used
-    held = {"native_dtype": "float32", "units": "1"}
-    one = xr.Dataset({"W": (dims, W, held), "grad": grad}, coords)
-    return one, xr.Dataset({"delta": (dims, delta, held), "grad": grad}, coords)
+    grad = rng.normal(size=W.shape).astype("f4")
+    one = make_run(W, native="float32", grad=grad, is_dead=np.arange(TOKENS) % 2 == 0)
+    delta = one.W.diff("step").reindex(step=one.step)  # the change to the first row is not used
+    return one, one.drop_vars("W").assign(delta=delta.assign_attrs(one.W.attrs))
 
 
 OF_MOTION = (
@@ -56,9 +50,8 @@ OF_MOTION = (
 ).split()
 
 
-def test_quantities_of_changes_equal_those_of_W_and_changes_give_no_positions() -> None:
-    with_W, changes = both()
-    changes = changes.chunk(step=4, token=4)
+def test_quantities_of_changes_equal_those_of_W_and_changes_give_no_positions(both) -> None:
+    with_W, changes = both[0], both[1].chunk(step=4, token=4)
     found, refusals = {}, []
     for name in QUANTITIES:
         quantity = getattr(analysis, name)
@@ -84,8 +77,8 @@ def test_quantities_of_changes_equal_those_of_W_and_changes_give_no_positions() 
         analysis.freeze(changes, lattice="bfloat16")
 
 
-def test_steps_without_a_row_are_refused() -> None:
-    _, changes = both()
+def test_steps_without_a_row_are_refused(both) -> None:
+    _, changes = both
     for compute in (analysis.speed, analysis.velocity, analysis.freeze, analysis.displacement):
         with pytest.raises(InvalidArgument, match=r"step 0 is followed by step 2; .* consecutive"):
             compute(changes.isel(step=slice(0, None, 2)))
@@ -93,8 +86,8 @@ def test_steps_without_a_row_are_refused() -> None:
     assert analysis.speed(later).identical(analysis.speed(changes).isel(step=slice(3, None)))
 
 
-def test_a_change_that_is_not_a_number_is_motion() -> None:
-    _, changes = both()
+def test_a_change_that_is_not_a_number_is_motion(both) -> None:
+    _, changes = both
     changes["delta"][-1, 0, 0] = np.nan
     rest = analysis.freeze(changes)
     assert rest.last_motion.values[0] == changes.step.values[-1]
