@@ -8,9 +8,8 @@ counts the operations of torch that a call launches.
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -240,23 +239,6 @@ def muon_and_adamw(model: Any) -> tuple[Any, Any]:
     tables = [model.embedding.weight, model.head.weight]
     groups = [{"params": tables, "lr": 0.02}, {"params": vectors, "lr": 0.01}]
     return torch.optim.Muon(hidden, lr=0.05), torch.optim.AdamW(groups)
-
-
-def train_pair(
-    model: Any, optimizers: Any, data: Iterable[Any], first: int = 0, of: int = 100
-) -> None:
-    """Take steps with cosine rates and clipping, the first after step `first` of `of`."""
-    groups = [group for one in optimizers for group in one.param_groups]
-    for group in groups:
-        group.setdefault("highest", group["lr"])
-    for step, batch in enumerate(data, first):
-        model(**batch)["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in groups:
-            group["lr"] = group["highest"] * (1 + math.cos(math.pi * step / of)) / 2
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 RECORDED_STEPS = 6
@@ -500,7 +482,7 @@ class Scaled(Loop):
 
 
 class Pair(Loop):
-    """Muon and AdamW, whose rates fall."""
+    """The loop clips for Muon and AdamW, whose rates fall."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,6 +491,7 @@ class Pair(Loop):
 
     def step(self, inputs: list[Any]) -> None:
         self.model(**inputs[0])["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

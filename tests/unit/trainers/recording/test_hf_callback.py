@@ -166,17 +166,6 @@ def test_a_smaller_batch_begins_the_recording_again(at: int, tmp_path: Path, tin
     assert ds.step.values.tolist() == [0, 1, 2, 3]
 
 
-class FailAfter(TrainerCallback):  # type: ignore[misc]
-    """Fails after a step, as a user interrupts a training."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def test_a_training_that_failed_continues_from_its_checkpoint_or_begins_anew(
     tmp_path: Path, path: Path
 ) -> None:
@@ -184,20 +173,25 @@ def test_a_training_that_failed_continues_from_its_checkpoint_or_begins_anew(
     committed: list[int] = []
 
     class Saving(Trainer):  # type: ignore[misc]
+        def training_step(self, *given: Any) -> Any:
+            if failing is self and self.state.global_step == 3:
+                raise KeyboardInterrupt
+            return super().training_step(*given)
+
         def save_model(self, *given: Any, **options: Any) -> None:
             committed.append(int(xr.open_zarr(path).step[-1]))
             super().save_model(*given, **options)
 
-    def training(*callbacks: Any, **options: Any) -> Any:
+    def training(**options: Any) -> Any:
         torch.manual_seed(1)
         chosen = {"variables": "matrix,norms", "block_rows": 4, "commit_every": None, **options}
         return trainer_of(
-            tiny_gpt2(), tmp_path, TrajectoryCallback(path, **chosen), *callbacks, kind=Saving,
+            tiny_gpt2(), tmp_path, TrajectoryCallback(path, **chosen), kind=Saving,
             data=examples(30), max_steps=5, per_device_train_batch_size=4, save_strategy="steps",
             save_steps=2,
         )  # fmt: skip
 
-    failing = training(FailAfter(3))
+    failing = training()
     with pytest.raises(KeyboardInterrupt):
         failing.train()
     with pytest.raises(RecordingError, match="create a new callback"):
@@ -255,25 +249,20 @@ def table() -> Any:
     return hugging_face([*EXAMPLES, {**EXAMPLES[0], "input_ids": [9] * 4}]).select([1, 0])
 
 
-def parts() -> Any:
-    return ConcatDataset([Subset(tensors(), [1]), Subset(table(), np.array([1]))])
-
-
-def shown() -> Any:
-    return table().with_format("torch", columns=["labels"], output_all_columns=True)
-
-
-def weighted() -> Any:
-    return [{**row, "attention_mask": torch.tensor(row["attention_mask"]) / 2} for row in EXAMPLES]
-
-
-def weighted_table() -> Any:
-    return hugging_face([{**row, "attention_mask": [*map(float, row["attention_mask"])]}
-                         for row in EXAMPLES])  # fmt: skip
+WEIGHTED = [row | {"attention_mask": torch.tensor(row["attention_mask"]) / 2} for row in EXAMPLES]
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: EXAMPLES, tensors, table, parts, shown, weighted, weighted_table]
+    "made",
+    [
+        lambda: EXAMPLES,
+        tensors,
+        table,
+        lambda: ConcatDataset([Subset(tensors(), [1]), Subset(table(), np.array([1]))]),
+        lambda: table().with_format("torch", columns=["labels"], output_all_columns=True),
+        lambda: WEIGHTED,
+        lambda: hugging_face(WEIGHTED),
+    ],
 )
 def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -> None:
     facts = facts_of(made())
