@@ -22,7 +22,6 @@ from trajstore import open_run
 from trajstore.schema import MODEL
 from trajstore.trainers import capture
 from trajstore.trainers.recording.device_summaries import (
-    ModelParameters,
     pairwise_sum,
     token_norm,
     ulp_l1,
@@ -231,14 +230,3 @@ def test_norms_are_recorded_if_named(tmp_path: Path) -> None:
     ds = open_run(run_of(tmp_path / "some.zarr", variables="W,param_norm,param_grad_norm"))
     assert [name for name in MODEL if name in ds] == ["param_grad_norm", "param_norm"]
     assert "parameter" not in open_run(run_of(tmp_path / "none.zarr", variables="W,loss"))
-
-
-def test_only_a_recorded_update_takes_a_copy_of_the_model(tiny: Any) -> None:
-    def groups() -> Any:
-        yield from optimizer.param_groups
-        asked.append(name)
-
-    optimizer, asked = torch.optim.SGD(tiny.parameters()), []  # type: ignore[var-annotated]
-    for name in MODEL:
-        ModelParameters(tiny, torch.device("cpu"), ["W", name]).before_step(groups())
-    assert asked == ["param_update_norm", "param_update_lost"]

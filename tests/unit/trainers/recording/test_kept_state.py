@@ -63,10 +63,6 @@ OPTIMIZERS: dict[str, Any] = {
     "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
     "your own": Lion,
 }
-OPTIMIZERS = {
-    name: make for name, make in OPTIMIZERS.items() if name != "Muon" or hasattr(torch.optim, name)
-}
-
 QUICK = ("SGD, momentum", "AdamW, amsgrad", "NAdam", "your own")
 
 
