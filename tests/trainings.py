@@ -289,11 +289,9 @@ def record_gpt2(folder: Path, **options: Any) -> Recorded:
     """Train with two groups of AdamW, whose rate falls."""
     torch.manual_seed(3)
     model = gpt2()
-    parts = (
-        [p for p in model.parameters() if p.ndim > 1],
-        [p for p in model.parameters() if p.ndim < 2],
-    )
-    groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "lr": 0.02}]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), weight_decay=0.0)
     recorded = Recorded(path=folder / "gpt2.zarr", model=model, optimizer=optimizer)
     chosen = {"variables": "everything", "origin": {"tokenizer": {"name": "ascii"}}, **options}

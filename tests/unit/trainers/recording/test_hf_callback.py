@@ -265,7 +265,10 @@ WEIGHTED = [row | {"attention_mask": torch.tensor(row["attention_mask"]) / 2} fo
     ],
 )
 def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -> None:
-    facts = facts_of(made())
+    data_set, model = made(), TinyModel()
+    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+    facts = facts_of(data_set, model=model)
+    assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
     assert facts.options["token_count"].tolist() == COUNTS
     assert facts.options["is_dead"].tolist() == [count == 0 for count in COUNTS]
     assert facts.origin == {"tokens_counted": {"examples": 2, "tokens": 7}}
@@ -396,13 +399,6 @@ class Untied(TinyModel):
 def test_only_rows_of_embeddings_are_tokens(parameter: Any, known: bool) -> None:
     facts = facts_of(EXAMPLES, model=Untied(), parameter=parameter)
     assert bool(facts.options) is known
-
-
-def test_training_draws_what_it_would_have_drawn() -> None:
-    data_set, model = table(), TinyModel()
-    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
-    assert facts_of(data_set, model=model).options
-    assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
 
 
 def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(

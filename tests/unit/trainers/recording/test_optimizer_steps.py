@@ -85,14 +85,6 @@ def test_the_wrapper_of_an_optimizer(tiny: Any, record: Any) -> None:
     assert replay(record.path).replayed == 2
 
 
-def test_what_holds_an_optimizer_and_steps_it_itself(tiny: Any, record: Any) -> None:
-    schedule = SimpleNamespace(optimizer=adamw(tiny))
-    with record(schedule):
-        for number, _ in enumerate(steps(tiny, schedule.optimizer, 2)):
-            schedule.optimizer.param_groups[0]["lr"] = 0.5 + number
-    assert record.read().lr.values[1:].tolist() == [0.5, 1.5]
-
-
 class Odd(torch.optim.Optimizer):
     """Without a rate; with moments of another shape and type, and an infinite setting."""
 
@@ -171,17 +163,19 @@ def test_one_of_several_optimizers_has_no_gradients(tiny: Any, record: Any) -> N
     assert record.read().sizes["step"] == 4
 
 
-def test_a_step_bound_by_a_scheduler_does_not_keep_the_recording(tiny: Any, record: Any) -> None:
+def test_what_holds_an_optimizer_or_binds_its_step_does_not_keep_the_recording(
+    tiny: Any, record: Any
+) -> None:
     optimizer = adamw(tiny)
-    with record(optimizer) as run:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        take_steps(tiny, optimizer, 2)
-        scheduler.step()
+    with record(SimpleNamespace(optimizer=optimizer)) as run:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + step)
+        take_steps(tiny, optimizer, 2, after=lambda *_: scheduler.step())
         alive = weakref.ref(run)
     del run
     gc.collect()
     assert alive() is None
     take_steps(tiny, optimizer, 2)
+    assert record.read().lr.values[1:].tolist() == [0.01, 0.02]
 
 
 @pytest.fixture
