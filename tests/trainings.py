@@ -176,26 +176,6 @@ def tiny_run(
     return path
 
 
-def scaled_run(path: Path, *, fused: bool, count: int = 14, **options: Any) -> Path:
-    """A float16 loop whose scaler skips several steps, the first among them."""
-    torch.manual_seed(1)
-    model = TinyModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
-    with capture(model, optimizer, path, scaler=scaler, max_grad_norm=0.3, fsync=False, **options):
-        for batch in batches(count):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = model(**batch)["loss"]
-            scaler.scale(loss).backward()
-            if not fused:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            scaler.step(optimizer)
-            scaler.update()
-    return path
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -462,21 +442,29 @@ class Accumulated(Loop):
 class Scaled(Loop):
     """A float16 loop whose scaler skips the first steps, and grows again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool = False) -> None:
         super().__init__()
-        self.model = TinyModel()
-        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.model, self.fused = TinyModel(), fused
+        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=fused)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
 
     def step(self, inputs: list[Any]) -> None:
         with torch.autocast("cpu", torch.float16):
             loss = self.model(**inputs[0])["loss"]
         self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizers)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        if not self.fused:
+            self.scaler.unscale_(self.optimizers)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
         self.scaler.step(self.optimizers)
         self.scaler.update()
         self.optimizers.zero_grad()
+
+
+def scaled_run(path: Path, *, fused: bool, count: int = 14, **options: Any) -> Path:
+    """A run of such a loop, which names its clipping."""
+    options = {"variables": "matrix", "max_grad_norm": 0.3} | options
+    Scaled(fused=fused).train(path, last=count, **options)
+    return path
 
 
 class Pair(Loop):
