@@ -33,22 +33,14 @@ def made_of_blocks(rows: int) -> xr.Dataset:
         steps, tokens = np.arange(start, stop)[:, None, None], np.arange(first, last)[:, None]
         return (1 + (steps * (1 + tokens % 3) + np.arange(HIDDEN)) % 5 / 128).astype(np.float32)
 
-    dims, attrs = ("step", "token", "hidden"), {"native_dtype": "bfloat16"}
-    empty = np.empty((0, 0, 0), np.float32)
-    return xr.Dataset(
-        {
-            name: (
-                dims,
-                da.map_blocks(read, chunks=sizes, dtype="f4", meta=empty, name=f"read-{name}"),
-                attrs,
-            )
-            for name in MATRICES
-        },
+    options: dict[str, Any] = {"chunks": sizes, "dtype": "f4", "meta": np.empty((0, 0, 0), "f4")}
+    blocks = {name: da.map_blocks(read, name=f"read-{name}", **options) for name in MATRICES}
+    ds = xr.Dataset(
+        {"clip_coef": ("step", np.ones(rows)), "lr": ("step", np.full(rows, 1e-3))},
         coords={"step": np.arange(rows), "is_dead": ("token", np.arange(TOKENS) % 2 == 0)},
-    ).assign(
-        clip_coef=("step", np.ones(rows)),
-        lr=("step", np.full(rows, 1e-3)),
     )
+    dims, attrs = ("step", "token", "hidden"), {"native_dtype": "bfloat16"}
+    return ds.assign({name: (dims, array, attrs) for name, array in blocks.items()})
 
 
 def _arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:

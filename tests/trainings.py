@@ -8,9 +8,8 @@ counts the operations of torch that a call launches.
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -177,26 +176,6 @@ def tiny_run(
     return path
 
 
-def scaled_run(path: Path, *, fused: bool, count: int = 14, **options: Any) -> Path:
-    """A float16 loop whose scaler skips several steps, the first among them."""
-    torch.manual_seed(1)
-    model = TinyModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
-    with capture(model, optimizer, path, scaler=scaler, max_grad_norm=0.3, fsync=False, **options):
-        for batch in batches(count):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = model(**batch)["loss"]
-            scaler.scale(loss).backward()
-            if not fused:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            scaler.step(optimizer)
-            scaler.update()
-    return path
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -240,23 +219,6 @@ def muon_and_adamw(model: Any) -> tuple[Any, Any]:
     tables = [model.embedding.weight, model.head.weight]
     groups = [{"params": tables, "lr": 0.02}, {"params": vectors, "lr": 0.01}]
     return torch.optim.Muon(hidden, lr=0.05), torch.optim.AdamW(groups)
-
-
-def train_pair(
-    model: Any, optimizers: Any, data: Iterable[Any], first: int = 0, of: int = 100
-) -> None:
-    """Take steps with cosine rates and clipping, the first after step `first` of `of`."""
-    groups = [group for one in optimizers for group in one.param_groups]
-    for group in groups:
-        group.setdefault("highest", group["lr"])
-    for step, batch in enumerate(data, first):
-        model(**batch)["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in groups:
-            group["lr"] = group["highest"] * (1 + math.cos(math.pi * step / of)) / 2
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 RECORDED_STEPS = 6
@@ -307,11 +269,9 @@ def record_gpt2(folder: Path, **options: Any) -> Recorded:
     """Train with two groups of AdamW, whose rate falls."""
     torch.manual_seed(3)
     model = gpt2()
-    parts = (
-        [p for p in model.parameters() if p.ndim > 1],
-        [p for p in model.parameters() if p.ndim < 2],
-    )
-    groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "lr": 0.02}]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), weight_decay=0.0)
     recorded = Recorded(path=folder / "gpt2.zarr", model=model, optimizer=optimizer)
     chosen = {"variables": "everything", "origin": {"tokenizer": {"name": "ascii"}}, **options}
@@ -482,25 +442,33 @@ class Accumulated(Loop):
 class Scaled(Loop):
     """A float16 loop whose scaler skips the first steps, and grows again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool = False) -> None:
         super().__init__()
-        self.model = TinyModel()
-        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.model, self.fused = TinyModel(), fused
+        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=fused)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
 
     def step(self, inputs: list[Any]) -> None:
         with torch.autocast("cpu", torch.float16):
             loss = self.model(**inputs[0])["loss"]
         self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizers)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        if not self.fused:
+            self.scaler.unscale_(self.optimizers)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
         self.scaler.step(self.optimizers)
         self.scaler.update()
         self.optimizers.zero_grad()
 
 
+def scaled_run(path: Path, *, fused: bool, count: int = 14, **options: Any) -> Path:
+    """A run of such a loop, which names its clipping."""
+    options = {"variables": "matrix", "max_grad_norm": 0.3} | options
+    Scaled(fused=fused).train(path, last=count, **options)
+    return path
+
+
 class Pair(Loop):
-    """Muon and AdamW, whose rates fall."""
+    """The loop clips for Muon and AdamW, whose rates fall."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,6 +477,7 @@ class Pair(Loop):
 
     def step(self, inputs: list[Any]) -> None:
         self.model(**inputs[0])["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

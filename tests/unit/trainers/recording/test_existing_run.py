@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +51,11 @@ class Loop:
         self.optimizer.load_state_dict(checkpoint["optimizer"])
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Runs of the training without a break."""
-    folder = tmp_path_factory.mktemp("straight")
-
-    @functools.cache
-    def recorded(**options: Any) -> Path:
-        path = folder / f"{len(list(folder.iterdir()))}.zarr"
-        Loop().run(path, 0, STEPS, **options)
-        return path
-
-    return recorded
+def straight(folder: Path, **options: Any) -> Path:
+    """A run of the training without a break."""
+    path = folder / "straight.zarr"
+    Loop().run(path, 0, STEPS, **options)
+    return path
 
 
 def opened(path: Path) -> xr.Dataset:
@@ -83,7 +74,7 @@ def test_a_loop_continues_from_its_own_checkpoint(
     options: dict[str, Any], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     taken, path = 7, tmp_path / "run.zarr"
-    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
+    straight(tmp_path, **options)
     first = Loop()
     first.run(path, 0, taken, **options)
     checkpoint = first.checkpoint()
@@ -112,9 +103,7 @@ def test_steps_of_another_optimizer_are_not_proven(other: Any, options: Any, pat
     assert (result.clean, result.replayed) == (True, 3)
 
 
-def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(
-    straight: Any, path: Path
-) -> None:
+def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(path: Path) -> None:
     options: dict[str, Any] = {"variables": "cells,W_step_norm", "every": 3}
     loop = Loop()
     loop.run(path, 0, 6, **options)
@@ -124,7 +113,7 @@ def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(
     again = Loop()
     again.train(0, 6)
     again.run(path, 6, STEPS, resume=True, first_step=6, **options)
-    same_values(straight(**options), path)
+    same_values(straight(path.parent, **options), path)
     with pytest.raises(NothingToResume, match="weights of the training differ from"):
         Loop().run(path, STEPS, STEPS, resume=True, first_step=STEPS, **options)
 
@@ -251,7 +240,7 @@ def train_until_death(path: Path, file: Path, told: Any, *, kills: bool = True) 
 
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_death_leaves_the_last_checkpoint_and_its_rows(
-    kills: bool, straight: Any, tmp_path: Path, path: Path
+    kills: bool, tmp_path: Path, path: Path
 ) -> None:
     file = tmp_path / "of" / "last.pt"
     if kills:
@@ -270,16 +259,16 @@ def test_a_death_leaves_the_last_checkpoint_and_its_rows(
     loop.run(path, saved["step"], STEPS, resume=True, first_step=saved["step"], on_step=save)
     assert (torch.load(file), committed) == (STEPS, [*range(7, STEPS + 1)])
     assert [*file.parent.iterdir()] == [file]  # nothing is left of what died
-    same_values(straight(block_rows=32), path)
+    same_values(straight(tmp_path, block_rows=32), path)
 
 
-def test_a_run_without_rows_begins(straight: Any, tmp_path: Path) -> None:
+def test_a_run_without_rows_begins(tmp_path: Path) -> None:
     """A loop that always resumes starts a run, also over one that was killed before any row."""
     empty = tmp_path / "killed.zarr"
     with RunWriter.create(tmp_path / "o.zarr", token=[0, 1], hidden=2, variables={"W": "float32"}):
         shutil.copytree(tmp_path / "o.zarr", empty)  # as a kill leaves it
     Loop().run(empty, 0, STEPS, resume=True, first_step=0)
-    same_values(straight(every=1), empty)
+    same_values(straight(tmp_path), empty)
     notes: list[str] = []
     loop = Loop()
     loop.run(tmp_path / "late.zarr", 3, 5, resume=True, first_step=3, on_note=notes.append)
@@ -297,9 +286,9 @@ def test_a_run_without_rows_begins(straight: Any, tmp_path: Path) -> None:
     ],
 )
 def test_a_loop_that_keeps_one_checkpoint_goes_on_after_its_death(
-    every: int, options: dict[str, Any], straight: Any, tmp_path: Path, path: Path
+    every: int, options: dict[str, Any], tmp_path: Path, path: Path
 ) -> None:
-    unbroken, loop = straight(every=every, **options), Loop()
+    unbroken, loop = straight(tmp_path, every=every, **options), Loop()
     options = {**options, "every": every, "commit_every": None}
 
     def at_step(run: Any) -> None:

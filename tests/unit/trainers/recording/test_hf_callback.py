@@ -112,7 +112,12 @@ def test_the_loss_of_a_causal_model_counts_all_micro_batches(tmp_path: Path) -> 
 
 
 class PlainTrainer(ListTrainer):
-    compute_loss = Trainer.compute_loss
+    """Calls the function of its user in the first step only."""
+
+    def compute_loss(self, *given: Any, **options: Any) -> Any:
+        if self.state.global_step:
+            self.compute_loss_func = None
+        return Trainer.compute_loss(self, *given, **options)
 
 
 def preferred(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -124,18 +129,11 @@ def preferred(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 def test_the_loss_is_what_the_trainer_differentiates(path: Path, tiny: Any) -> None:
     """A function's in the first step, then that of smoothed labels, half of each micro-batch."""
 
-    class Smooth(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            trainer.compute_loss_func = None
-
     tiny.config = PretrainedConfig()  # smoothing of labels looks into it
-    trainer = trainer_of(
-        tiny, path.parent, TrajectoryCallback(path), Smooth(), kind=PlainTrainer, max_steps=2,
-        per_device_train_batch_size=1, gradient_accumulation_steps=2, label_smoothing_factor=0.2,
-        loss=preferred,
+    trainer = trained(
+        tiny, path, kind=PlainTrainer, steps=2, loss=preferred, label_smoothing_factor=0.2,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2,
     )  # fmt: skip
-    trainer.lists, trainer.losses = Lists(tiny.embedding.weight), []
-    trainer.train()
     expected = np.reshape(trainer.losses, (2, 2)).sum(axis=1)
     np.testing.assert_allclose(xr.open_zarr(path).loss.values[1:], expected, rtol=1e-6)
 
@@ -166,17 +164,6 @@ def test_a_smaller_batch_begins_the_recording_again(at: int, tmp_path: Path, tin
     assert ds.step.values.tolist() == [0, 1, 2, 3]
 
 
-class FailAfter(TrainerCallback):  # type: ignore[misc]
-    """Fails after a step, as a user interrupts a training."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def test_a_training_that_failed_continues_from_its_checkpoint_or_begins_anew(
     tmp_path: Path, path: Path
 ) -> None:
@@ -184,20 +171,25 @@ def test_a_training_that_failed_continues_from_its_checkpoint_or_begins_anew(
     committed: list[int] = []
 
     class Saving(Trainer):  # type: ignore[misc]
+        def training_step(self, *given: Any) -> Any:
+            if failing is self and self.state.global_step == 3:
+                raise KeyboardInterrupt
+            return super().training_step(*given)
+
         def save_model(self, *given: Any, **options: Any) -> None:
             committed.append(int(xr.open_zarr(path).step[-1]))
             super().save_model(*given, **options)
 
-    def training(*callbacks: Any, **options: Any) -> Any:
+    def training(**options: Any) -> Any:
         torch.manual_seed(1)
         chosen = {"variables": "matrix,norms", "block_rows": 4, "commit_every": None, **options}
         return trainer_of(
-            tiny_gpt2(), tmp_path, TrajectoryCallback(path, **chosen), *callbacks, kind=Saving,
+            tiny_gpt2(), tmp_path, TrajectoryCallback(path, **chosen), kind=Saving,
             data=examples(30), max_steps=5, per_device_train_batch_size=4, save_strategy="steps",
             save_steps=2,
         )  # fmt: skip
 
-    failing = training(FailAfter(3))
+    failing = training()
     with pytest.raises(KeyboardInterrupt):
         failing.train()
     with pytest.raises(RecordingError, match="create a new callback"):
@@ -255,28 +247,26 @@ def table() -> Any:
     return hugging_face([*EXAMPLES, {**EXAMPLES[0], "input_ids": [9] * 4}]).select([1, 0])
 
 
-def parts() -> Any:
-    return ConcatDataset([Subset(tensors(), [1]), Subset(table(), np.array([1]))])
-
-
-def shown() -> Any:
-    return table().with_format("torch", columns=["labels"], output_all_columns=True)
-
-
-def weighted() -> Any:
-    return [{**row, "attention_mask": torch.tensor(row["attention_mask"]) / 2} for row in EXAMPLES]
-
-
-def weighted_table() -> Any:
-    return hugging_face([{**row, "attention_mask": [*map(float, row["attention_mask"])]}
-                         for row in EXAMPLES])  # fmt: skip
+WEIGHTED = [row | {"attention_mask": torch.tensor(row["attention_mask"]) / 2} for row in EXAMPLES]
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: EXAMPLES, tensors, table, parts, shown, weighted, weighted_table]
+    "made",
+    [
+        lambda: EXAMPLES,
+        tensors,
+        table,
+        lambda: ConcatDataset([Subset(tensors(), [1]), Subset(table(), np.array([1]))]),
+        lambda: table().with_format("torch", columns=["labels"], output_all_columns=True),
+        lambda: WEIGHTED,
+        lambda: hugging_face(WEIGHTED),
+    ],
 )
 def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -> None:
-    facts = facts_of(made())
+    data_set, model = made(), TinyModel()
+    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+    facts = facts_of(data_set, model=model)
+    assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
     assert facts.options["token_count"].tolist() == COUNTS
     assert facts.options["is_dead"].tolist() == [count == 0 for count in COUNTS]
     assert facts.origin == {"tokens_counted": {"examples": 2, "tokens": 7}}
@@ -407,13 +397,6 @@ class Untied(TinyModel):
 def test_only_rows_of_embeddings_are_tokens(parameter: Any, known: bool) -> None:
     facts = facts_of(EXAMPLES, model=Untied(), parameter=parameter)
     assert bool(facts.options) is known
-
-
-def test_training_draws_what_it_would_have_drawn() -> None:
-    data_set, model = table(), TinyModel()
-    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
-    assert facts_of(data_set, model=model).options
-    assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
 
 
 def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits_and_calls import nightly_but
 from stored_forms import stored_forms
 from torch.nn.functional import cross_entropy
 from trainings import OwnModel, same
@@ -63,10 +64,6 @@ OPTIMIZERS: dict[str, Any] = {
     "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
     "your own": Lion,
 }
-OPTIMIZERS = {
-    name: make for name, make in OPTIMIZERS.items() if name != "Muon" or hasattr(torch.optim, name)
-}
-
 QUICK = ("SGD, momentum", "AdamW, amsgrad", "NAdam", "your own")
 
 
@@ -104,10 +101,7 @@ def rows_of_the_page() -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in lines}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", nightly_but(OPTIMIZERS, *QUICK))
 def test_the_table_of_optimizers(name: str, path: Path) -> None:
     whole = train(*build(name), path, 0, STEPS, encoding="compact")
     ds = open_run(path, chunks=None)

@@ -85,14 +85,6 @@ def test_the_wrapper_of_an_optimizer(tiny: Any, record: Any) -> None:
     assert replay(record.path).replayed == 2
 
 
-def test_what_holds_an_optimizer_and_steps_it_itself(tiny: Any, record: Any) -> None:
-    schedule = SimpleNamespace(optimizer=adamw(tiny))
-    with record(schedule):
-        for number, _ in enumerate(steps(tiny, schedule.optimizer, 2)):
-            schedule.optimizer.param_groups[0]["lr"] = 0.5 + number
-    assert record.read().lr.values[1:].tolist() == [0.5, 1.5]
-
-
 class Odd(torch.optim.Optimizer):
     """Without a rate; with moments of another shape and type, and an infinite setting."""
 
@@ -107,14 +99,22 @@ class Odd(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-0.1)
 
 
-@pytest.mark.parametrize("kind", [Odd, torch.optim.Adafactor])
-def test_optimizers_that_have_no_rate_or_no_moments(kind: Any, tiny: Any, record: Any) -> None:
+class Normalizing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("kind", [Odd, torch.optim.Adafactor, Normalizing])
+def test_optimizers_of_other_kinds(kind: Any, tiny: Any, record: Any) -> None:
     optimizer, lists = kind(tiny.parameters()), Lists(tiny.embedding.weight)
     with record(optimizer, variables="everything"):
         take_steps(tiny, optimizer, lists=lists)
     lists.rows.pop("exp_avg", None)  # of another form
     lists.agree_with(record.path)
     assert record.noted("has no rate lr") == (kind is Odd)
+    assert not record.noted("a hook after the step")
 
 
 @pytest.mark.nightly  # 4 s, in which torch compiles
@@ -135,21 +135,20 @@ def test_a_compiled_step_of_the_optimizer(tiny: Any, record: Any) -> None:
 
 def test_a_scaler_that_steps_what_it_has_not_scaled(tiny: Any, record: Any) -> None:
     """The loss is that of the loop, and the gradient that of the step."""
-    optimizer, losses, used = adamw(tiny), [], []
+    optimizer, lists = adamw(tiny), Lists(tiny.embedding.weight)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.zeros(1))
-    optimizer.register_step_pre_hook(lambda *_: used.append(tiny.embedding.weight.grad.clone()))
+    optimizer.register_step_pre_hook(lambda *_: lists.add(grad=lists.parameter.grad))
     with record(optimizer, scaler=scaler):
         for batch in batches(2):
             optimizer.zero_grad()
             loss = tiny(**batch)["loss"]
             loss.backward()
-            losses.append(loss.item())
+            lists.add(loss=loss)
             scaler.step(optimizer)
             scaler.update()
-    ds = record.read()
-    np.testing.assert_array_equal(ds.grad[1:], torch.stack(used))
-    assert ds.loss.values[1:].tolist() == losses
+            lists.after_step(optimizer)
+    ds = lists.agree_with(record.path)
     assert (ds.clip_coef.values[1:] == 1).all()
 
 
@@ -164,29 +163,19 @@ def test_one_of_several_optimizers_has_no_gradients(tiny: Any, record: Any) -> N
     assert record.read().sizes["step"] == 4
 
 
-def test_a_step_bound_by_a_scheduler_does_not_keep_the_recording(tiny: Any, record: Any) -> None:
+def test_what_holds_an_optimizer_or_binds_its_step_does_not_keep_the_recording(
+    tiny: Any, record: Any
+) -> None:
     optimizer = adamw(tiny)
-    with record(optimizer) as run:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        take_steps(tiny, optimizer, 2)
-        scheduler.step()
+    with record(SimpleNamespace(optimizer=optimizer)) as run:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + step)
+        take_steps(tiny, optimizer, 2, after=lambda *_: scheduler.step())
         alive = weakref.ref(run)
     del run
     gc.collect()
     assert alive() is None
     take_steps(tiny, optimizer, 2)
-
-
-def test_a_subclass_that_changes_weights_has_no_note(tiny: Any, record: Any) -> None:
-    class Normalizing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step(closure)
-            for parameter in self.param_groups[0]["params"]:
-                parameter.data.clamp_(-1, 1)
-
-    with record(optimizer := Normalizing(tiny.parameters(), lr=0.1)):
-        take_steps(tiny, optimizer)
-    assert not record.noted("a hook after the step")
+    assert record.read().lr.values[1:].tolist() == [0.01, 0.02]
 
 
 @pytest.fixture
@@ -197,15 +186,14 @@ def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_another_tool_wraps_backward(before: bool, tiny: Any, record: Any, wrap: Any) -> None:
-    optimizer, backward, losses = adamw(tiny), torch.autograd.backward, []
+    optimizer, backward, lists = adamw(tiny), torch.autograd.backward, Lists(tiny.embedding.weight)
     if before:
         wrap(torch.autograd, "backward", functools.partial)
     with record(optimizer):
-        for output in steps(tiny, optimizer):
-            losses.append(output["loss"].item())
+        for _ in steps(tiny, optimizer, lists=lists):
             kind = (lambda _: backward) if before else functools.partial  # taken off, or put on
             wrap(torch.autograd, "backward", kind)
-    assert record.losses() == losses
+    lists.agree_with(record.path)
 
 
 def test_another_tool_wraps_the_step_of_the_scaler(

@@ -244,38 +244,22 @@ def draw(count: int, dtype: Any = torch.float32) -> Any:
     return torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_digest_is_that_of_whole_numbers_of_python(dtype: Any) -> None:
-    row = ROW * 8 // dtype.itemsize
-    sizes = [0, 1, 2, 3, 7, 8, 1001, row - 1, row, row + 1, 3 * row + 5]
-    table = draw(35 * 6, dtype).view(35, 6)
-    flat = table.flatten()
-    views = [table.T, table[:, ::2], table[1:, 1:5], table[3], *(flat[at:] for at in range(1, 8))]
-    tensors = [*(draw(size, dtype) for size in sizes), *views]
-    assert numbers(*tensors) == [plain_digest(tensor) for tensor in tensors]
-
-
-def test_tensors_of_any_lengths_share_one_call() -> None:
-    rng = random.Random(3)
-    words = [rng.choice([0, 1, 5, 300, ROW // 2, ROW - 1, ROW, ROW + 1]) for _ in range(60)]
-    tensors = [draw(2 * length, rng.choice(TYPES)) for length in words]
-    assert numbers(*tensors) == [number for tensor in tensors for number in numbers(tensor)]
-    assert numbers() == []
-
-
-def test_bits_of_no_usual_number_count() -> None:
+def test_a_digest_is_that_of_whole_numbers_of_python() -> None:
+    """Tensors of any lengths, types and bits share one call."""
     patterns = torch.tensor([0, -(2**31), 2**31 - 1, -1, 1, 0x7F800000, 0x7FC00001])
     values = patterns.to(torch.int32).view(torch.float32)  # zeros, NaN, subnormal, infinity
-    assert numbers(values) == [plain_digest(values)]
-    assert all_differ(*[values[[place]] for place in range(len(values))])
-
-
-def test_a_sparse_gradient_has_the_digest_of_its_dense_form() -> None:
-    embedding = torch.nn.Embedding(9, 3, sparse=True)
-    embedding(torch.tensor([4, 4, 1])).sum().backward()
-    gradient = embedding.weight.grad
-    assert gradient.is_sparse
-    assert numbers(gradient) == numbers(gradient.to_dense())
+    tensors = [values, *values.split(1)]
+    for dtype in TYPES:
+        row = ROW * 8 // dtype.itemsize
+        sizes = [0, 1, 2, 3, 7, 8, 1001, row - 1, row, row + 1, 3 * row + 5]
+        table = draw(35 * 6, dtype).view(35, 6)
+        flat = table.flatten()
+        tensors += [*(draw(size, dtype) for size in sizes), *(flat[at:] for at in range(1, 8))]
+        tensors += [table.T, table[:, ::2], table[1:, 1:5], table[3]]
+    random.Random(3).shuffle(tensors)
+    assert numbers(*tensors) == [plain_digest(tensor) for tensor in tensors]
+    assert all_differ(*values.split(1))
+    assert numbers() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -309,14 +293,17 @@ def plain_gradient_digest(gradients: list[Any]) -> int:
 def test_the_gradients_of_several_optimizers_have_one_digest() -> None:
     parameters = [torch.nn.Parameter(draw(6)) for _ in range(4)]
     step = StepDigests(torch.nn.ParameterList(parameters))
-    for number in (0, 2, 3):
+    places, values = torch.tensor([[4, 4, 1]]), torch.tensor([1.0, 2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(places, values, (6,), check_invariants=True)
+    parameters[2].grad = sparse
+    for number in (0, 3):
         parameters[number].grad = draw(6) + number
     step.add_gradients([{"params": parameters[2:]}, {"params": parameters[1:2]}])
     step.add_gradients([{"params": [parameters[0], torch.nn.Parameter(draw(3))]}])
     found = step.after_step()
-    assert unsigned(int(found["step_digest"])) == plain_gradient_digest(
-        [parameter.grad for parameter in parameters]
-    )
+    first, last = parameters[0].grad, parameters[3].grad
+    expected = plain_gradient_digest([first, None, sparse.to_dense(), last])
+    assert unsigned(int(found["step_digest"])) == expected
     assert found["params_digest"].tolist() == digests(parameters).tolist()
     assert int(step.after_step()["step_digest"]) == 0  # of the next step
 
