@@ -134,10 +134,6 @@ def changed(key: str, change: Callable[[bytes], bytes]) -> Act:
     return lambda run: write(run / key, change((run / key).read_bytes()))
 
 
-def flipped(key: str, bit: int) -> Act:
-    return lambda run: flip(run / key, bit)
-
-
 def copied(key: str, to: str) -> Act:
     return lambda run: write(run / to, (run / key).read_bytes())
 
@@ -161,18 +157,6 @@ def taken(source: str, *keys: str) -> Act:
 def root(place: str, value: Any) -> Act:
     """A member of the root; its copies stay as they are."""
     return lambda run: edit(run / METADATA_KEY, lambda metadata: put(metadata, place, value))
-
-
-def root_of(source: str, place: str) -> Act:
-    """A member of the root of a run beside this one."""
-
-    def act(run: Path) -> None:
-        value: Any = json.loads((run.with_name(source) / METADATA_KEY).read_bytes())
-        for part in place.split("."):
-            value = value[part]
-        root(place, value)(run)
-
-    return act
 
 
 def member(array: str, place: str, value: Any, copies: Copies = "both") -> Act:
@@ -478,7 +462,7 @@ VALUES = (
         "object: empty", changed("grad/c.2.0.0", lambda data: b""), "^grad.* 0 to 0: .*index", 8
     ),
     Damage("object: no end", changed("W/c.2.0.0", lambda data: data[:-1]), "^W, .*index", 8),
-    Damage("coordinate: a bit", flipped(_TEXTS, 140), "^token_text, block 0, .*checksum", None),
+    Damage("coordinate: a bit", lambda run: flip(run / _TEXTS, 140), "^token_text, block 0, .*checksum", None),
     Damage("coordinate: no end", changed(_TEXTS, lambda data: data[:-3]), "^token_text", None),
     Damage("coordinate: empty", changed(_TEXTS, lambda data: b""), "^token_text, block 0", None),
     Damage("coordinate: missing", lost(_TEXTS), f"^token_text: {_LOST}", None),
@@ -494,18 +478,13 @@ VALUES = (
 BOTH = ("plain", "ours")
 
 
-def metadata_of(source: str) -> Act:
-    """All metadata files are those of a run beside this one."""
-
-    def act(run: Path) -> None:
-        names = (path.parent.name for path in run.glob("*/zarr.json"))
-        taken(source, METADATA_KEY, *(f"{name}/zarr.json" for name in names))(run)
-
-    return act
-
-
 def _added(**attributes: Any) -> Act:
     return member("W", "attributes", lambda old: old | attributes)
+
+
+def own_metadata_in_root(run: Path) -> None:
+    """The root's copy of the metadata of W becomes its own metadata file."""
+    root(f"{_ENTRIES}.W", json.loads((run / "W" / METADATA_KEY).read_bytes()))(run)
 
 
 _W0, _W1 = key("W", 0), key("W", 1)
@@ -526,7 +505,7 @@ TAMPERINGS = (
         "of another run: W with both metadata files",
         all_of(
             taken("other.zarr", "W/zarr.json", *objects(["W"])),
-            root_of("other.zarr", f"{_ENTRIES}.W"),
+            own_metadata_in_root,
         ),
         misled=("plain",),
     ),
