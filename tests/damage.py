@@ -462,7 +462,12 @@ VALUES = (
         "object: empty", changed("grad/c.2.0.0", lambda data: b""), "^grad.* 0 to 0: .*index", 8
     ),
     Damage("object: no end", changed("W/c.2.0.0", lambda data: data[:-1]), "^W, .*index", 8),
-    Damage("coordinate: a bit", lambda run: flip(run / _TEXTS, 140), "^token_text, block 0, .*checksum", None),
+    Damage(
+        "coordinate: a bit",
+        lambda run: flip(run / _TEXTS, 140),
+        "^token_text, block 0, .*checksum",
+        None,
+    ),
     Damage("coordinate: no end", changed(_TEXTS, lambda data: data[:-3]), "^token_text", None),
     Damage("coordinate: empty", changed(_TEXTS, lambda data: b""), "^token_text, block 0", None),
     Damage("coordinate: missing", lost(_TEXTS), f"^token_text: {_LOST}", None),

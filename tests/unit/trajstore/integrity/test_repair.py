@@ -143,26 +143,28 @@ def test_a_lost_array_costs_every_row_and_the_run_still_continues(run: Path, who
     assert_first_rows(run, whole, 11)
 
 
-def test_what_is_ahead_of_the_commit_and_temporaries_go(run: Path, whole: Path) -> None:
-    member("W", "shape.0", 15, "own")(run)
+def test_what_a_crash_leaves_is_a_note_and_goes(run: Path, whole: Path) -> None:
     copied("W/c.2.0.0", "W/c.3.0.0")(run)
-    write(run / "grad" / "c.4.0.0", b"torn")
     write(run / "W" / ".c.4.0.0.123.partial", b"half")
+    write(run / "notes.txt", b"mine")
+    noted = verify(run)
+    assert noted.clean
+    assert "W has shards past the commit (1)" in noted.notes[0]
+    assert "temporary files (1)" in noted.notes[1]
+    assert noted.notes[2] == "notes.txt is not part of the run"
+    (run / "notes.txt").unlink()
+    member("W", "shape.0", 15, "own")(run)
+    write(run / "grad" / "c.4.0.0", b"torn")
+    root("attributes.status", "recording")(run)
     found = mended(run)
     assert [action.split(" (")[0] for action in found.actions] == [
+        "the status becomes interrupted: no process is recording the run",
         "W/zarr.json is reset from 15 rows to 11: the others were never committed",
         "shards past the commit are removed",
         "temporary files of unfinished writes are removed",
     ]
     assert_first_rows(run, whole, 11)
-    assert attributes(run)["status"] == "complete"
-
-
-def test_a_recording_that_died_becomes_interrupted(run: Path, whole: Path) -> None:
-    root("attributes.status", "recording")(run)
-    assert len(mended(run).actions) == 1
     assert attributes(run)["status"] == "interrupted"
-    assert_first_rows(run, whole, 11)
 
 
 @pytest.mark.parametrize("drops", [False, True])
