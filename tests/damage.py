@@ -134,6 +134,10 @@ def changed(key: str, change: Callable[[bytes], bytes]) -> Act:
     return lambda run: write(run / key, change((run / key).read_bytes()))
 
 
+def flipped(key: str, bit: int) -> Act:
+    return lambda run: flip(run / key, bit)
+
+
 def copied(key: str, to: str) -> Act:
     return lambda run: write(run / to, (run / key).read_bytes())
 
@@ -462,12 +466,7 @@ VALUES = (
         "object: empty", changed("grad/c.2.0.0", lambda data: b""), "^grad.* 0 to 0: .*index", 8
     ),
     Damage("object: no end", changed("W/c.2.0.0", lambda data: data[:-1]), "^W, .*index", 8),
-    Damage(
-        "coordinate: a bit",
-        lambda run: flip(run / _TEXTS, 140),
-        "^token_text, block 0, .*checksum",
-        None,
-    ),
+    Damage("coordinate: a bit", flipped(_TEXTS, 140), "^token_text, block 0, .*checksum", None),
     Damage("coordinate: no end", changed(_TEXTS, lambda data: data[:-3]), "^token_text", None),
     Damage("coordinate: empty", changed(_TEXTS, lambda data: b""), "^token_text, block 0", None),
     Damage("coordinate: missing", lost(_TEXTS), f"^token_text: {_LOST}", None),
@@ -508,10 +507,7 @@ TAMPERINGS = (
     Damage("of another run: all blocks", taken("other.zarr", *objects())),
     Damage(
         "of another run: W with both metadata files",
-        all_of(
-            taken("other.zarr", "W/zarr.json", *objects(["W"])),
-            own_metadata_in_root,
-        ),
+        all_of(taken("other.zarr", "W/zarr.json", *objects(["W"])), own_metadata_in_root),
         misled=("plain",),
     ),
     Damage(
