@@ -50,11 +50,6 @@ def few_of_a_kind(damages: tuple[Damage, ...]) -> list[Any]:
     return nightly_but(damages, *(each for each in damages if not each.name.endswith(LIKE_OTHERS)))
 
 
-def attributes(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "zarr.json").read_bytes())["attributes"]
-    return found
-
-
 def mended(run: Path) -> Repair:
     """Repair a run, first dry; it is sound afterwards."""
     before = times(run.parent)
@@ -95,7 +90,7 @@ def assert_first_rows(run: Path, whole: Path, rows: int) -> None:
     """All values of the rows that stay are as they were, and so are their files."""
     got, expected = open_run(run), open_run(whole)
     assert got.sizes["step"] == rows
-    assert attributes(run)["committed_rows"] == rows
+    assert got.attrs["committed_rows"] == rows
     for name in expected.variables:
         values = expected[name].values[:rows] if name in SERIES else expected[name].values
         assert got[name].values.tobytes() == values.tobytes() or name == "token_text", name
@@ -126,7 +121,7 @@ def test_rows_go_from_the_first_broken_block_on(
     assert "and 1 more" in found.actions[0]
     assert not [action for action in found.actions if "receives the attributes" in action]
     assert_first_rows(run, whole, BLOCK)
-    assert attributes(run)["status"] == "interrupted"
+    assert open_run(run).attrs["status"] == "interrupted"
 
 
 def test_a_lost_array_costs_every_row_and_the_run_still_continues(run: Path, whole: Path) -> None:
@@ -164,7 +159,7 @@ def test_what_a_crash_leaves_is_a_note_and_goes(run: Path, whole: Path) -> None:
         "temporary files of unfinished writes are removed",
     ]
     assert_first_rows(run, whole, 11)
-    assert attributes(run)["status"] == "interrupted"
+    assert open_run(run).attrs["status"] == "interrupted"
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -180,9 +175,8 @@ def test_an_attribute_added_with_zarr_stays_and_a_changed_one_does_not(
     assert ("has lost its consolidated metadata" in told) is drops
     mended(run)
     assert_first_rows(run, whole, 11)
-    changed = {key: attributes(run)[key] for key in ("updated", "fingerprint")}
-    assert attributes(run) == attributes(whole) | {"mine": {"a": 1}} | changed
-    assert open_run(run).attrs["mine"] == {"a": 1}
+    changed = {key: open_run(run).attrs[key] for key in ("updated", "fingerprint")}
+    assert open_run(run).attrs == open_run(whole).attrs | {"mine": {"a": 1}} | changed
 
 
 def test_a_wrong_fingerprint_stays_wrong_beside_an_added_attribute(run: Path) -> None:
@@ -196,10 +190,10 @@ def test_notes_of_the_rows_that_stay_are_kept(run: Path) -> None:
     notes = [{"note": "a", "first_step": n, "last_step": n, "count": 1} for n in (2, 6)]
     root("attributes.notes", notes)(run)
     assert repair(run).actions == ()
-    assert attributes(run)["notes"] == notes
+    assert open_run(run).attrs["notes"] == notes
     (run / "W" / "c.1.0.0").unlink()
     repair(run)
-    assert attributes(run)["notes"] == notes[:1]
+    assert open_run(run).attrs["notes"] == notes[:1]
 
 
 @pytest.mark.parametrize("damage", few_of_a_kind(COPIES), ids=lambda damage: damage.name)

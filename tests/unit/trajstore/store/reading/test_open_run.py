@@ -19,7 +19,7 @@ from damage import edit, put
 from object_stores import copied, web_server
 from zarr.storage import ZipStore
 
-from trajstore import RunWriter, analysis, export, open_run, repair, verify
+from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.codec.block import ANYWHERE
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import (
@@ -28,7 +28,6 @@ from trajstore.errors import (
     ObjectStoreError,
     RunExists,
     RunNotFound,
-    VariableNotRecorded,
 )
 from trajstore.schema import FORMAT, WITH_SETTINGS
 from trajstore.store.reading.open_group import open_group
@@ -155,18 +154,6 @@ def test_another_format_names_the_version_that_reads_it(
     ) as told:
         open_run(path)
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
-
-
-def test_the_accessor_has_the_functions_of_analysis(small_run: tuple[Path, Any]) -> None:
-    ds = open_run(small_run[0])
-    assert "grad_norms" in dir(ds.traj)
-    xr.testing.assert_identical(
-        ds.traj.grad_norms(ord=1).compute(), analysis.grad_norms(ds, ord=1).compute()
-    )
-    with pytest.raises(AttributeError, match=r"ds\.traj has no 'nonsense'"):
-        ds.traj.nonsense  # noqa: B018
-    with pytest.raises(VariableNotRecorded, match="is_dead"):
-        ds.drop_vars("is_dead").traj.dead  # noqa: B018
 
 
 @pytest.mark.parametrize("engine", ["trajstore", TrajstoreBackend, None])
