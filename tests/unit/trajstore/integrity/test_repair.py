@@ -80,7 +80,13 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     assert found.exports == ("--variables W,exp_avg", "--fill-damaged")
     flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
     assert repair(run, dry_run=True).exports == ("--fill-damaged",)
-    flip(run / "step" / "c.2", 99)  # no copy holds more
+    found = repair(run)  # all but the coordinate
+    assert found.rows == 4
+    (left,) = found.unrepaired
+    assert left.startswith("token_text, block 0")
+    assert [problem.array for problem in verify(run).problems] == ["token_text"]
+    assert repair(run, dry_run=True).actions == ()
+    flip(run / "step" / "c.0", 99)  # no copy holds more
     assert repair(run, dry_run=True).exports == ()
     (run / "token_text" / "c.0").unlink()  # without which no run is opened
     assert repair(run, dry_run=True).exports == ()
@@ -265,17 +271,6 @@ def test_damaged_values_are_named_and_cost_the_rows_from_there_on(
         assert len(problems) == 1
         assert mended(run).rows == damage.kept
         assert_first_rows(run, whole, damage.kept)
-
-
-def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path) -> None:
-    flip(run / "token" / "c.0", 140)
-    (run / "W" / "c.2.0.0").unlink()
-    found = repair(run)
-    assert found.rows == 8
-    assert len(found.unrepaired) == 1
-    assert found.unrepaired[0].startswith("token, block 0")
-    assert [problem.array for problem in verify(run).problems] == ["token"]
-    assert repair(run, dry_run=True).actions == ()
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
