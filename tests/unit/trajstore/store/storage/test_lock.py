@@ -106,9 +106,7 @@ def test_a_place_that_is_no_path_is_refused() -> None:
         check_target("")
 
 
-def test_another_machines_lock_counts_and_one_without_an_owner_does_not(
-    run: Path, left: Path
-) -> None:
+def test_another_machines_lock_counts_and_one_without_an_owner_not(run: Path, left: Path) -> None:
     left.write_text(json.dumps({"host": "elsewhere", "process": 7, "started": "2026-01-01"}))
     with pytest.raises(RunLocked, match=f"process 7 on elsewhere.*remove {left}"):
         RunLock.acquire(run)
