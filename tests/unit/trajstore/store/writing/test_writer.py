@@ -246,7 +246,6 @@ OVER: dict[str, Any] = {"overwrite": True}
         ("new", {"commit_every": 0}, InvalidArgument, "commit_every: got 0"),
         ("new", {"commit_every": math.nan}, InvalidArgument, "commit_every: got nan"),
         ("new", {"commit_every": math.inf}, InvalidArgument, "commit_every: got inf"),
-        ("new", {"memory": "1KiB", "block_rows": None}, InvalidArgument, "at least"),
     ],
 )
 def test_what_cannot_be_created_is_refused_and_nothing_changes(
