@@ -151,28 +151,20 @@ def swapped(one: str, other: str) -> Act:
     return act
 
 
-def taken(source: str, *keys: str) -> Act:
+def taken(source: str, *patterns: str) -> Act:
     """Files of a run beside this one."""
-    return lambda run: [
-        write(run / key, (run.with_name(source) / key).read_bytes()) for key in keys
-    ]
+
+    def act(run: Path) -> None:
+        other = run.with_name(source)
+        for path in (path for pattern in patterns for path in other.glob(pattern)):
+            write(run / path.relative_to(other), path.read_bytes())
+
+    return act
 
 
 def root(place: str, value: Any) -> Act:
     """A member of the root; its copies stay as they are."""
     return lambda run: edit(run / METADATA_KEY, lambda metadata: put(metadata, place, value))
-
-
-def root_of(source: str, place: str) -> Act:
-    """A member of the root of a run beside this one."""
-
-    def act(run: Path) -> None:
-        value: Any = json.loads((run.with_name(source) / METADATA_KEY).read_bytes())
-        for part in place.split("."):
-            value = value[part]
-        root(place, value)(run)
-
-    return act
 
 
 def member(array: str, place: str, value: Any, copies: Copies = "both") -> Act:
@@ -410,15 +402,6 @@ def key(name: str, block: int, part: int = 0) -> str:
     return f"{name}/c.{block}" + f".{part}.0" * (name in ("W", "grad"))
 
 
-def objects(names: Iterable[str] = ("step", *TYPES), blocks: Iterable[int] = range(3)) -> list[str]:
-    return [
-        key(name, block, part)
-        for block in blocks
-        for name in names
-        for part in range(2 if name in ("W", "grad") else 1)
-    ]
-
-
 _ENTRIES = "consolidated_metadata.metadata"
 
 
@@ -494,21 +477,17 @@ VALUES = (
 BOTH = ("plain", "ours")
 
 
-def metadata_of(source: str) -> Act:
-    """All metadata files are those of a run beside this one."""
-
-    def act(run: Path) -> None:
-        names = (path.parent.name for path in run.glob("*/zarr.json"))
-        taken(source, METADATA_KEY, *(f"{name}/zarr.json" for name in names))(run)
-
-    return act
-
-
 def _added(**attributes: Any) -> Act:
     return member("W", "attributes", lambda old: old | attributes)
 
 
+def own_metadata_in_root(run: Path) -> None:
+    """The root's copy of the metadata of W becomes its own metadata file."""
+    root(f"{_ENTRIES}.W", json.loads((run / "W" / METADATA_KEY).read_bytes()))(run)
+
+
 _W0, _W1 = key("W", 0), key("W", 1)
+_BLOCKS = [f"{name}/c.*" for name in ("step", *TYPES)]
 
 
 def forged_chunks(run: Path) -> None:
@@ -521,13 +500,10 @@ TAMPERINGS = (
     Damage("swapped: two blocks of W", swapped(_W0, _W1)),
     Damage("swapped: two parts of a block", swapped(_W1, key("W", 1, 1))),
     Damage("swapped: a block of W and of grad", swapped(_W1, key("grad", 1))),
-    Damage("of another run: all blocks", taken("other.zarr", *objects())),
+    Damage("of another run: all blocks", taken("other.zarr", *_BLOCKS)),
     Damage(
         "of another run: W with both metadata files",
-        all_of(
-            taken("other.zarr", "W/zarr.json", *objects(["W"])),
-            root_of("other.zarr", f"{_ENTRIES}.W"),
-        ),
+        all_of(taken("other.zarr", "W/zarr.json", "W/c.*"), own_metadata_in_root),
         misled=("plain",),
     ),
     Damage(
@@ -535,10 +511,10 @@ TAMPERINGS = (
         taken("other.zarr", *(f"{name}/c.0" for name in COORDINATES)),
         misled=BOTH,
     ),
-    Damage("brought back: the shorter last block", taken("shorter.zarr", *objects(blocks=[2]))),
+    Damage("brought back: the shorter last block", taken("shorter.zarr", "*/c.2*")),
     Damage(
         "brought back: a block of all arrays that was recorded again",
-        taken("before.zarr", *objects(blocks=[1])),
+        taken("before.zarr", "*/c.1*"),
         misled=BOTH,
     ),
     Damage(

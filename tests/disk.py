@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import contents
 
 State = tuple[Any, ...]
 
@@ -113,11 +114,7 @@ def held_moves() -> Iterator[tuple[threading.Event, threading.Event]]:
 
 def objects_of(run: Path) -> dict[str, bytes]:
     """Every object of a run but the metadata files, which hold times."""
-    return {
-        str(file.relative_to(run)): file.read_bytes()
-        for file in run.rglob("*")
-        if file.is_file() and file.name != "zarr.json"
-    }
+    return {key: data for key, data in contents(run).items() if not key.endswith("zarr.json")}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., object]) -> None:

@@ -37,6 +37,10 @@ def test_the_accessor_describes_a_run(small_run: tuple[Path, Any]) -> None:
     differ = two.assign_coords(is_dead=(("run", "token"), [ds.is_dead.values, ~ds.is_dead.values]))
     assert "; 10 tokens; W" in repr(differ.traj)
     assert repr(xr.Dataset().traj) == "<run: 0 rows; 0 tokens; no variables; part of a run>"
+    with pytest.raises(AttributeError, match=r"ds\.traj has no 'nonsense'"):
+        ds.traj.nonsense  # noqa: B018
+    with pytest.raises(VariableNotRecorded, match="is_dead"):
+        ds.drop_vars("is_dead").traj.dead  # noqa: B018
 
 
 def test_a_token_is_found_by_its_text() -> None:

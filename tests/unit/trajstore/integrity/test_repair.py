@@ -50,11 +50,6 @@ def few_of_a_kind(damages: tuple[Damage, ...]) -> list[Any]:
     return nightly_but(damages, *(each for each in damages if not each.name.endswith(LIKE_OTHERS)))
 
 
-def attributes(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "zarr.json").read_bytes())["attributes"]
-    return found
-
-
 def mended(run: Path) -> Repair:
     """Repair a run, first dry; it is sound afterwards."""
     before = times(run.parent)
@@ -85,7 +80,13 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     assert found.exports == ("--variables W,exp_avg", "--fill-damaged")
     flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
     assert repair(run, dry_run=True).exports == ("--fill-damaged",)
-    flip(run / "step" / "c.2", 99)  # no copy holds more
+    found = repair(run)  # all but the coordinate
+    assert found.rows == 4
+    (left,) = found.unrepaired
+    assert left.startswith("token_text, block 0")
+    assert [problem.array for problem in verify(run).problems] == ["token_text"]
+    assert repair(run, dry_run=True).actions == ()
+    flip(run / "step" / "c.0", 99)  # no copy holds more
     assert repair(run, dry_run=True).exports == ()
     (run / "token_text" / "c.0").unlink()  # without which no run is opened
     assert repair(run, dry_run=True).exports == ()
@@ -95,7 +96,7 @@ def assert_first_rows(run: Path, whole: Path, rows: int) -> None:
     """All values of the rows that stay are as they were, and so are their files."""
     got, expected = open_run(run), open_run(whole)
     assert got.sizes["step"] == rows
-    assert attributes(run)["committed_rows"] == rows
+    assert got.attrs["committed_rows"] == rows
     for name in expected.variables:
         values = expected[name].values[:rows] if name in SERIES else expected[name].values
         assert got[name].values.tobytes() == values.tobytes() or name == "token_text", name
@@ -126,7 +127,7 @@ def test_rows_go_from_the_first_broken_block_on(
     assert "and 1 more" in found.actions[0]
     assert not [action for action in found.actions if "receives the attributes" in action]
     assert_first_rows(run, whole, BLOCK)
-    assert attributes(run)["status"] == "interrupted"
+    assert open_run(run).attrs["status"] == "interrupted"
 
 
 def test_a_lost_array_costs_every_row_and_the_run_still_continues(run: Path, whole: Path) -> None:
@@ -143,26 +144,28 @@ def test_a_lost_array_costs_every_row_and_the_run_still_continues(run: Path, who
     assert_first_rows(run, whole, 11)
 
 
-def test_what_is_ahead_of_the_commit_and_temporaries_go(run: Path, whole: Path) -> None:
-    member("W", "shape.0", 15, "own")(run)
+def test_what_a_crash_leaves_is_a_note_and_goes(run: Path, whole: Path) -> None:
     copied("W/c.2.0.0", "W/c.3.0.0")(run)
-    write(run / "grad" / "c.4.0.0", b"torn")
     write(run / "W" / ".c.4.0.0.123.partial", b"half")
+    write(run / "notes.txt", b"mine")
+    noted = verify(run)
+    assert noted.clean
+    assert "W has shards past the commit (1)" in noted.notes[0]
+    assert "temporary files (1)" in noted.notes[1]
+    assert noted.notes[2] == "notes.txt is not part of the run"
+    (run / "notes.txt").unlink()
+    member("W", "shape.0", 15, "own")(run)
+    write(run / "grad" / "c.4.0.0", b"torn")
+    root("attributes.status", "recording")(run)
     found = mended(run)
     assert [action.split(" (")[0] for action in found.actions] == [
+        "the status becomes interrupted: no process is recording the run",
         "W/zarr.json is reset from 15 rows to 11: the others were never committed",
         "shards past the commit are removed",
         "temporary files of unfinished writes are removed",
     ]
     assert_first_rows(run, whole, 11)
-    assert attributes(run)["status"] == "complete"
-
-
-def test_a_recording_that_died_becomes_interrupted(run: Path, whole: Path) -> None:
-    root("attributes.status", "recording")(run)
-    assert len(mended(run).actions) == 1
-    assert attributes(run)["status"] == "interrupted"
-    assert_first_rows(run, whole, 11)
+    assert open_run(run).attrs["status"] == "interrupted"
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -178,9 +181,8 @@ def test_an_attribute_added_with_zarr_stays_and_a_changed_one_does_not(
     assert ("has lost its consolidated metadata" in told) is drops
     mended(run)
     assert_first_rows(run, whole, 11)
-    changed = {key: attributes(run)[key] for key in ("updated", "fingerprint")}
-    assert attributes(run) == attributes(whole) | {"mine": {"a": 1}} | changed
-    assert open_run(run).attrs["mine"] == {"a": 1}
+    changed = {key: open_run(run).attrs[key] for key in ("updated", "fingerprint")}
+    assert open_run(run).attrs == open_run(whole).attrs | {"mine": {"a": 1}} | changed
 
 
 def test_a_wrong_fingerprint_stays_wrong_beside_an_added_attribute(run: Path) -> None:
@@ -194,10 +196,10 @@ def test_notes_of_the_rows_that_stay_are_kept(run: Path) -> None:
     notes = [{"note": "a", "first_step": n, "last_step": n, "count": 1} for n in (2, 6)]
     root("attributes.notes", notes)(run)
     assert repair(run).actions == ()
-    assert attributes(run)["notes"] == notes
+    assert open_run(run).attrs["notes"] == notes
     (run / "W" / "c.1.0.0").unlink()
     repair(run)
-    assert attributes(run)["notes"] == notes[:1]
+    assert open_run(run).attrs["notes"] == notes[:1]
 
 
 @pytest.mark.parametrize("damage", few_of_a_kind(COPIES), ids=lambda damage: damage.name)
@@ -269,17 +271,6 @@ def test_damaged_values_are_named_and_cost_the_rows_from_there_on(
         assert len(problems) == 1
         assert mended(run).rows == damage.kept
         assert_first_rows(run, whole, damage.kept)
-
-
-def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path) -> None:
-    flip(run / "token" / "c.0", 140)
-    (run / "W" / "c.2.0.0").unlink()
-    found = repair(run)
-    assert found.rows == 8
-    assert len(found.unrepaired) == 1
-    assert found.unrepaired[0].startswith("token, block 0")
-    assert [problem.array for problem in verify(run).problems] == ["token"]
-    assert repair(run, dry_run=True).actions == ()
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")

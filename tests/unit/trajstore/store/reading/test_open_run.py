@@ -16,10 +16,11 @@ import pytest
 import xarray as xr
 import zarr
 from damage import edit, put
+from growing_runs import begin
 from object_stores import copied, web_server
 from zarr.storage import ZipStore
 
-from trajstore import RunWriter, analysis, export, open_run, repair, verify
+from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.codec.block import ANYWHERE
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.errors import (
@@ -28,7 +29,6 @@ from trajstore.errors import (
     ObjectStoreError,
     RunExists,
     RunNotFound,
-    VariableNotRecorded,
 )
 from trajstore.schema import FORMAT, WITH_SETTINGS
 from trajstore.store.reading.open_group import open_group
@@ -157,18 +157,6 @@ def test_another_format_names_the_version_that_reads_it(
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
 
 
-def test_the_accessor_has_the_functions_of_analysis(small_run: tuple[Path, Any]) -> None:
-    ds = open_run(small_run[0])
-    assert "grad_norms" in dir(ds.traj)
-    xr.testing.assert_identical(
-        ds.traj.grad_norms(ord=1).compute(), analysis.grad_norms(ds, ord=1).compute()
-    )
-    with pytest.raises(AttributeError, match=r"ds\.traj has no 'nonsense'"):
-        ds.traj.nonsense  # noqa: B018
-    with pytest.raises(VariableNotRecorded, match="is_dead"):
-        ds.drop_vars("is_dead").traj.dead  # noqa: B018
-
-
 @pytest.mark.parametrize("engine", ["trajstore", TrajstoreBackend, None])
 def test_it_opens_a_run_also_where_nobody_names_it(
     small_run: tuple[Path, Any], engine: Any
@@ -266,36 +254,25 @@ def test_addresses_that_cannot_be(address: str, told: str) -> None:
         open_group(address)
 
 
-def _run(path: Path) -> Path:
-    options: dict[str, Any] = {"variables": {"W": "float32"}, "block_rows": 2}
-    with RunWriter.create(path, token=[1, 2], hidden=2, **options) as run:
-        for step in range(6):
-            run.append(step, W=np.zeros((2, 2), "f4"))
-    return path
-
-
 ARRAYS = "consolidated_metadata.metadata"
 LENGTH = f"{ARRAYS}.W.chunk_grid.configuration.chunk_shape.0"
 HUGE = 1 << 40
-ROWS = {
-    "attributes.committed_rows": HUGE,
-    f"{ARRAYS}.W.shape.0": HUGE,
-    f"{ARRAYS}.step.shape.0": HUGE,
-}
+SERIES = ("step", "W", "grad", "logits", "loss")
+ROWS = {"attributes.committed_rows": HUGE} | {f"{ARRAYS}.{name}.shape.0": HUGE for name in SERIES}
 
 
 def annotated(run: Path) -> None:
-    annotate_run(run, token_text=["a", "b"])
+    annotate_run(run, token_text=["a"] * 10, overwrite=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (ROWS, r"step has shape \[1099511627776\], but its last block is not stored"),
-        ({"attributes.committed_rows": HUGE}, "is 1099511627776, expected 6, the rows of its"),
+        ({"attributes.committed_rows": HUGE}, "is 1099511627776, expected 11, the rows of its"),
         ({f"{ARRAYS}.W.shape.1": HUGE, f"{ARRAYS}.token.shape.0": HUGE},
-         r"token\.chunk_grid\.configuration\.chunk_shape\.0 is 2, expected 1099511627776"),
-        ({LENGTH: HUGE}, r"chunk_shape is \[1099511627776, 2, 2\], .* at most 274,877,906,944"),
+         r"token\.chunk_grid\.configuration\.chunk_shape\.0 is 10, expected 1099511627776"),
+        ({LENGTH: HUGE}, r"chunk_shape is \[1099511627776, 10, 6\], .* at most 274,877,906,944"),
         ({LENGTH: 1 << 30}, r"W\.codecs\.0\..*, expected at most 65,536 chunks in a block"),
         ({"attributes.config": reduce(lambda inner, _: {"a": inner}, range(200), {})},
          "nested more than 100 deep"),
@@ -305,9 +282,9 @@ def annotated(run: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_out_of_all_proportion_is_refused(
-    tmp_path: Path, changes: Any, message: str
+    small_run: tuple[Path, Any], changes: Any, message: str
 ) -> None:
-    metadata = _run(tmp_path / "run.zarr") / "zarr.json"
+    metadata = small_run[0] / "zarr.json"
     if changes == "pipe":
         metadata.unlink()
         os.mkfifo(metadata)
@@ -317,9 +294,9 @@ def test_what_is_out_of_all_proportion_is_refused(
         edit(metadata, lambda root: [put(root, *change) for change in changes.items()])
     for opened in (open_group, open_run, RunWriter.resume, annotated):
         with pytest.raises(FormatError, match=message):
-            opened(tmp_path / "run.zarr")
+            opened(small_run[0])
     with suppress(FormatError):
-        assert not verify(tmp_path / "run.zarr").clean
+        assert not verify(small_run[0]).clean
     if changes in (ROWS, "large"):  # the same at an address
         far = copied(metadata.parent, "memory://out/of/proportion.zarr")
         for read in (open_run, information, RunWriter.resume):
@@ -352,6 +329,6 @@ def test_runs_in_the_folder_are_named(
     tmp_path: Path, runs: list[str], asked: str, message: str
 ) -> None:
     for name in runs:
-        _run(tmp_path / f"{name}.zarr")
+        begin(tmp_path / f"{name}.zarr").close()
     with pytest.raises(RunNotFound if asked else FormatError, match=message):
         open_group(tmp_path / asked)

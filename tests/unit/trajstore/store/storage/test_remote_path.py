@@ -197,9 +197,7 @@ def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(place: RemoteP
         RunLock.acquire(place)
     assert is_written_to(place) is True
     RemoteLock.acquire(place, dead_after=timedelta(seconds=-1)).release()
-
-
-def test_a_lock_of_a_dead_process_of_this_machine_is_void(place: RemotePath) -> None:
+    # One of a dead process of this machine is void at once.
     owned_by(place, host=socket.gethostname(), process=2**40)
     assert is_written_to(place) is False
     RunLock.acquire(place).release()

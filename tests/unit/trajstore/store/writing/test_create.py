@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -125,11 +124,6 @@ def write_steps(path: Path, **coordinates: Any) -> Path:
     return path
 
 
-def root(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "zarr.json").read_bytes())["attributes"]
-    return found
-
-
 def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) -> None:
     run = write_steps(tmp_path / "run.zarr")
     (run / "notes.txt").write_text("mine")
@@ -137,7 +131,7 @@ def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) ->
     with RunWriter.resume(run) as writer:
         writer.notes = notes
     inodes = {file: (run / file).stat().st_ino for file in ("W/c.0.0.0", "loss/c.1")}
-    before = root(run)
+    before = open_run(run).attrs
     told = {
         "is_dead": [True, False, False],
         "token_count": [0, 2, 1],
@@ -147,7 +141,7 @@ def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) ->
     recorded = write_steps(tmp_path / "recorded.zarr", **told)
     found = verify(run)
     assert found.clean, found.problems
-    assert root(run)["notes"] == notes
+    assert open_run(run).attrs["notes"] == notes
     (run / "notes.txt").unlink()
     assert verify(run).notes == verify(recorded).notes
     xr.testing.assert_identical(
@@ -156,8 +150,9 @@ def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) ->
     for name in ("W", "logits", "is_dead", "token_text"):
         one, other = (zarr.open_group(path)[name].attrs.asdict() for path in (run, recorded))
         assert one == other
-    after = root(run)
-    assert after["content_digest"] == root(recorded)["content_digest"] != before["content_digest"]
+    after = open_run(run).attrs
+    digest = open_run(recorded).attrs["content_digest"]
+    assert after["content_digest"] == digest != before["content_digest"]
     assert after["fingerprint"] != before["fingerprint"]
     changed = ("content_digest", "fingerprint", "updated")
     assert {k: v for k, v in after.items() if k not in changed} == {
@@ -173,7 +168,7 @@ def test_what_cannot_be_is_refused_and_what_is_there_is_replaced_only_if_asked(
     tmp_path: Path,
 ) -> None:
     run = write_steps(tmp_path / "run.zarr", is_dead=[True, False, False])
-    before = root(run)
+    before = open_run(run).attrs
     for given, message in (
         ({}, "got no coordinate"),
         ({"token_text": ["a"]}, "got 1 values, expected 3"),
@@ -183,7 +178,7 @@ def test_what_cannot_be_is_refused_and_what_is_there_is_replaced_only_if_asked(
             annotate_run(run, **given)
     with pytest.raises(RunExists, match="already has is_dead"):
         annotate_run(run, is_dead=[False] * 3)
-    assert root(run) == before
+    assert open_run(run).attrs == before
     assert list(tmp_path.iterdir()) == [run]
     annotate_run(run, is_dead=[False] * 3, overwrite=True)
     assert not open_run(run).is_dead.values.any()

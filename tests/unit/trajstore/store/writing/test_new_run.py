@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -163,11 +162,6 @@ def go_on(path: Path, share: TokenShare, first: int, rows: int, tokens: int = TO
     return run.committed_rows
 
 
-def content(path: Path) -> str:
-    digest: str = json.loads((path / "zarr.json").read_bytes())["attributes"][CONTENT]
-    return digest
-
-
 def check(path: Path, rows: int, tokens: int = TOKENS) -> None:
     """Fail unless a run has so many rows, and the content of the run that one writer makes."""
     assert verify(path).clean
@@ -176,7 +170,7 @@ def check(path: Path, rows: int, tokens: int = TOKENS) -> None:
     whole = path.with_name("whole.zarr")
     shutil.copytree(path, whole)  # with blocks as it has them
     go_on(whole, ALONE, 0, rows, tokens)
-    assert content(whole) == content(path)
+    assert open_run(whole).attrs[CONTENT] == open_run(path).attrs[CONTENT]
 
 
 # 2 processes with tokens of unequal number, 4 of which the last has none
@@ -265,12 +259,12 @@ def test_another_number_continues_if_the_shards_fit(tmp_path: Path) -> None:
     all_together(4, lambda share: record(path, share, BLOCK, tokens))
     assert all_together(2, lambda share: go_on(path, share, BLOCK, rows, tokens)) == [rows] * 2
     check(path, rows, tokens)
-    before = content(path)
+    before = open_run(path).attrs[CONTENT]
     first, *ended = all_together(3, lambda share: go_on(path, share, rows, rows, tokens))
     assert isinstance(first, RecordingError)  # its own tokens begin with a shard
     assert all(isinstance(error, InvalidArgument) for error in ended)
     assert "its shards hold 3 tokens, but each of 3 processes has 4" in str(ended[0])
-    assert content(path) == before
+    assert open_run(path).attrs[CONTENT] == before
 
 
 def test_the_memory_is_that_of_each(tmp_path: Path) -> None:
