@@ -166,7 +166,7 @@ def test_references_compounds_and_values_elsewhere_are_named(tmp_path: Path) -> 
         trajstore.import_file(tmp_path / "l.h5", tmp_path / "run.zarr")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of more than 100 bytes are treated as large ones."""
     monkeypatch.setattr("trajstore.formats.hdf5._LARGE_CHUNK", 100)
@@ -176,7 +176,6 @@ def values() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 9, (23, 10, 4)).astype("u2")
 
 
-@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("chunks", [(7, 10, 4), (30, 12, 4), (5, 4, 3)])
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip", "shuffle": True}])
 def test_rows_in_any_order(tmp_path: Path, chunks: Any, options: dict[str, Any]) -> None:
@@ -190,7 +189,6 @@ def test_rows_in_any_order(tmp_path: Path, chunks: Any, options: dict[str, Any])
         assert (file.read("W") == values()).all()
 
 
-@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("chunks", [(1, 7, 10, 4), (2, 23, 10, 4)])
 def test_rows_of_one_of_several_runs(tmp_path: Path, chunks: Any) -> None:
     several = np.stack([values(), values() + 1, values() + 2])
@@ -201,7 +199,6 @@ def test_rows_of_one_of_several_runs(tmp_path: Path, chunks: Any) -> None:
             assert (file.read("W", 5, 16, outer) == several[outer, 5:16]).all()
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_chunk_larger_than_the_memory_is_an_error(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("W", data=values(), chunks=(20, 10, 4), compression="lzf")
@@ -212,7 +209,6 @@ def test_a_chunk_larger_than_the_memory_is_an_error(tmp_path: Path) -> None:
         file.read("W", 0, 1)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_chunk_is_decompressed_once(tmp_path: Path) -> None:
     whole = np.arange(6, dtype="u4").repeat(3 << 18).reshape(6, 3, 1 << 18)  # beyond HDF5's cache
     with h5py.File(tmp_path / "f.h5", "w") as file:
@@ -225,7 +221,6 @@ def test_a_chunk_is_decompressed_once(tmp_path: Path) -> None:
             file.read("W", 0, 6)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_chunk_that_ends_too_early(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         dataset = file.create_dataset("W", values().shape, "u2", chunks=(23, 10, 4),
