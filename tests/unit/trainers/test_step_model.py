@@ -27,6 +27,7 @@ from trainings import (
     Recorded,
     gpt2,
     same,
+    take_steps,
     tiny_run,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -287,8 +288,7 @@ def test_the_order_of_the_optimizer_is_not_that_of_the_model(
     given = list(tiny.named_parameters())[::-1]
     optimizer = torch.optim.AdamW(given if named else [p for _, p in given], lr=0.01)
     with capture(tiny, optimizer, tmp_path / "run.zarr", variables="everything"):
-        tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
-        optimizer.step()
+        take_steps(tiny, optimizer, 1)
     found, kept = optimizer_state_at(tmp_path / "run.zarr", 1), optimizer.state_dict()
     kept["param_groups"][0].pop("param_names", None)
     assert same(found, kept)
@@ -309,14 +309,11 @@ def test_the_order_of_the_optimizer_is_not_that_of_the_model(
     ],
 )
 def test_a_state_that_is_not_recorded(
-    tmp_path: Path, tiny: Any, optimizer: Any, variables: Any, missing: str
+    tmp_path: Path, optimizer: Any, variables: Any, missing: str
 ) -> None:
-    built = optimizer(tiny.parameters())
-    with capture(tiny, built, tmp_path / "run.zarr", variables=variables):
-        tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
-        built.step()
+    path = tiny_run(tmp_path / "run.zarr", optimizer, count=1, variables=variables)
     with pytest.raises(VariableNotRecorded, match=missing):
-        optimizer_state_at(tmp_path / "run.zarr", 1)
+        optimizer_state_at(path, 1)
 
 
 MIXED_STEPS = 5
