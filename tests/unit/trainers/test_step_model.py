@@ -317,14 +317,9 @@ def test_a_state_that_is_not_recorded(
 
 
 MIXED_STEPS = 5
-TYPES = {
-    "embedding.weight": ("bfloat16", "float32"),
-    "norm.weight": ("float32", "bfloat16"),
-    "norm.bias": ("float32", "bfloat16"),
-    "late.weight": ("bfloat16", "float32"),
-    "late.bias": ("bfloat16", "float32"),
-    "fixed": ("float16", "float16"),
-}
+TYPES = dict.fromkeys(("embedding.weight", "late.weight", "late.bias"), ("bfloat16", "float32"))
+TYPES |= dict.fromkeys(("norm.weight", "norm.bias"), ("float32", "bfloat16"))
+TYPES |= {"fixed": ("float16", "float16")}
 """Types of each parameter and of its moments."""
 
 

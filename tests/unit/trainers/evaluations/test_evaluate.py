@@ -34,16 +34,11 @@ def norm(model: Any, step: int) -> dict[str, Any]:
     return {"norm": model.get_parameter("embedding.weight").detach().norm()}
 
 
-@pytest.fixture
-def probe(tmp_path: Path) -> str:
-    (tmp_path / "probe.py").write_text(PROBE.format(folder=str(tmp_path)))
-    return f"{tmp_path / 'probe.py'}:probe"
-
-
 def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
-    recorded: Any, tmp_path: Path, probe: str
+    recorded: Any, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out.zarr"
+    out, probe = tmp_path / "out.zarr", f"{tmp_path / 'probe.py'}:probe"
+    (tmp_path / "probe.py").write_text(PROBE.format(folder=str(tmp_path)))
     (tmp_path / "fails 4").touch()
     message = r"step 4: .*probe raised AttributeError.*missing.* \(probe.py, line 5\).*up to step 3"
     with pytest.raises(InvalidArgument, match=message):
