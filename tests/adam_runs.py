@@ -29,10 +29,9 @@ def trained(
         "exp_avg_sq": [zero],
         "clip_coef": [torch.tensor(float("nan"), dtype=native)],
     }
-    rates = [np.nan]
+    rates = [np.nan, *(3e-3 * (1 - step / rows) for step in range(1, rows))]
     for step in range(1, rows):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / rows)
-        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = rates[step]
         W.grad = (10.0 ** (-step / 4) * torch.randn(*SHAPE)).to(native)
         history["grad"].append(W.grad.clone())
         norm = torch.nn.utils.clip_grad_norm_([W], max_norm)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from itertools import product
 from typing import Any
 
@@ -198,14 +197,6 @@ def test_how_many_threads_there_are_does_not_enter() -> None:
             optimizer.step()
             ends.append(W.detach())
     assert torch.equal(*ends)
-
-
-def test_its_signature_is_the_real_one_and_what_is_added() -> None:
-    names = inspect.signature(RoundedAdamW).parameters
-    assert [*names][:3] == ["params", "lr", "betas"]
-    assert [*names][-3:] == ["state_dtype", "rounding", "rounding_seed"]
-    assert names["state_dtype"].default is inspect.Parameter.empty
-    assert "momentum" in inspect.signature(RoundedSGD).parameters
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any, own: A
             model.half()  # replaces the buffers
         assert step == RECORDED_STEPS
     assert [step for step, _ in models(recorded.path, [5, 1])] == [1, 5]
-    model = model_at(recorded.path, 1)
-    assert model.lm_head.weight is model.transformer.wte.weight
+    model_at(recorded.path, 1)
     assert torch.equal(torch.get_rng_state(), random)
 
 
