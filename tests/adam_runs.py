@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,12 @@ def trained(
     kind: str, options: dict[str, Any], dtype: str, rows: int = 20, max_norm: float = 1.0
 ) -> xr.Dataset:
     """A run of `rows` rows whose gradients come and go, and are clipped at first."""
-    return copy.deepcopy(_trained(kind, tuple(options.items()), dtype, rows, max_norm))
-
-
-@functools.cache
-def _trained(
-    kind: str, options: tuple[tuple[str, Any], ...], dtype: str, rows: int, max_norm: float
-) -> xr.Dataset:
     import torch
 
     torch.manual_seed(0)
     native = getattr(torch, dtype)
     W = torch.nn.Parameter((0.02 * torch.randn(*SHAPE)).to(native))
-    optimizer = getattr(torch.optim, kind)([W], **{"lr": 3e-3, **dict(options)})
+    optimizer = getattr(torch.optim, kind)([W], **{"lr": 3e-3, **options})
     nothing = torch.full_like(W, float("nan"))
     zero = torch.zeros_like(W)
     history: dict[str, list[Any]] = {
@@ -38,10 +29,9 @@ def _trained(
         "exp_avg_sq": [zero],
         "clip_coef": [torch.tensor(float("nan"), dtype=native)],
     }
-    rates = [np.nan]
+    rates = [np.nan, *(3e-3 * (1 - step / rows) for step in range(1, rows))]
     for step in range(1, rows):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / rows)
-        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = rates[step]
         W.grad = (10.0 ** (-step / 4) * torch.randn(*SHAPE)).to(native)
         history["grad"].append(W.grad.clone())
         norm = torch.nn.utils.clip_grad_norm_([W], max_norm)
@@ -130,11 +120,8 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
     steps = np.zeros(tokens, np.int64)
     for token in range(tokens):
         w = W[:, token]
-        bits = w.view(f"u{kind.itemsize}")
-        last = 0
-        for row in range(1, rows):
-            same = (bits[row] == bits[row - 1]) | ((w[row] == 0) & (w[row - 1] == 0))
-            last = last if same.all() else row
+        bits = np.where(w == 0, 0, w.view(f"u{kind.itemsize}"))  # both zeros are one value
+        last = max([0, *(1 + np.flatnonzero((bits[1:] != bits[:-1]).any(1)))])
         if last == rows - 1:
             continue
         tried = [row for row in range(last + 1, rows) if taken[row]][:window]
@@ -151,8 +138,8 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
                 elif number == 3:
                     if not live:
                         continue
-                    typical = sorted(live, key=lambda at: (_nan_last(norms[row, at]), at))
-                    at = typical[(len(live) - 1) // 2]
+                    order = np.argsort(norms[row, live], kind="stable")  # NaN last
+                    at = live[order[(len(live) - 1) // 2]]
                     m, v = (ds[name].values[row, at] for name in ("exp_avg", "exp_avg_sq"))
                 elif number == 4:
                     if native == "float64":
@@ -164,13 +151,6 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
                     after = cast((before.astype(np.float64) + change).astype(kind), of)
                     hops = np.abs(change.astype(np.float64)) / spacing(before, of)
                 moves |= any(b != a for a, b in zip(before, after, strict=True) if b == b)
-                known = [hop for hop in [margin[number, token], *hops] if hop == hop]
-                margin[number, token] = max(known, default=np.nan)
-            attribution[number, token] = 2 if moves else 1
-            if np.isnan(margin[number, token]):
-                attribution[number, token] = 3
+                margin[number, token] = np.fmax.reduce([margin[number, token], *hops])
+            attribution[number, token] = 3 if np.isnan(margin[number, token]) else 1 + moves
     return {"attribution": attribution, "attribution_margin": margin, "attribution_steps": steps}
-
-
-def _nan_last(norm: np.floating) -> tuple[bool, float]:
-    return bool(np.isnan(norm)), 0.0 if np.isnan(norm) else float(norm)

@@ -7,7 +7,6 @@ token ids ``FOLDER/ids.npy``, and saves the state dicts of model and optimizer a
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,14 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 CONTEXT = 128
 BATCH = 2
@@ -48,13 +54,6 @@ class Every(TrainerCallback):
         self.function(state.global_step + 1, model, optimizer)
 
 
-def seed(number: int) -> None:
-    """Seed every generator."""
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-
-
 def gpt2() -> Any:
     """GPT-2 with two layers."""
     config = GPT2Config(
@@ -78,7 +77,7 @@ def groups(model: Any, decay: float) -> list[dict[str, Any]]:
 
 def gatsby(ids: Any, total: int, then: Callable[..., None]) -> None:
     """The preset gatsby: AdamW; all tokens start at one point."""
-    seed(42)
+    set_seed(42)
     model = gpt2().to(torch.bfloat16)
     point = torch.randn(64)
     noise = torch.randn(128, 64) * 1e-5
@@ -100,7 +99,7 @@ def gatsby(ids: Any, total: int, then: Callable[..., None]) -> None:
 
 def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
     """The preset gatsby-adam: Adam in a plain loop, after one batch that is not used."""
-    seed(42)
+    set_seed(42)
     model = gpt2().to(torch.bfloat16).train()
     optimizer = torch.optim.Adam(groups(model, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     LambdaLR(optimizer, lambda step: 1.0)  # which adds the initial rate to the groups

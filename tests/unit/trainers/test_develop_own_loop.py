@@ -294,41 +294,24 @@ def test_the_body_of_lightning(tmp_path: Path) -> None:
         assert develop(path, other.model, optimizer, step, at=at).difference is None
 
 
-class Normalized(Loop):
-    """Batch normalization keeps statistics in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.nn.Sequential(
-            torch.nn.Embedding(5, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 5)
-        )
-        self.optimizers = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.options = {"parameter": "0.weight"}
-
-    def inputs(self, number: int) -> list[Any]:
-        return [{"input": torch.arange(number, number + 4) % 5}]
-
-    def step(self, inputs: list[Any]) -> None:
-        self.model(inputs[0]["input"]).square().sum().backward()
-        self.optimizers.step()
-        self.optimizers.zero_grad()
+IDS = torch.arange(10).view(2, 5)
 
 
 def test_a_pass_between_the_steps_changes_statistics_and_is_named(tmp_path: Path) -> None:
-    loop = Normalized()
-    loop.after = lambda number: loop.model(torch.arange(5))  # type: ignore[method-assign]
+    loop = Accumulated()
+    loop.after = lambda number: loop.model(IDS)  # type: ignore[method-assign]
     loop.train(tmp_path / "run.zarr")
     with pytest.raises(NothingToResume, match="at step 2 step_digest differs"):
-        Normalized().develop(tmp_path / "run.zarr", 2)
+        Accumulated().develop(tmp_path / "run.zarr", 2)
 
 
 def test_other_buffers_at_the_end_are_no_keyframe(tmp_path: Path) -> None:
-    loop = Normalized()
+    loop = Accumulated()
     with capture(loop.model, loop.optimizers, tmp_path / "run.zarr", variables="keyframes",
                  keyframe_every=EVERY, **loop.options) as run:  # fmt: skip
         for number in range(2):
             loop.step(loop.inputs(number))
-        loop.model(torch.arange(5))
+        loop.model(IDS)
     assert any("no keyframe of its last step" in note for note in run.notes())
     assert open_run(tmp_path / "run.zarr/keyframes").step.values.tolist() == [0, 1]
     loop.train(tmp_path / "run.zarr", first=2, last=3, resume=True)
@@ -336,10 +319,10 @@ def test_other_buffers_at_the_end_are_no_keyframe(tmp_path: Path) -> None:
 
 
 def test_a_loop_continues_with_the_parameters_of_its_run(tmp_path: Path) -> None:
-    loop, path = Normalized(), tmp_path / "run.zarr"
+    loop, path = Accumulated(), tmp_path / "run.zarr"
     loop.train(path, last=2)
     with torch.no_grad():
-        loop.model[2].bias += 1
+        loop.model.normalization.bias += 1
     with pytest.raises(NothingToResume, match="params of the training differ"):
         loop.train(path, first=2, resume=True)
 

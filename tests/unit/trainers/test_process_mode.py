@@ -9,6 +9,7 @@ import pytest
 import torch
 import xarray as xr
 from bits_and_calls import nightly_but
+from small_trainings import small_config
 from trainings import SmallGPT, TinyModel, batches
 
 from trajstore import open_run
@@ -17,7 +18,6 @@ from trajstore.trainers import (
     evaluate,
     float32_products,
     fork,
-    preset,
     prove,
     record,
     recorded_config,
@@ -29,10 +29,7 @@ from trajstore.trainers.process_mode import process_mode, process_modes
 
 FLUSHING: dict[str, Any] = {"flush_denormal": True}
 STEPS = 30
-SMALL = [
-    "training.steps=2", "training.batch_size=2", "model.context=8", "model.layers=1",
-    "model.hidden=8", "training.device=cpu", "recording.variables=everything",
-]  # fmt: skip
+GATSBY = ["gatsby", "recording.variables=everything"]
 
 
 def train(path: Path, encoding: str) -> list[Any]:
@@ -74,7 +71,7 @@ def test_subnormal_numbers(
 
 def test_forward_and_backward_passes(tmp_path: Path) -> None:
     modes = {"default_dtype": "float64", "deterministic": 1, "flash_sdp": False}
-    config = preset("gatsby").with_values([*SMALL, "model.dtype=float32"])
+    config = small_config(GATSBY, "model.dtype=float32", steps=2)
     with process_mode(1, modes):
         path = record(config, tmp_path / "run.zarr")
     for reader in ({}, modes):
@@ -173,7 +170,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.nightly
 def test_a_run_keeps_its_products(tmp_path: Path, slow: Any) -> None:
     """All that repeats steps uses the recorded choice, whatever the machine would choose."""
-    config = preset("gatsby").with_values([*SMALL, "schedule.steps=4", "training.steps=4"])
+    config = small_config(GATSBY, "schedule.steps=4", steps=4)
     paths = [tmp_path / "float32.zarr", tmp_path / "native.zarr", tmp_path / "part.zarr"]
     wide, native, part = paths
     for path in paths:

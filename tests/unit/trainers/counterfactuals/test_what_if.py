@@ -292,17 +292,6 @@ BAD: dict[str, tuple[dict[str, Any], Any, dict[str, Any], type[Exception], str]]
 }  # fmt: skip
 
 
-def test_an_unknown_factor_of_a_gradient(tmp_path: Path) -> None:
-    def clip(model: Any) -> None:
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-    run = tiny_run(tmp_path / "run.zarr", count=4, max_grad_norm=0.0, clip=0.0, change=clip)
-    note = {"note": "a closure", "first_step": 3, "last_step": 3, "count": 1, "unproven": [[3, 3]]}
-    change_attributes(run, lambda root: root.update(notes=[note]))
-    with pytest.raises(TrajstoreError, match="clip_coef is NaN at step 3"):
-        what_if(run, tmp_path / "unknown.zarr")
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_questions_are_errors_and_write_nothing(
     name: str, tiny: Runs, tmp_path: Path

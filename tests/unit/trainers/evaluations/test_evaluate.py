@@ -34,16 +34,11 @@ def norm(model: Any, step: int) -> dict[str, Any]:
     return {"norm": model.get_parameter("embedding.weight").detach().norm()}
 
 
-@pytest.fixture
-def probe(tmp_path: Path) -> str:
-    (tmp_path / "probe.py").write_text(PROBE.format(folder=str(tmp_path)))
-    return f"{tmp_path / 'probe.py'}:probe"
-
-
 def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
-    recorded: Any, tmp_path: Path, probe: str
+    recorded: Any, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out.zarr"
+    out, probe = tmp_path / "out.zarr", f"{tmp_path / 'probe.py'}:probe"
+    (tmp_path / "probe.py").write_text(PROBE.format(folder=str(tmp_path)))
     (tmp_path / "fails 4").touch()
     message = r"step 4: .*probe raised AttributeError.*missing.* \(probe.py, line 5\).*up to step 3"
     with pytest.raises(InvalidArgument, match=message):
@@ -145,28 +140,21 @@ def test_a_wrong_source(source: str, message: str, folder: Path) -> None:
 def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     token = xr.DataArray(np.ones(3, np.float32), dims="token", coords={"token": [4, 5, 6]})
-    result = {
-        "count": 3,
-        "mean": 0.5,
-        "text": "a\0",
-        "texts": (("layer",), ["\0", "b"]),
-        "plain": np.zeros((2, 1)),
-        "weight": weight,
-        "named": (("layer",), [1, 2]),
-        "cosine": token,
+    results: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "count": (3, ()),
+        "mean": (0.5, ()),
+        "text": ("a\0", ()),
+        "texts": ((("layer",), ["\0", "b"]), ("layer",)),
+        "plain": (np.zeros((2, 1)), ("plain_0", "plain_1")),
+        "weight": (weight, ("weight_0",)),
+        "named": ((("layer",), [1, 2]), ("layer",)),
+        "cosine": (token, ("token",)),
     }
-    ds = step_dataset(result, 7)
+    ds = step_dataset({name: value for name, (value, _) in results.items()}, 7)
     assert ds["step"].values == [7]
-    assert {str(name): da.dims for name, da in ds.data_vars.items()} == {
-        "count": ("step",),
-        "mean": ("step",),
-        "text": ("step",),
-        "texts": ("step", "layer"),
-        "plain": ("step", "plain_0", "plain_1"),
-        "weight": ("step", "weight_0"),
-        "named": ("step", "layer"),
-        "cosine": ("step", "token"),
-    }
+    assert {*ds.data_vars} == {*results}
+    for name, (_, dims) in results.items():
+        assert ds[name].dims == ("step", *dims)
     assert (ds["weight"].dtype, ds["count"].dtype.kind) == (np.float32, "i")
     assert ds["token"].values.tolist() == [4, 5, 6]
     assert ds["text"].values.tolist() == ["a\0"]  # with its final NUL

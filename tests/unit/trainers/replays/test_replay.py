@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +90,10 @@ def test_an_unknown_factor_of_a_gradient_before_clipping(tmp_path: Path) -> None
     ((reason, steps),) = reasons(path).items()
     assert "clip_coef is NaN" in reason
     assert steps == (1, 3, 3)
+    note = {"note": "a closure", "first_step": 3, "last_step": 3, "count": 1, "unproven": [[3, 3]]}
+    change_attributes(path, lambda root: root.update(notes=[note]))
+    with pytest.raises(TrajstoreError, match="clip_coef is NaN at step 3"):
+        what_if(path, tmp_path / "unknown.zarr")
 
 
 def test_runs_without_gradients(tmp_path: Path) -> None:
@@ -166,25 +169,6 @@ def test_weights_that_the_loop_sets_between_steps(tier: str, rebuilt: Any, tmp_p
     assert [*found.values()] == [(3, 4, 8), *rebuilt]
 
 
-class Bag:
-    """A sum of sparse embeddings, trained step by step."""
-
-    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
-        torch.manual_seed(0)
-        self.bag = torch.nn.EmbeddingBag(50, 7, mode="sum", sparse=True)
-        self.optimizer = optimizer(list(self.bag.parameters()))
-        self.gradients: list[Any] = []
-
-    def step(self, *, twice: bool = True) -> None:
-        ids = torch.randint(50, (4, 9)) if twice else torch.randperm(50)[:36].reshape(4, 9)
-        weights = torch.randn(4, 7)
-        weights[0] = 0  # rows of a batch whose gradient is 0
-        (self.bag(ids) * weights).mean().backward()
-        self.gradients.append(self.bag.weight.grad.coalesce().to_dense())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 SPARSE = {
     "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1), "", True),
     "sparse adam": (lambda p: torch.optim.SparseAdam(p, lr=0.1), "", True),
@@ -197,13 +181,21 @@ SPARSE = {
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own optimizers
 @pytest.mark.parametrize("kind", SPARSE)
 def test_sparse_gradients(kind: str, tmp_path: Path) -> None:
-    optimizer, unproven, twice = SPARSE[kind]
-    loop, path = Bag(optimizer), tmp_path / "run.zarr"
-    with capture(loop.bag, loop.optimizer, path, parameter="weight"):
+    make, unproven, twice = SPARSE[kind]
+    torch.manual_seed(0)
+    bag = torch.nn.EmbeddingBag(50, 7, mode="sum", sparse=True)
+    optimizer, path = make(list(bag.parameters())), tmp_path / "run.zarr"
+    gradients = []
+    with capture(bag, optimizer, path, parameter="weight"):
         for _ in range(12):
-            loop.step(twice=twice)
-    expected = torch.stack(loop.gradients).numpy()
-    np.testing.assert_array_equal(open_run(path).grad[1:], expected)
+            ids = torch.randint(50, (4, 9)) if twice else torch.randperm(50)[:36].reshape(4, 9)
+            weights = torch.randn(4, 7)
+            weights[0] = 0  # rows of a batch whose gradient is 0
+            (bag(ids) * weights).mean().backward()
+            gradients.append(bag.weight.grad.coalesce().to_dense())
+            optimizer.step()
+            optimizer.zero_grad()
+    np.testing.assert_array_equal(open_run(path).grad[1:], torch.stack(gradients))
     found = reasons(path)
     assert [unproven in reason for reason in found] == [True] * bool(unproven)
     assert [*found.values()] == [(12, 1, 12)] * bool(unproven)
@@ -212,21 +204,6 @@ def test_sparse_gradients(kind: str, tmp_path: Path) -> None:
     if kind == "sparse adam":
         with pytest.raises(TrajstoreError, match="only the rows of a batch"):
             what_if(path, tmp_path / "other.zarr")
-
-
-def stepped(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An optimizer that has taken three steps."""
-
-    def optimizer(parameters: Any) -> Any:
-        parameters = list(parameters)
-        made = make(parameters)
-        for _ in range(3):
-            for parameter in parameters:
-                parameter.grad = torch.randn_like(parameter)
-            made.step()
-        return made
-
-    return optimizer
 
 
 STATEFUL = {
@@ -238,7 +215,15 @@ STATEFUL = {
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
 def test_an_optimizer_that_has_taken_steps(kind: str, tier: str, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", stepped(STATEFUL[kind]), count=6, variables=tier)
+    def optimizer(parameters: Any) -> Any:
+        made = STATEFUL[kind](parameters)
+        for _ in range(3):
+            for parameter in made.param_groups[0]["params"]:
+                parameter.grad = torch.randn_like(parameter)
+            made.step()
+        return made
+
+    path = tiny_run(tmp_path / "run.zarr", optimizer, count=6, variables=tier)
     found = reasons(path)
     assert bool(found) == (tier == "weights+grads")  # it lacks the state
     if kind == "adamw":

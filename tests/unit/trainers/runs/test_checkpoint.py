@@ -62,17 +62,11 @@ def test_a_damaged_or_foreign_file_is_refused_and_not_executed(
 
 def test_a_run_that_begins_removes_what_is_of_no_use_to_it(interrupted: Path, text: Path) -> None:
     folder = interrupted.with_suffix(".ckpt")
-    for name in (f".step-00000015.safetensors.{_dead_process()}.partial", "notes.txt"):
+    for name in (".step-00000015.safetensors.4194305.partial", "notes.txt"):  # of no process
         (folder / name).touch()
     config = small_config(["gatsby"], steps=9)
     record(config, interrupted, corpus=text, overwrite=True, stop=stop_after(3))
     assert sorted(os.listdir(folder)) == ["notes.txt", "step-00000003.safetensors"]
-
-
-def _dead_process() -> int:
-    child = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitpid(child, 0)
-    return child
 
 
 def test_a_checkpoint_survives_a_loss_of_power_before_an_older_one_goes(
@@ -167,25 +161,23 @@ class Schedule:
         return checkpoints(self.path)
 
 
-def test_without_an_option_one_is_taken_every_ten_seconds(tmp_path: Path) -> None:
-    schedule = Schedule(tmp_path)
-    seen = []
-    for step in range(1, 41):
+@pytest.mark.parametrize(
+    ("options", "steps", "taken"),
+    [
+        ({}, 40, [10, 20, 30, 40]),  # every ten seconds
+        ({"cost": 0.5}, 199, [10, 60, 110, 160]),  # at most a hundredth of the time
+        ({"every": 5, "cost": 1e6}, 19, [7, 15]),  # at ends of blocks, whatever the time
+    ],
+)
+def test_one_is_taken_by_time_or_by_steps_and_two_are_kept(
+    options: dict[str, Any], steps: int, taken: list[int], tmp_path: Path
+) -> None:
+    schedule = Schedule(tmp_path, **options)
+    before: list[int] = []
+    for step in range(1, steps + 1):
         schedule.committed_rows = step
-        seen.append(schedule.step(step))
-    assert seen[8] == []
-    assert seen[9] == seen[18] == [10]
-    assert (seen[19], seen[29], seen[39]) == ([10, 20], [20, 30], [30, 40])
-    assert all(len(steps) <= 2 for steps in seen)
-
-
-def test_checkpoints_take_at_most_a_hundredth_of_the_time(tmp_path: Path) -> None:
-    schedule = Schedule(tmp_path, cost=0.5)
-    taken = []
-    for step in range(1, 200):
-        schedule.committed_rows = step
-        taken += [last for last in schedule.step(step)[-1:] if last not in taken]
-    assert taken == [10, 60, 110, 160]
+        before = (before + [step] * (step in taken))[-2:]
+        assert schedule.step(step, at_block_end=step % 4 == 3) == before
 
 
 def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path) -> None:
@@ -223,16 +215,6 @@ def test_it_is_written_while_the_training_continues(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         schedule.step(STEPS)
     schedule.checkpointing.close()
-
-
-def test_a_number_of_steps_does_not_depend_on_time(tmp_path: Path) -> None:
-    schedule = Schedule(tmp_path, every=5)
-    schedule.now = 1e6
-    seen = []
-    for step in range(1, 20):
-        schedule.committed_rows = step
-        seen.append(schedule.step(step, at_block_end=step % 4 == 3))
-    assert [step for step, there in enumerate(seen, 1) if there[-1:] == [step]] == [7, 15]
 
 
 def test_the_last_step_has_one_whatever_the_time(tmp_path: Path) -> None:

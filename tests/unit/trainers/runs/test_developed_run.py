@@ -63,16 +63,6 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copied.zarr"))
 
 
-def same_steps(part: Path, whole: Path) -> xr.Dataset:
-    """The part, whose rows have all variables of the same steps of the whole run."""
-    ds = open_run(part, chunks=None).load()
-    rows = open_run(whole, chunks=None).sel(step=ds.step.values).load()
-    assert {*rows.data_vars} == {*ds.data_vars} - {"params_digest", "step_digest"}
-    for name in rows.data_vars:
-        assert rows[name].values.tobytes() == ds[name].values.tobytes(), name
-    return ds
-
-
 def test_steps_and_runs_that_cannot_be_developed(
     run: Path, whole: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -112,7 +102,11 @@ def test_a_difference_is_an_error_or_marks_the_new_run(
     done = develop_run(copied, part, steps="6:7", allow_different=True)
     assert done.difference is not None
     assert done.difference.startswith(message)
-    ds = same_steps(part, whole)
+    ds = open_run(part, chunks=None).load()
+    rows = open_run(whole, chunks=None).sel(step=ds.step.values).load()
+    assert {*rows.data_vars} == {*ds.data_vars} - {"params_digest", "step_digest"}
+    for name in rows.data_vars:
+        assert rows[name].values.tobytes() == ds[name].values.tobytes(), name
     assert ds.attrs["provenance"]["developed"]["difference"] == done.difference
 
 

@@ -193,11 +193,9 @@ def test_from_the_nearest_checkpoint_before(stopped: Path, tmp_path: Path) -> No
 def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
     whole: Path, stopped: Path, text: Path, tmp_path: Path
 ) -> None:
-    def changed(name: str, **attributes: Any) -> Path:
-        RunWriter.resume(path := copy(stopped, tmp_path / name), attributes=attributes).close()
-        return path
-
-    seeded = recorded_config(stopped).with_values(["training.seed=7"]).model_dump(mode="json")
+    other = recorded_config(stopped).with_values(["training.seed=7"]).model_dump(mode="json")
+    seeded = copy(stopped, tmp_path / "seeded.zarr")
+    RunWriter.resume(seeded, attributes={"config": other}).close()
     rewrite(altered := copy(stopped, tmp_path / "altered.zarr"), "W", (5, 3, 2))
     wide = record(small_config(["gatsby", "model.dtype=float32"], steps=3), tmp_path / "wide.zarr")
     own = tmp_path / "own.zarr"
@@ -216,7 +214,7 @@ def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
         (own, 0, [], errors.NothingToResume, r"only the program.*restore\(\).*what_if\(\)"),
         (altered, 5, [], errors.NothingToResume, "the checkpoint of step 5 differ"),
         # As if another machine had made the beginning.
-        (changed("seeded.zarr", config=seeded), 3, [], errors.NothingToResume,
+        (seeded, 3, [], errors.NothingToResume,
          r"forked at step 3, .*at step 0 W differs"),
     ]  # fmt: skip
     before = contents(tmp_path)

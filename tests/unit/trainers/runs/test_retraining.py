@@ -25,11 +25,9 @@ from trajstore.trainers import (
 from trajstore.trainers.runs.walk import recording_options
 from trajstore.trainers.texts import load_corpus
 
-STEPS = 9
-
 
 def config_of(*assignments: str) -> RunConfig:
-    return small_config(["gatsby"], *assignments, steps=STEPS)
+    return small_config(["gatsby"], *assignments, steps=9)
 
 
 def test_what_is_proven_is_locked_and_then_kept_as_a_checkpoint(
@@ -119,9 +117,6 @@ def test_a_run_that_is_not_there_or_has_no_step_begins(
         same_values(stopped, path, until=2)
 
 
-CONFIG = small_config(["gatsby"], steps=3)
-
-
 def extend(path: Path, steps: int, *settings: str, **options: Any) -> None:
     longer = recorded_config(path).with_values([f"training.steps={steps}", *settings])
     record(longer, path, resume=True, **options)
@@ -136,7 +131,7 @@ def without_checkpoints(path: Path) -> Path:
 def extended(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """3 steps, extended to 5, and to 7: without a checkpoint."""
     path = tmp_path_factory.mktemp("extended") / "run.zarr"
-    record(CONFIG, path, corpus=text)
+    record(small_config(["gatsby"], steps=3), path, corpus=text)
     extend(path, 5)
     extend(path, 7)
     return without_checkpoints(path)

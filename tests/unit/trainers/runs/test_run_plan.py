@@ -19,11 +19,6 @@ from trajstore.trainers.downloads import CACHE_VARIABLE
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 from trajstore.trainers.runs.training_setup import build_model, build_optimizer
 
-SMALL = [
-    "training.steps=5", "training.batch_size=2", "model.context=8", "model.layers=1",
-    "training.device=cpu", "recording.block_rows=4", "model.hidden=8",
-]  # fmt: skip
-
 CASES: dict[str, list[str]] = {
     "compact": ["recording.encoding=compact"],
     "summaries, and cells beside float32 weights": [
@@ -53,7 +48,7 @@ def test_a_recording_agrees_with_its_plan(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    config = preset("gatsby").with_values([*SMALL, *CASES[case]])
+    config = small_config(["gatsby"], *CASES[case], steps=5)
     planned = plan(config).facts()
     writers: list[Any] = []
     path = record(
@@ -92,7 +87,7 @@ def test_the_advice_of_a_plan_is_that_of_its_run(tmp_path: Path) -> None:
         ([], ["exp_avg_sq", "W"]),
         (["optimizer.betas=[0.9, 0.99]", "optimizer.name=adam"], []),
     ):
-        config = preset("gatsby").with_values([*SMALL, "training.steps=1", *changed])
+        config = small_config(["gatsby"], *changed, steps=1)
         notes: list[str] = []
         path = record(config, tmp_path / "run.zarr", overwrite=True, on_note=notes.append)
         advice = plan(config).facts()["advice"]
@@ -105,7 +100,7 @@ def test_the_advice_of_a_plan_is_that_of_its_run(tmp_path: Path) -> None:
 
 def test_strict_numerics_record_nothing_or_what_is_sound(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    config = preset("gatsby").with_values([*SMALL, "training.steps=1"])
+    config = small_config(["gatsby"], steps=1)
     with pytest.raises(ConfigError, match=r"exp_avg_sq can never decay.*state_dtype=float32"):
         record(config, path, strict_numerics=True)
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +112,7 @@ F32 = "model.dtype=float32"
 
 
 def built(*assignments: str) -> Any:
-    config = preset("gatsby").with_values([*SMALL, "training.seed=11", *assignments])
+    config = small_config(["gatsby"], "training.seed=11", *assignments, steps=1)
     return build_optimizer(build_model(config.model), config)
 
 
@@ -148,8 +143,7 @@ def test_other_state_or_rounding_is_rounded_once(name: str) -> None:
 
 # Untied weights: two runs under one name ---------------------------------------------------------
 
-STEPS = 9
-CONFIG = small_config(["gatsby"], "model.tied=false", "training.products=native", steps=STEPS)
+CONFIG = small_config(["gatsby"], "model.tied=false", "training.products=native", steps=9)
 BOTH = ("run.lm_head.weight.zarr", "run.transformer.wte.weight.zarr")
 
 

@@ -261,7 +261,7 @@ def test_steps_are_chosen_by_their_numbers(source: TiledRun, steps: Any, expecte
     assert source.steps[rows].tolist() == list(expected)
 
 
-def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> None:
+def test_tokens_by_population_ids_and_file_and_variables(source: TiledRun, tmp_path: Path) -> None:
     ids = source.coordinates["token"]
     chosen = {name: select(source, tokens=name).tokens for name in ("dead", "live")}
     assert ids[chosen["dead"]].tolist() == [0, 21, 42, 63]
@@ -271,6 +271,8 @@ def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> 
     listed.write_text("14, 7\n63\n")
     for tokens in ("14,7,63", [63, 14, 7], np.array([7, 14, 63, 7]), listed, str(listed)):
         assert ids[select(source, tokens=tokens).tokens].tolist() == [7, 14, 63]
+    assert select(source, variables="loss, W").variables == ("W", "loss")
+    assert select(source, variables=["grad"]).variables == ("grad",)
 
 
 @pytest.mark.parametrize(
@@ -292,11 +294,6 @@ def test_what_the_run_does_not_hold_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         select(source, **selected)
-
-
-def test_variables_keep_the_order_of_the_schema(source: TiledRun) -> None:
-    assert select(source, variables="loss, W").variables == ("W", "loss")
-    assert select(source, variables=["grad"]).variables == ("grad",)
 
 
 @pytest.mark.torch

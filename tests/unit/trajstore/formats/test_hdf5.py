@@ -166,7 +166,7 @@ def test_references_compounds_and_values_elsewhere_are_named(tmp_path: Path) -> 
         trajstore.import_file(tmp_path / "l.h5", tmp_path / "run.zarr")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of more than 100 bytes are treated as large ones."""
     monkeypatch.setattr("trajstore.formats.hdf5._LARGE_CHUNK", 100)
@@ -176,48 +176,43 @@ def values() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 9, (23, 10, 4)).astype("u2")
 
 
-@pytest.mark.usefixtures("small_is_large")
+def chunked(path: Path, data: np.ndarray, chunks: Any, **options: Any) -> Path:
+    with h5py.File(path, "w", userblock_size=512) as file:
+        file.create_dataset("W", data=data, chunks=chunks, **options)
+    return path
+
+
 @pytest.mark.parametrize("chunks", [(7, 10, 4), (30, 12, 4), (5, 4, 3)])
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip", "shuffle": True}])
 def test_rows_in_any_order(tmp_path: Path, chunks: Any, options: dict[str, Any]) -> None:
-    with h5py.File(tmp_path / "f.h5", "w", userblock_size=512) as file:
-        file.create_dataset(
-            "W", data=values(), chunks=chunks, maxshape=(None, None, None), **options
-        )
-    with Hdf5File(tmp_path / "f.h5") as file:
+    options = options | {"maxshape": (None, None, None)}
+    with Hdf5File(chunked(tmp_path / "f.h5", values(), chunks, **options)) as file:
         for start, stop in ((0, 23), (0, 1), (3, 9), (9, 11), (8, 22), (2, 3), (22, 23)):
             assert (file.read("W", start, stop) == values()[start:stop]).all()
         assert (file.read("W") == values()).all()
 
 
-@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("chunks", [(1, 7, 10, 4), (2, 23, 10, 4)])
 def test_rows_of_one_of_several_runs(tmp_path: Path, chunks: Any) -> None:
     several = np.stack([values(), values() + 1, values() + 2])
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("W", data=several, chunks=chunks, compression="gzip")
-    with Hdf5File(tmp_path / "f.h5") as file:
+    with Hdf5File(chunked(tmp_path / "f.h5", several, chunks, compression="gzip")) as file:
         for outer in (0, 1, 2, 0):
             assert (file.read("W", 5, 16, outer) == several[outer, 5:16]).all()
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_chunk_larger_than_the_memory_is_an_error(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("W", data=values(), chunks=(20, 10, 4), compression="lzf")
+    path = chunked(tmp_path / "f.h5", values(), (20, 10, 4), compression="lzf")
     with (
         pytest.raises(InvalidArgument, match=r"20 rows, .* 4\.688 KiB.*h5repack"),
-        Hdf5File(tmp_path / "f.h5", memory=1000) as file,
+        Hdf5File(path, memory=1000) as file,
     ):
         file.read("W", 0, 1)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_chunk_is_decompressed_once(tmp_path: Path) -> None:
     whole = np.arange(6, dtype="u4").repeat(3 << 18).reshape(6, 3, 1 << 18)  # beyond HDF5's cache
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("W", data=whole, chunks=(3, 3, 1 << 17), compression="gzip")
-    with Hdf5File(tmp_path / "f.h5") as file, (tmp_path / "f.h5").open("r+b") as raw:
+    path = chunked(tmp_path / "f.h5", whole, (3, 3, 1 << 17), compression="gzip")
+    with Hdf5File(path) as file, path.open("r+b") as raw:
         assert (file.read("W", 2, 4) == whole[2:4]).all()
         raw.truncate(raw.seek(0, 2) // 2)
         assert (file.read("W", 4, 6) == whole[4:6]).all()
@@ -225,7 +220,6 @@ def test_a_chunk_is_decompressed_once(tmp_path: Path) -> None:
             file.read("W", 0, 6)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_chunk_that_ends_too_early(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         dataset = file.create_dataset("W", values().shape, "u2", chunks=(23, 10, 4),
@@ -239,8 +233,7 @@ def test_a_chunk_that_ends_too_early(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_an_uncompressed_chunk(tmp_path: Path) -> None:
     shape = (96, 1024, 512)  # 96 MiB in one chunk
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("W", data=np.ones(shape, "u2"), chunks=shape)
+    path = chunked(tmp_path / "f.h5", np.ones(shape, "u2"), shape)
     code = """
 import sys
 from pathlib import Path
@@ -250,6 +243,6 @@ with Hdf5File(sys.argv[1]) as file:
         assert (file.read("W", row, row + 4) == 1).all()
 print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
-    words = [sys.executable, "-c", code, str(tmp_path / "f.h5")]
+    words = [sys.executable, "-c", code, str(path)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     assert int(done.stdout) < 110 << 10  # KiB; the interpreter and its libraries take half of it
