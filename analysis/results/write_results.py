@@ -347,6 +347,8 @@ def _append_rows(arrays: dict[str, xr.DataArray], path: Path, after: None) -> No
     ds, first = xr.Dataset(arrays), not path.exists()
     if ds.dims:
         dims = next(iter(ds.data_vars.values())).dims
-        ds.to_dataframe(dim_order=dims).to_csv(path, mode="a", header=first)
+        frame = ds.to_dataframe(dim_order=dims)
+        # With both line ends as the end, a text that holds one of them, as a token may, is quoted.
+        frame.to_csv(path, mode="a", header=first, lineterminator="\r\n")
     else:
         ds.to_pandas().to_frame().T.to_csv(path, index=False)

@@ -59,6 +59,21 @@ def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
     return np.asarray((block != 0).any(-1))
 
 
+def _without_empty_chunks(ds: xr.Dataset) -> xr.Dataset:
+    """The same, lazily, without chunks of no elements, which dask makes when masks select."""
+    kept = {
+        name: tuple(tuple(filter(None, sizes)) or (0,) for sizes in array.chunks)
+        for name, array in ds.data_vars.items()
+        if array.chunks
+    }
+    changed = {
+        name: ds[name].copy(data=ds[name].data.rechunk(chunks))
+        for name, chunks in kept.items()
+        if chunks != ds[name].chunks
+    }
+    return ds.assign(changed)
+
+
 def _rows_of_a_block(array: xr.DataArray) -> int:
     """Rows per block of an array without dask chunks."""
     stored = array.encoding.get("preferred_chunks", {}).get("step")
@@ -101,6 +116,7 @@ class Scan:
         check_single_run(ds)
         # Dataset.chunk also chunks coordinates, which are small and read often.
         ds = ds.assign_coords({name: c.compute() for name, c in ds.coords.items() if c.chunks})
+        ds = _without_empty_chunks(ds)
         self.ds = ds = with_mostly_dead(with_own_attributes(row_vectors(ds)))
         input_checks.require_variables(ds, "step")
         if ds["step"].dims != ("step",):

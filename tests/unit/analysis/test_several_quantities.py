@@ -70,7 +70,7 @@ def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
 
 def test_no_chunks_no_scheduler_and_no_order_of_dimensions_changes_a_bit(run, alone):
     in_blocks = run.assign(
-        W=run.W.chunk(step=(1, 8, 8, 1, 5), token=6, hidden=4),
+        W=run.W.chunk(step=(0, 1, 8, 0, 8, 1, 5, 0), token=6, hidden=4),
         grad=run.grad.chunk(step=7),
         hidden_states=run.hidden_states.chunk(step=5, example=1, position=2),
         exp_avg=run.exp_avg.chunk(token=2),
