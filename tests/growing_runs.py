@@ -12,7 +12,7 @@ from trajstore import RunWriter
 TOKENS, HIDDEN, BLOCK = 6, 3, 4
 DEAD = np.arange(TOKENS) >= 4
 STEPS = 40
-HOSTILE = ["<script>alert(1)</script>", "\x1b[31mred\x1b]0;title\x07", "\u202eright", "a\r", "b", "c"]
+HOSTILE = ["<script>alert(1)</script>", "\x1b[31mred\x1b]0;title\x07", "\u202elft", "a\r", "b", "c"]
 
 
 def begin(path: Path | str, **options: Any) -> RunWriter:
