@@ -122,7 +122,7 @@ def test_nothing_in_a_text_is_obeyed(tmp_path: Path) -> None:
     ds = open_run(tmp_path / "run.zarr")
     known = TokenList(ds)
     assert known.label(1) == r"'\x1b[31mred\x1b]0;title\x07' (3)"
-    assert known.label(2) == r"'\u202eright' (6)"
+    assert known.label(2) == r"'\u202elft' (6)"
     assert known.find("<script>").tolist() == [0]
     assert known.find(HOSTILE[1]).tolist() == [1]
     columns = known.columns(np.array([4, 0]), prepare(ds))
