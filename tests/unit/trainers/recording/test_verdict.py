@@ -95,6 +95,10 @@ class Story:
     def do_zero(self) -> None:
         self.W.grad = self.base = None
 
+    def do_zeros(self) -> None:
+        self.W.grad.zero_()
+        self.base = None
+
     def do_back(self) -> None:
         """Put the gradient of the first pass back."""
         self.W.grad = self.bases[0]
@@ -177,6 +181,7 @@ def test_a_gradient_that_is_not_known_or_comes_back() -> None:
         ("pass:multiple unscale", None, ""),
         ("pass:multiple,scaled unscale", 1.0, ""),
         ("pass zero pass noise", None, ""),
+        ("pass zeros", None, ""),
         ("pass observe zero pass observe", 20.0, ""),
         ("observe pass zero observe pass", 20.0, ""),
         ("observe:quotient pass observe:quotient pass", 15.0, "several quotients"),
