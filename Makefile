@@ -50,7 +50,7 @@ fuzz: $(READY)  ## Import 100,000 damaged files, open 5,000 damaged runs with ea
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange.py
 
 .PHONY: loops
-loops: $(READY)  ## Judge recordings of 601 training loops, and of 1,000 random ones; minutes
+loops: $(READY)  ## Judge recordings of all training loops, and of 1,000 random ones; minutes
 	TRAJSTORE_LOOPS=1000 $(BIN)/python -m pytest -q -m '' tests/loops
 
 .PHONY: states

@@ -1,6 +1,6 @@
 """Recordings on an accelerator of our own, one process for each branch of the recorder.
 
-``python tests/own_device_runs.py FOLDER`` compares the rows with copies that the training made.
+``python tests/own_device_runs.py FOLDER BRANCH …`` compares the rows with copies of the training.
 BRANCH.json in the folder then tells how often each configuration waited for the device in a step,
 more than without the recorder, and the bytes of the device and of pinned memory that are left.
 """
@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import own_device
+import pytest
 import torch
+from disk import failing_moves
 
-BRANCHES = ("plain", "cuda", "mps")
+from trajstore.errors import RecordingError
+
 STEPS, WARM, RESTORED = 6, 3, 4
 SMALL_NORM = 0.05
 EVERYTHING = {"variables": "everything"}
@@ -44,6 +47,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "resumed": True,
     },
     "Trainer, everything": {"options": EVERYTHING, "trainer": True},
+    "disk that fails": {"options": {"block_rows": 2}, "fails": True},
 }
 Trained = tuple[Any, float]
 """Lists of the rows, and the waits of a step after the first ones."""
@@ -192,9 +196,18 @@ def measure(branch: str, folder: Path) -> None:
     device.refuse_float64(branch == "mps")
 
     def waits_of(
-        path: Path, *, trainer: bool = False, resumed: bool = False, **settings: Any
+        path: Path,
+        *,
+        trainer: bool = False,
+        resumed: bool = False,
+        fails: bool = False,
+        **settings: Any,
     ) -> float:
         run = train_with_trainer if trainer else train
+        if fails:
+            with failing_moves(50), pytest.raises(RecordingError):  # in the second block
+                run(device, path, **settings)
+            return 0
         alone = run(device, None, **settings)[1]
         lists, waits = run(device, path, **settings)
         if resumed:
@@ -216,12 +229,12 @@ def measure(branch: str, folder: Path) -> None:
     (folder / f"{branch}.json").write_text(json.dumps(results))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, branches: list[str]) -> None:
     """Measure the branches: a process can have one such device, and one of these recorders."""
     from transformers import Trainer  # noqa: F401 – for seconds, and once
 
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=measure, args=(branch, folder)) for branch in BRANCHES]
+    processes = [fork.Process(target=measure, args=(branch, folder)) for branch in branches]
     for process in processes:  # the first builds the device, and the others wait for it
         process.start()
     for process in processes:
@@ -230,4 +243,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

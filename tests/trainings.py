@@ -502,11 +502,6 @@ def launched(call: Callable[[], Any]) -> Counter[str]:
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    return launched_in(profile)
-
-
-def launched_in(profile: torch.profiler.profile) -> Counter[str]:
-    """Return the same of a profile."""
 
     def is_launched(event: Any) -> bool:
         name = event.name.removeprefix("aten::")

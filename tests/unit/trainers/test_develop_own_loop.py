@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from trainings import (
     same,
 )
 
-from trajstore import open_run, trainers, verify
+from trajstore import open_run, verify
 from trajstore.errors import (
     FormatError,
     InvalidArgument,
@@ -352,20 +351,6 @@ def test_an_error_of_the_body_has_the_names_of_the_inputs(run: Path) -> None:
         develop(run, loop.model, loop.optimizers, step, at=2)
     assert "the inputs of step 1 of" in error.value.__notes__[0]
     assert "[['ids', 'targets']]" in error.value.__notes__[0]
-
-
-# What `import trajstore.trainers` gives, and what it needs.
-
-
-def test_every_name_can_be_imported_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "lightning", None)
-        importlib.reload(trainers)
-        names: dict[str, Any] = {}
-        exec("from trajstore.trainers import *", names)
-    importlib.reload(trainers)
-    assert {"attach", "capture", "TrajectoryCallback"} <= names.keys()
-    assert "LightningCallback" not in names
 
 
 OWN_LOOP = """

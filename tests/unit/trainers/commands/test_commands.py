@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from bits_and_calls import Cli
 
-from trajstore import RunWriter
+from trajstore import RunWriter, trainers
 from trajstore.cli.output import PlainConsole
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.model_commands import check_options
@@ -135,3 +136,16 @@ def test_options_that_do_not_belong_together(
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
         check_options(function, {**NOTHING, **options})
+
+
+@pytest.mark.torch
+def test_every_name_can_be_imported_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lightning", None)
+        importlib.reload(trainers)
+        names: dict[str, Any] = {}
+        exec("from trajstore.trainers import *", names)
+    importlib.reload(trainers)
+    assert {"attach", "capture", "TrajectoryCallback"} <= names.keys()
+    assert "LightningCallback" not in names

@@ -315,6 +315,7 @@ def transformed() -> Any:
         (lambda: hugging_face([{"input_ids": 1}]), "have no input_ids"),
         (transformed, "its data set has a transform"),
         (lambda: Subset(Examples(), [0]), "has the class Examples"),
+        (lambda: type("Own", (list,), {})(EXAMPLES), "has the class Own"),
         (lambda: EXAMPLES, "takes more than"),
         (lambda: EXAMPLES, "several processes train"),
     ],

@@ -61,6 +61,7 @@ def test_a_loop_of_accelerate(tiny: Any, record: Any) -> None:
     ds = lists.agree_with(record.path)
     assert ds.sizes["step"] == 5  # the last step has one micro-batch
     assert (ds.clip_coef.values[1:] < 1).any()
+    assert replay(record.path).clean
 
 
 def test_the_wrapper_of_an_optimizer(tiny: Any, record: Any) -> None:

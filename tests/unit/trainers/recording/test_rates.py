@@ -172,10 +172,14 @@ def test_changes_that_no_row_holds_are_named(
     assert [note.startswith(said or "") for note in changed] == [True] * (said is not None)
 
 
-def test_a_rate_that_is_a_tensor_or_a_list_of_one(tiny: Any, record: Any) -> None:
+def test_a_rate_that_is_a_tensor_of_one_in_groups_that_are_loaded(tiny: Any, record: Any) -> None:
     optimizer = adamw_of(tiny, lr=torch.tensor([0.01]))
-    with record(optimizer, variables=("matrix", "everything")):
+    with record(optimizer, variables=("matrix", "everything", "norms")):
+        optimizer.load_state_dict(optimizer.state_dict())
         for _ in steps(tiny, optimizer):
             optimizer.param_groups[0]["lr"].mul_(0.5)
     expected = [np.float32(0.01) / 2**n for n in (1, 2, 3)]
-    np.testing.assert_allclose(record.read().lr.values[1:], expected)
+    ds = record.read()
+    np.testing.assert_allclose(ds.lr.values[1:], expected)
+    np.testing.assert_array_equal(ds.params_lr[:, 0], ds.lr)
+    assert np.isfinite(ds.param_update_lost.values[1:]).all()
