@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from bits_and_calls import random_bits
-from process_group import processes
+from forked_processes import processes
 from still_timer import commit_now
 
 from trajstore import RunWriter
