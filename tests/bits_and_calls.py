@@ -1,4 +1,4 @@
-"""What tests of every kind share besides fixtures: bits, parameters, calls, commits by hand."""
+"""What tests of every kind share besides fixtures: bits, parameters, calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-
-from trajstore import RunWriter
-from trajstore.store.writing.commit import CommitTimer
 
 Cli = Callable[..., Result]
 
@@ -43,43 +40,3 @@ def parameter_table(
             table.append(entry | {"variable": "params", "offset": offset})
             offset += prod(shape)
     return table
-
-
-class StillTimer(CommitTimer):
-    """A writer's timer without a thread; it asks when a test moves its clock on.
-
-    Attributes
-    ----------
-    now : float
-        What the clock shows.
-    """
-
-    def __init__(self, every: float, commit: Callable[[], bool | None]) -> None:
-        self.now = 0.0
-        super().__init__(every, commit, clock=lambda: self.now)
-
-    def start(self) -> None:
-        """Start no thread."""
-
-    @classmethod
-    def install(cls, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have every writer that is made from now on take it."""
-        monkeypatch.setattr("trajstore.store.writing.blocks.CommitTimer", cls)
-
-    @classmethod
-    def of(cls, writer: RunWriter) -> StillTimer:
-        """That of a writer."""
-        timer: Any = writer._blocks._timer
-        assert isinstance(timer, cls)
-        return timer
-
-
-def commit_now(writer: RunWriter) -> None:
-    """Have what is there committed as the timer does, and wait for that."""
-    pending = writer._blocks._last
-    if pending is not None:
-        pending.result()
-    assert writer._blocks._commit_unfinished()
-    pending = writer._blocks._last
-    if pending is not None:
-        pending.result()

@@ -46,13 +46,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """Run `trajstore` in this process and an empty folder: (arguments, rc) to its result."""
+    """Run `trajstore` in this process and an empty folder: (arguments, rc) to its result.
+
+    What it refuses, with the exit code 2, must leave nothing in that folder.
+    """
     folder = tmp_path_factory.mktemp("cwd")
 
     def run(*arguments: Any, rc: int = 0) -> Result:
+        before = os.listdir(folder)
         with contextlib.chdir(folder):
             done = CliRunner().invoke(main, [*map(str, arguments)], catch_exceptions=False)
         assert done.exit_code == rc, done.output
+        assert rc != 2 or os.listdir(folder) == before
         return done
 
     return run

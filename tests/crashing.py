@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-from bits_and_calls import commit_now, random_bits
-from process_group import processes
+from bits_and_calls import random_bits
+from forked_processes import processes
+from still_timer import commit_now
 
 from trajstore import RunWriter
 from trajstore.values.native_types import narrow, native_type

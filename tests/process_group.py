@@ -1,8 +1,7 @@
-"""Processes that begin with what is slow to import, and several that train one model together."""
+"""Several processes that train one model together."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -10,20 +9,7 @@ import textwrap
 import traceback
 from pathlib import Path
 
-processes = multiprocessing.get_context("forkserver")
-# What is slow to import, where it is installed. No module of the tests: Python 3.11 does not tell
-# the server where they are.
-processes.set_forkserver_preload(
-    [
-        "xarray",
-        "zarr",
-        "trajstore.exchange.export",
-        "trajstore.integrity.repair",
-        "trajstore.trainers.evaluations.evaluate",
-        "trajstore.trainers.runs.record",
-        "transformers.models.gpt2.modeling_gpt2",
-    ]
-)
+from forked_processes import processes
 
 _SECONDS = 120
 

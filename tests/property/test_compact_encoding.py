@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-from bits_and_calls import commit_now
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from still_timer import commit_now
 from stored_forms import stored_forms
 
 from trajstore import RunWriter, open_run, verify

@@ -47,8 +47,8 @@ from damage import (
     write,
     write_runs,
 )
+from forked_processes import processes
 from golden_runs import unpack
-from process_group import processes
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.cli.main import main as command

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import xarray as xr
 import zarr
-from bits_and_calls import commit_now
 from crashing import BLOCK, TYPES, check_rows, create, extend
 from disk import moves
 from hypothesis import Phase, settings
@@ -28,6 +27,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.store.metadata.block_plan import BLOCKS

@@ -63,6 +63,7 @@ WRONG = (
     "token_count in token",
     "token_count is 3",
     "token_count + 1 > 3",
+    "token_count.T > 3",
     "-token_text == 'a'",
     "quantile(token_count, 2) > 1",
     "quantile(token_count, token_count) > 1",

@@ -103,7 +103,11 @@ def test_idle_readers_take_tasks_and_none_after_a_failure() -> None:
     assert (len(begun), len(ended)) == (2, 50)
     child = os.fork()  # which has threads of its own
     if child == 0:
-        os._exit(len(wait([readers().submit(int)], 10).not_done))
+        undone = 1
+        try:
+            undone = len(wait([readers().submit(int)], 10).not_done)
+        finally:
+            os._exit(undone)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     begun.clear()
     ended.clear()

@@ -112,7 +112,7 @@ def test_summary_prints_the_tables(example_run: Path, trajstore_cli: Cli) -> Non
         "dead (118)",
         "Displacement from step 0 to 20",
         "Logits",
-        "Los",
+        "Loss",
     ):
         assert words in text
     ds = open_run(example_run)

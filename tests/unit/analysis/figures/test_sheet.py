@@ -49,7 +49,7 @@ def together(run):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ALONE[::4])
+@pytest.mark.parametrize("name", ALONE)
 def test_a_figure_shows_the_same_alone_and_with_all(name, run, together):
     assert sheet([run], name).data[name][0].identical(together.data[name][0])
 

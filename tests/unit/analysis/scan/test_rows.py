@@ -158,7 +158,7 @@ def test_rows_of_few_tokens_are_one_task(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NATIVE_TYPES)
-def test_rows_have_the_norms_that_are_recorded(name):
+def test_measured_rows_have_the_bits_of_values_norms(name):
     native, rng = native_type(name), np.random.default_rng(0)
     bits = rng.integers(0, 2 * native.sign_mask, (8, 40, 33), native.bits, endpoint=False)
     bits[:, :10] &= ~native.bits.type(1 << (native.mantissa_bits + 1))  # no infinity, no NaN

@@ -193,6 +193,7 @@ def test_state_of_float32_rounds_the_weights_once(tiny: Runs, tmp_path: Path) ->
     assert out.W.values.tobytes() == expected.tobytes()
     assert out.W.attrs["native_dtype"] == "bfloat16"
     assert out.exp_avg_sq.attrs["native_dtype"] == "float32"
+    assert replay(tmp_path / "wide.zarr").clean
     falls = np.diff(out.exp_avg_sq.values, axis=0) < 0
     assert falls.any()
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from bits_and_calls import StillTimer, commit_now
 from disk import stand_in
+from still_timer import StillTimer, commit_now
 from trainings import (
     HIDDEN,
     VOCAB,

@@ -78,6 +78,19 @@ def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
     assert "its learning rate is too large" in gap.reason
 
 
+def test_weights_changed_between_two_steps_are_named_once(tmp_path: Path) -> None:
+    def change(model: Any, number: int) -> None:
+        if number == 4:
+            with torch.no_grad():
+                model.embedding.weight.mul_(1.01)
+
+    path = tiny_run(tmp_path / "run.zarr", between=change, variables="weights+grads")
+    change_attributes(path, lambda root: root.update(notes=[]))  # as if no recorder had seen it
+    (finding,) = replay(path).findings
+    assert (finding.kind, finding.variable, finding.step) == ("mismatch", "W", 6)
+    assert finding.tokens == VOCAB
+
+
 def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", variables="weights+grads")
     flip(path, "grad", (4, 3, 1), 30)

@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 from altered_runs import change_attributes, rewrite
 from damage import flip
-from process_group import processes
+from forked_processes import processes
 from small_trainings import small_config
 from trainings import Accumulated, Loop, Pair, Scaled
 

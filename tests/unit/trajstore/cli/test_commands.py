@@ -303,5 +303,8 @@ def test_computed_arrays_are_named(sample: Path, tmp_path: Path, trajstore_cli: 
     assert f"{shares} of their uncompressed bytes; the run does not hold hyperparameters" in note
     for command in ("info", "summary"):
         assert f"Note: {note}." in printed(command, unknown)
+    without = begin(tmp_path / "without.zarr", encoding="compact")
+    without.close()
+    assert "Computed from the gradient: nothing." in printed("info", without.path)
     some = sample_part(path, tmp_path / "some.zarr", steps="0:22:2")
     assert "uncompressed bytes; its steps are not consecutive." in printed("info", some)

@@ -137,6 +137,14 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == '{\n  "a": [\n    null,\n    1.5\n  ],\n  "b": null\n}\n'
 
 
+def test_the_promised_names_are_there() -> None:
+    """Scripts rely on these: options may be added, but none removed."""
+    for line in (ROOT / "tests/data/promised_options.txt").read_text().splitlines():
+        name, *flags = line.split()
+        known = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
+        assert {*flags} <= known, name
+
+
 def test_each_of_at_most_150_options_is_used_by_a_test() -> None:
     tests = (ROOT / "tests").rglob("test_*.py")
     texts = [{*re.findall(r"[\w-]+", file.read_text())} for file in tests]

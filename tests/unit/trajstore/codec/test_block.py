@@ -360,7 +360,7 @@ def test_of_a_store_only_the_objects_of_a_selection_are_requested(stored: Stored
     asked.clear()
     tokens = [TOKENS - 1, 0, 1]
     same(array.oindex[9, tokens], values[9, tokens])
-    assert {key for key, _ in asked} == {"c.2.0.0", "c.2.2.0"}
+    assert sorted(key for key, _ in asked) == ["c.2.0.0", "c.2.2.0"]
     asked.clear()
     for key in ((slice(4, 4),), (slice(None), slice(7, 7)), (2, slice(9, 5))):
         same(array[key], values[key])
@@ -403,9 +403,11 @@ def test_a_run_can_be_read_while_the_interpreter_ends(small: Stored) -> None:
     """Its threads take no more work then."""
     path, values = small
     readers().shutdown()
-    same(opened(path)[...], values)
-    same(opened(path, "ranges")[...], values)
-    readers.cache_clear()
+    try:
+        same(opened(path)[...], values)
+        same(opened(path, "ranges")[...], values)
+    finally:
+        readers.cache_clear()
 
 
 @every_store

@@ -110,7 +110,7 @@ PREDICTION = {"_ENCODING": "terms_and_differences", "_DECODING": "decoded_rows"}
         ("bfloat16", 130, 3, {"_DECODING"}),
         # That of the encoder is compiled for many seconds.
         pytest.param("bfloat16", 250, 64, {*PREDICTION}, marks=pytest.mark.nightly),
-        pytest.param("float32", 7, 5, {"_DECODING"}, marks=pytest.mark.nightly),
+        pytest.param("float32", 7, 5, {*PREDICTION}, marks=pytest.mark.nightly),
     ],
 )
 def test_gradients_are_predicted(

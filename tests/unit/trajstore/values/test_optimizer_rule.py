@@ -17,6 +17,7 @@ from trajstore.trainers.rounded_optimizer import (
     RoundedAdamW,
     RoundedSGD,
 )
+from trajstore.values.norms import MovingAverage, every_normal_value, share_left
 from trajstore.values.optimizer_rule import OptimizerRule, Rates, VectorRule
 
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
@@ -245,3 +246,29 @@ def test_groups_that_cannot_be_computed_are_refused() -> None:
             VectorRule.of(RUN | {"optimizer": {"groups": [GROUP, group]}})
     with pytest.raises(InvalidArgument, match="does not name its parameters and groups"):
         VectorRule.of({"parameters": PARAMETERS})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("beta", [0.9, 0.998])
+@pytest.mark.parametrize(
+    ("flags", "form"), [({"foreach": False}, "product"), ({"fused": True}, "once")]
+)
+def test_moving_averages_are_those_of_torch(beta: float, flags: dict[str, bool], form: Any) -> None:
+    """Without a gradient, and with any, from every value of bfloat16."""
+    every = np.concatenate([*every_normal_value("bfloat16")])
+    for grad in (np.zeros_like(every), every[::-1].copy()):
+        W = torch.nn.Parameter(torch.ones(every.size, dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW([W], betas=(beta, beta), **flags)
+        state = {name: torch.from_numpy(every).bfloat16() for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[W] = {"step": torch.tensor(5.0)} | state
+        W.grad = torch.from_numpy(grad).bfloat16()
+        optimizer.step()
+        for name, how, power in (("exp_avg", "lerp", 1), ("exp_avg_sq", form, 2)):
+            average = MovingAverage(native="bfloat16", beta=beta, form=how)
+            with np.errstate(over="ignore", under="ignore"):
+                target = grad**power
+            after, expected = stored(optimizer.state[W][name]), average.after(every, target)
+            # torch multiplies (1 − β)·g by g, which rounds differently from (1 − β)·g².
+            finite = np.isfinite(target) & np.isfinite(expected) & ((target > 1e-30) | (grad == 0))
+            assert (after == expected)[finite].mean() > 0.999
+            assert grad.any() or share_left(average, 0) == (after == every).mean()

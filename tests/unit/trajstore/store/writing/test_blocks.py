@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import StillTimer, commit_now, nightly_but
+from bits_and_calls import nightly_but
 from crashing import BLOCK, check, check_rows, create, extend, row
 from disk import failing_moves, held_moves, moves, objects_of
+from still_timer import StillTimer, commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.codec.chunk import Chain
