@@ -60,7 +60,7 @@ states: $(READY)  ## Compare states at four steps, and replays of each optimizer
 
 .PHONY: browser
 browser: $(READY)  ## Test the page of `trajstore explore` in Chromium, as `chromium`
-	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/unit/analysis/exploring -k browser
+	$(BIN)/python tools/explore_in_browser.py
 
 .PHONY: check
 check: $(READY)  ## Lint, check types and imports, build the site; change nothing

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import os
-import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import webbrowser
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -329,76 +323,3 @@ def test_the_page_is_opened_in_a_browser(page: Page, tmp_path: Path, trajstore_c
     done = trajstore_cli(*words, rc=128 + signal.SIGTERM)
     (address,) = browser.addresses
     assert f"at {address} until Ctrl-C" in done.stdout
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif("TRAJSTORE_BROWSER" not in os.environ, reason="half a minute: make browser")
-def test_a_browser_explores_a_run_while_it_is_recorded(tmp_path: Path) -> None:
-    with begin(tmp_path / "run.zarr") as run:
-        extend(run, range(8))
-        command = [Path(sys.executable).with_name("trajstore"), "explore", run.path, "--port", "0"]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-                explore_in_browser(found[0], lambda: extend(run, range(8, 12)))
-            finally:
-                process.send_signal(signal.SIGINT)
-                _, errors = process.communicate(timeout=60)
-        assert errors.endswith("trajstore: stopped by Ctrl-C\n")
-        assert process.returncode == 130
-
-
-def explore_in_browser(address: str, add_rows: Any) -> None:
-    from playwright.sync_api import expect, sync_playwright
-
-    expect.set_options(timeout=40_000)
-    troubles: list[str] = []
-    asked: list[str] = []
-    with sync_playwright() as playwright:
-        chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1500})
-        page.on("console", lambda said: troubles.extend([said.text] * (said.type == "error")))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", lambda dialog: troubles.append(f"alert {dialog.message}"))
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("websocket", lambda socket: asked.append(socket.url))
-        page.goto(address)
-
-        # A step: on the slider, and played to the end.
-        page.locator("input[type=range]").first.fill("3")
-        expect(page.get_by_text("step 3 of 7, loss 4.7000")).to_be_visible()
-        page.get_by_title("Play", exact=True).click()
-        expect(page.get_by_text("step 7 of 7")).to_be_visible()
-
-        # A token: found by its text, and clicked; in the plane, to the right are those that moved.
-        page.locator("input[type=text]").first.fill("red")
-        cell = page.locator('.tabulator-cell[tabulator-field="text"]')
-        expect(cell).to_have_text(r"'\x1b[31mred\x1b]0;title\x07'")
-        cell.click()
-        expect(page.get_by_text(r"'\x1b[31mred\x1b]0;title\x07' (3)", exact=True)).to_be_visible()
-        plane = page.locator(".bk-Figure").first.bounding_box()
-        page.mouse.click(plane["x"] + plane["width"] - 20, plane["y"] + plane["height"] / 2)
-        expect(page.get_by_text(re.compile("Last change at step 5"))).to_be_visible()
-
-        # New rows come by themselves; who looked at the last row looks at the new one.
-        add_rows()
-        expect(page.get_by_text("step 11 of 11")).to_be_visible()
-        browser.close()
-    assert troubles == []
-    own = urlsplit(address).netloc
-    served = {urlsplit(url).netloc for url in asked if not url.startswith(("data:", "blob:"))}
-    assert served == {own}
-    for origin, status in (
-        (f"http://{own}", http.client.SWITCHING_PROTOCOLS),
-        ("http://elsewhere.example", http.client.FORBIDDEN),
-    ):
-        connection = http.client.HTTPConnection(own, timeout=60)
-        headers = {"Origin": origin, "Upgrade": "websocket", "Connection": "Upgrade"}
-        headers |= {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version": "13"}
-        headers |= {"Sec-WebSocket-Protocol": "bokeh, token"}
-        connection.request("GET", "/ws", headers=headers)
-        assert connection.getresponse().status == status
-        connection.close()

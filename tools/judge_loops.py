@@ -1,9 +1,13 @@
-"""Judge the recorder: `python -m tests.loops --situations [WORD …]`, `--drawn FIRST LAST`."""
+"""Judge the recorder by loops of every kind, and print a table.
+
+``python tools/judge_loops.py --situations [WORD …]``, ``--drawn FIRST LAST``
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -11,9 +15,11 @@ from pathlib import Path
 
 import torch
 
-from .judge import judged
-from .loop import Situation
-from .situations import SITUATIONS, drawn
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from loops.judge import judged
+from loops.loop import Situation
+from loops.situations import SITUATIONS, drawn
 
 
 def report(situations: Iterable[Situation]) -> None:
@@ -34,7 +40,8 @@ def report(situations: Iterable[Situation]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m tests.loops", description=__doc__)
+    """Judge the chosen loops."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--situations", nargs="*", metavar="WORD", help="all whose name has a word")
     parser.add_argument("--drawn", nargs=2, type=int, metavar=("FIRST", "LAST"), help="seeds")
     given = parser.parse_args()
