@@ -238,7 +238,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(LiveRun(run.path))
 
 
-@pytest.mark.nightly
 def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
     from bokeh.models import Plot
 
