@@ -39,6 +39,10 @@ newest:  ## Test without torch, with the newest versions of everything
 	.venv-newest/bin/pip install -q -e '.[test]'
 	.venv-newest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch and not nightly'
 
+.PHONY: compiled
+compiled: $(READY)  ## Run the short tests with loops compiled from the first number on
+	TRAJSTORE_COMPILED=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
 .PHONY: flips
 flips: $(READY)  ## Flip 300 random bits in the files of runs; each must be detected or harmless
 	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/property/test_damaged_runs.py -k flipped
