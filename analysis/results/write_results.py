@@ -345,10 +345,7 @@ def _arrays(ds: xr.Dataset) -> dict[str, xr.DataArray]:
 
 def _append_rows(arrays: dict[str, xr.DataArray], path: Path, after: None) -> None:
     ds, first = xr.Dataset(arrays), not path.exists()
-    if ds.dims:
-        dims = next(iter(ds.data_vars.values())).dims
-        frame = ds.to_dataframe(dim_order=dims)
-        # With both line ends as the end, a text that holds one of them, as a token may, is quoted.
-        frame.to_csv(path, mode="a", header=first, lineterminator="\r\n")
-    else:
-        ds.to_pandas().to_frame().T.to_csv(path, index=False)
+    dims = next(iter(ds.data_vars.values())).dims
+    frame = ds.to_dataframe(dim_order=dims) if dims else ds.to_pandas().to_frame().T
+    # With both line ends as the end, a text that holds one of them, as a token may, is quoted.
+    frame.to_csv(path, mode="a", header=first, index=bool(dims), lineterminator="\r\n")
